@@ -1,10 +1,10 @@
-"""`emp-llm bench DIR`: what the zeros of a pruned model buy on this machine."""
+"""`emp-llm bench MODEL`: what the zeros of a pruned model buy on this machine."""
 
 import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
-from emp_llm.options.model import DeviceOptions, TrustRemoteCode
+from emp_llm.options.model import DeviceOptions, ModelOptions
 from emp_llm.records.bench import Bench, Speed
 
 if TYPE_CHECKING:
@@ -28,15 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(DeviceOptions):
-    """Options of `bench`."""
+class BenchOptions(DeviceOptions, ModelOptions):
+    """Options of `bench`. The model is pruned or packed."""
 
-    model: Annotated[str, Opt("Pruned or packed model: a folder or Hub id.", argument=True, metavar="DIR")] = field(
-        kw_only=False
-    )
     baseline: Annotated[str | None, Opt("Dense model to compare with; default: the same model, run dense.")] = None
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
-    trust_remote_code: TrustRemoteCode = False
     prompt_tokens: Annotated[int, Opt("Tokens of the prompt.", minimum=1)] = 512
     new_tokens: Annotated[int, Opt("Tokens to decode after it.", minimum=1)] = 32
     batch_size: Annotated[int, Opt("Sequences at a time.", minimum=1)] = 1

@@ -24,7 +24,7 @@ from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
 
 R = TypeVar("R")
-_SHORT = {"model": "-m", "output": "-o", "verbose": "-v", "quiet": "-q"}  # flags of one letter, by option
+_SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
 # Of a command with many options, --help shows these.
 _FIRST = (
     *("model", "output", "method", "methods", "criteria", "beta", "betas", "sparsity", "sparsities", "emp_sparsities"),
@@ -49,6 +49,12 @@ _GROUPS = {
     "criteria": "Measures",
     "output": "Output",
     "verbose": "Messages",
+}
+# What a shell reads to complete command lines; bash and zsh set COMP_LINE.
+_COMPLETION = {
+    "bash": "complete -o default -C 'emp-llm --complete' emp-llm",
+    "zsh": "autoload -Uz compinit bashcompinit; compinit; bashcompinit; complete -o default -C 'emp-llm --complete' emp-llm",
+    "fish": "complete -c emp-llm -a '(COMP_LINE=(commandline -cp) emp-llm --complete)'",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
@@ -117,11 +123,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     return flat
 
 
-def run(
-    command: Callable[..., Any],
-    show: Callable[[Any], None] | None = None,
-    arguments: list[str] | None = None,
-) -> None:
+def run(command: Callable[..., Any], show: Callable[[Any], None] | None = None, arguments: list[str] | None = None) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
     The command itself prints nothing, so that it is an ordinary function in Python.
@@ -131,6 +133,7 @@ def run(
     """
 
     def work(rank: int) -> None:
+        UserError.in_shell = True
         options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
         if options["quiet"]:
             logging.getLogger().setLevel(logging.WARNING)
@@ -184,18 +187,26 @@ def _cut_off() -> Iterator[None]:
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
-    """A command's options by field, parsed from arguments; exits after --help or on invalid arguments."""
+    """A command's options by field, parsed from arguments; exits after --help or on invalid arguments.
+
+    Words without a flag are its arguments, in their order; an argument with a flag, such as the model, may be given by either.
+    """
     import typer
     from typer.core import TyperCommand
 
     values: dict[str, Any] = {}
+    words: list[str] = []
 
-    def take(**options: Any) -> None:
+    def take(context: typer.Context, **options: Any) -> None:
         values.update(options)
+        words.extend(context.args)
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
-    required = [each for each in options.values() if each.parameter.default is inspect.Parameter.empty]
-    parameters = [_parameter(each) for each in dict.fromkeys([*required, *options.values()])]
+    places = {key: option.about.metavar or key.upper() for key, option in options.items() if option.about.argument}
+    optional = [key for key in places if options[key].parameter.default is not inspect.Parameter.empty]
+    usage = " ".join([*(f"[{place}]" if key in optional else place for key, place in places.items()), "[OPTIONS]"])
+    parameters = [_parameter(each) for key, each in options.items() if key not in places or each.about.flag]
+    parameters.insert(0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context))
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     everything = arguments[-1:] == ["all"]  # after --help
@@ -204,15 +215,18 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         """Its help shows the options in groups."""
 
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            lines = {each.name: each.get_help_record(ctx) for each in self.get_params(ctx)}
+            lines = {key: (place, options[key].about.help) for key, place in places.items()}
+            for each in self.get_params(ctx):
+                flags, told = each.get_help_record(ctx) or ("", "")
+                lines[each.name] = (f"{places[each.name]}, {flags}" if each.name in places else flags, told)
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
                     formatter.write_dl([lines[each] for each in names])
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     more = f"{name} --help all shows all {len(options)} options." if len(options) > _MANY and not everything else None
-    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-    app.command(cls=Grouped, help=help_of(command), epilog=more, context_settings=settings)(take)
+    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "allow_extra_args": True}
+    app.command(cls=Grouped, help=help_of(command), epilog=more, options_metavar=usage, context_settings=settings)(take)
     try:
         app(args=arguments, prog_name=name)
     except SystemExit as end:
@@ -220,6 +234,14 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             raise
     if not values:  # --help was shown
         sys.exit(0)
+    for key, place in places.items():
+        if words and values.get(key) is None:
+            values[key], words = (words, []) if place.endswith("...") else (words[0], words[1:])
+        if values.get(key) is None and key not in optional:
+            raise UserError(f"{place} is missing. Usage: {name} {usage}")
+        values[key] = options[key].parameter.default if values.get(key) is None else options[key].checked(values[key])
+    if words:
+        raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
     return values
 
 
@@ -227,17 +249,14 @@ def _parameter(option: Option) -> inspect.Parameter:
     """An option as a parameter for typer."""
     import typer
 
-    about = option.about
-    if about.argument:
-        declared = typer.Argument(help=about.help, metavar=about.metavar)
-    else:
-        flags = filter(None, (option.flag, _SHORT.get(option.parameter.name)))
-        declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
+    about, default = option.about, None if option.about.argument else option.parameter.default
+    flags = filter(None, (option.flag, _SHORT.get(option.flag)))
+    declared = typer.Option(*flags, help=about.help, min=about.minimum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
     kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
-    if option.parameter.default is None:
+    if default is None:
         kind = kind | None
-    return option.parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, declared])
+    return option.parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared])
 
 
 def options_from(name: str, words: list[str]) -> SimpleNamespace:
@@ -281,12 +300,33 @@ def main(arguments: list[str] | None = None) -> None:
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
     usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())
-    if name in ("--version", "--help", "-h"):
+    usage += "\n\nemp-llm --completion bash (or zsh, fish) prints a line for ~/.bashrc that completes commands and options."
+    texts = {"--version": __version__, "--help": usage, "-h": usage}
+    texts |= {f"--completion {shell}": line for shell, line in _COMPLETION.items()}
+    name = " ".join([name, *rest[:1]]) if name == "--completion" else name
+    if name in texts or name == "--complete":
         with _cut_off():
-            print(__version__ if name == "--version" else usage)
+            print(texts.get(name) or "\n".join(_completions(os.environ.get("COMP_LINE", ""))))
         return
     print(f"error: {name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}", file=sys.stderr)
     sys.exit(2)
+
+
+def _completions(line: str) -> list[str]:
+    """What the last word of a command line may become: commands, flags, or the choices of the flag before it."""
+    line = line[: int(os.environ.get("COMP_POINT", len(line)))]
+    words = line.split() + [""] * line.endswith(" ")
+    found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
+    if len(words) > 2 and words[1] in COMMANDS:
+        from emp_llm.options.recipe import METHODS
+
+        options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
+        flags = {flag: each for each in options if each.about.flag or not each.about.argument for flag in each.flag.split("/")}
+        given = flags.get(words[-2])
+        found = [*flags, "--help"] if given is None or given.kind is bool else given.choices
+        if given is not None and given.parameter.name == "method":
+            found = [f"{prefix}{name}" for prefix in ("emp-", "") for name in METHODS]
+    return [each for each in found if each.startswith(words[-1]) and (words[-1] or not each.startswith("-"))]
 
 
 def _set_up_logging(mark: str, rank: int) -> None:

@@ -28,7 +28,7 @@ class Evaluated:
 
 @command
 def evaluate(
-    model: Annotated[str, Opt("Model folder or Hub id.")] = "",
+    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = "",
     *,
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: TrustRemoteCode = False,

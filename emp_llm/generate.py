@@ -9,7 +9,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError, count_of, format_bytes, visible
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.options.base import Opt
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
@@ -157,6 +157,11 @@ def generate(options: GenerateOptions) -> Generation:
     else:
         least = LEAST_ZEROS if options.runtime == "sparse" else NEVER
         model = load(folder, device=device, dtype=options.dtype, trust_remote_code=trust, least_zeros=least)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(model.generation_config, name)
+        if not all(isinstance(number, int | None) for number in (value if isinstance(value, list) else [value])):
+            told = f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
+            raise UserError(f"{folder / 'generation_config.json'}: {told}")
     longest = max_context(model.config)
     if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
         raise UserError(

@@ -1,4 +1,4 @@
-"""`emp-llm pack DIR OUT`: a pruned checkpoint is packed without its zeros, or its mask alone, for shipping."""
+"""`emp-llm pack MODEL OUTPUT`: a pruned checkpoint is packed without its zeros, or its mask alone, for shipping."""
 
 import logging
 import time
@@ -33,12 +33,12 @@ class Packed:
 
 @command
 def pack(
-    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="DIR")],
-    output: Annotated[Path, Opt("Folder to write.", argument=True, metavar="OUT")],
+    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="MODEL", flag="--model")],
+    output: Annotated[Path, Opt("Folder to write.", argument=True, flag="--output")],
     *,
     zstd: Annotated[bool, Opt("Also compress values and masks (zstandard).")] = False,
     mask_only: Annotated[bool, Opt("Pack the mask without weights, for users who have the dense model.")] = False,
-    overwrite: Annotated[bool, Opt("Replace an existing folder at OUT.")] = False,
+    overwrite: Annotated[bool, Opt("Replace an existing folder at the output.")] = False,
 ) -> Packed:
     """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that are not zero.
 
@@ -48,7 +48,8 @@ def pack(
     Returns the sizes before and after, and the time taken.
 
     Raises:
-        UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there are no zeros to mask.
+        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is missing, or there are no
+            zeros to mask.
     """
     from emp_llm.checkpoint.bits import need_zstandard
     from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -63,7 +64,7 @@ def pack(
     layout = PackLayout("mask" if mask_only else "weights", "zstd" if zstd else "raw")
     files = other_files(checkpoint, layout)
     needed = most_bytes(checkpoint, layout, files)
-    with OutputFolder(output, [folder], needed, overwrite, "OUT") as out:
+    with OutputFolder(output, [folder], needed, overwrite) as out:
         out.begin({"packs": str(folder)})
         sizes = pack_checkpoint(checkpoint, layout, files, out.files)
         out.complete()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
-from emp_llm.common.machine import Stopwatch
+from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
@@ -77,28 +77,26 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     targets, checkpoint = chosen.targets, chosen.checkpoint
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
-    update, scores = recipe.update, Scores(checkpoint, targets, recipe)
+    scores = Scores(checkpoint, targets, recipe)
     if norms is not None:
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(options.activations)))
     path = options.output or Path(f"{source.short_name}-{recipe.method}")
     if options.dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
-        return dry_run(chosen, scores, options, options.propagate, path, options.overwrite, options.push_to_hub, source.hollow)
+        return dry_run(chosen, scores, options, path, source.hollow)
 
     # What is needed later is checked now: the text, the suite, the output.
     quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
     data = None
-    if update is not None or (recipe.needs_activations and calibrates):
+    if recipe.updates or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import CalibrationText, calibration_data
+        from emp_llm.calibration.data import calibration_data
         from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 
         data = calibration_data(options, chosen.architecture, options.trust_remote_code, options.propagate)
-    if update is not None:
-        from emp_llm.pruning.updates import check_updatable, counts_to_search
-        from emp_llm.update.moved import MovedWeights
+    if recipe.updates:
+        from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
         from emp_llm.update.update import update_warnings
-        from emp_llm.update.walk import update_model
 
         check_updatable(recipe, chosen, data)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
@@ -123,12 +121,12 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
-        moved_bytes = 0 if update is None else sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+        moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in targets) if recipe.updates else 0
         out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, options.overwrite)
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
-                out.begin(signature)
+                out.begin(signature, "" if data is None else machine_name())
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
             propagated = Pruner(scores, counts_of(scores), options.mask_device) if options.propagate == "pruned" else None
@@ -163,31 +161,11 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
             # How many weights of each group stay, which ones, and their values.
             counts = counts_of(scores) if propagated is None else propagated.counts
             pruner, moved = Pruner(scores, counts, options.mask_device), None
-            if update is not None:
-                assert isinstance(data, CalibrationText)
-                with stage("refit"):
-                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-                    done = ranks().share(out.get("refitted") if ranks().main else None)
-                    if done is None:
-                        dense, mask_of = models.get(source.folder), pruner.masks()
-                        with stopwatch("refit"):
-                            update_model(
-                                dense,
-                                targets,
-                                data.tokens,
-                                update,
-                                moved,
-                                mask_of=mask_of,
-                                counts_of=counts_to_search(pruner, update, mask_of),
-                                batch_size=options.batch_size,
-                                hidden_states=options.hidden_states,
-                                blocks=recipe.blocks,
-                            )
-                        del dense
-                        if ranks().main:
-                            out.note(refitted=dict(stopwatch.record))
-                    else:
-                        stopwatch.record |= done
+            if recipe.updates:
+                assert data is not None
+                mask_of = pruner.masks()
+                to_search = counts_to_search(pruner, mask_of)
+                moved = moved_weights(source.folder, targets, data, recipe, options, models, out, stopwatch, mask_of, to_search)
                 about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
             if prepared is None:
                 models.free()  # the dense model is no longer needed
@@ -202,9 +180,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
                 made_of = ModelSource(model=source.name, revision=source.revision, identity=written.identity)
                 report = report_of(made_of, recipe, pruner, written.outcomes, chosen.coverage, about)
                 report.dtype, report.device_map = options.dtype, options.device_map
-                if moved is not None and update is not None:
+                if moved is not None:
                     report.fits = moved.records()
-                    report.warnings = [*update_warnings(report.fits, targets, update), *report.warnings]
+                    report.warnings = [*update_warnings(report.fits, targets, recipe), *report.warnings]
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @command
 def push(
-    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)],
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model")],
     repository: Annotated[str, Opt("USER/NAME on the Hub; created if missing.", argument=True)],
     *,
     private: Annotated[bool, Opt("Create the repository as private.")] = False,
@@ -27,8 +27,8 @@ def push(
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
 
     The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
-    The commit holds the files of the manifest, the manifest itself, report, card, results and the PNG files of DIR/emp_llm, and
-    nothing else from the folder. They name models and files, not folders of this machine.
+    The commit holds the files of the manifest, the manifest itself, report, card, results and the PNG files of the folder's
+    emp_llm, and nothing else from it. They name models and files, not folders of this machine.
 
     Returns the files and the commit; for a dry run, the files that would be pushed.
 

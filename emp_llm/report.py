@@ -30,7 +30,7 @@ class ReportSummary:
 
 @command
 def report(
-    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure and bench, and results of evaluate.", argument=True)],
+    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure, bench and evaluate.", argument=True, metavar="RUNS...")],
     *,
     output: Annotated[Path, Opt("Folder to write.")] = Path("report"),
     overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,

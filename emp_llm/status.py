@@ -34,9 +34,7 @@ class StudyStatus:
 
 @command
 def status(
-    study: StudyFolder,
-    *,
-    lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5,
+    study: StudyFolder, *, lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5
 ) -> StudyStatus:
     """Show how many jobs of a study are done, running, failed and missing.
 

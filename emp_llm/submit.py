@@ -81,8 +81,7 @@ def submit(
     *,
     site: Annotated[Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")] = Path("site.toml"),
     prepare: Annotated[
-        bool,
-        Opt("With an offline site, first download models and data into the cache.", flag="--prepare/--no-prepare"),
+        bool, Opt("With an offline site, first download models and data into the cache.", flag="--prepare/--no-prepare")
     ] = True,
     dry_run: Annotated[bool, Opt("Print what would be submitted, and write nothing.")] = False,
 ) -> SubmitSummary:

@@ -134,11 +134,7 @@ def sweep(
         if norms is not None:
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
-        made_by = SweepMadeBy(
-            **msgspec.structs.asdict(dense.made_by),
-            recipe=recorded(shared),
-            activations=made_of,
-        )
+        made_by = SweepMadeBy(**msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of)
         folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
 
         # The norms and the dense model, once.
@@ -390,11 +386,7 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
-        begun = {
-            "points",
-            f".{SWEEP_NAME}.lock",
-            f".{SWEEP_NAME}.partial",
-        }  # by a run that was killed at its first file
+        begun = {"points", f".{SWEEP_NAME}.lock", f".{SWEEP_NAME}.partial"}  # by a run that was killed at its first file
         names = {entry.name for entry in self.path.iterdir()}
         return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 class VerifyOptions:
     """Options of `verify`."""
 
-    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)] = field(kw_only=False)
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model")] = field(
+        kw_only=False
+    )
     criterion: Annotated[Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
     scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
     source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None
@@ -72,19 +74,36 @@ def verify(options: VerifyOptions) -> "Findings":
 def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings") -> None:
     """Compare bytes and masks with the dense model."""
     from emp_llm.models.architecture import Architecture
+    from emp_llm.pruning import verification as check
     from emp_llm.pruning.scores import Scores, input_norms
-    from emp_llm.pruning.verification import check_masks, check_other_bytes, check_source
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
-    check_source(dense, manifest)
     if manifest.recipe.structure is not None:
+        check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)
         return
     norms, recipe = _norms(options, manifest), _with_own_scores(manifest.recipe, options)
     blocks = options.blocks or recipe.blocks
-    architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
+    if manifest.source.identity is None:
+        from emp_llm.models.loading import build_skeleton
+
+        logger.info("save_pretrained wrote %s: its tokenizer and other files are not compared with the source.", pruned.folder)
+        model = build_skeleton(dense.folder, options.trust_remote_code)
+        architecture = Architecture.of_model(dense, model, blocks)
+        try:
+            names = check.names_in_saved(model, architecture, Architecture.of_model(pruned, model, blocks))
+            check.check_config(dense.folder, pruned.folder, options.trust_remote_code, findings)
+        except UserError as error:
+            findings.differences.append(str(error))
+            return
+    else:
+        check.check_source(dense, manifest)
+        architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
+        names = {name: name for name in dense.tensors}
+        check.check_headers(dense, pruned, findings)
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    if not check_other_bytes(dense, pruned, targets, findings):
+    tensors = check.check_tensors(dense, pruned, names, targets, findings)
+    if any(target.matrix.stored.name not in tensors for target in targets):
         return
     try:
         scores = Scores(dense, targets, recipe)
@@ -92,7 +111,7 @@ def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, mani
             if norms is None:
                 raise UserError(f"{options.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
             scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
-        check_masks(pruned, scores, findings)
+        check.check_masks(tensors, scores, findings)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 from train_witness import read_articles
 
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.options.update import damping_for
+from emp_llm.options.recipe import damping_for
 from emp_llm.update.least_squares import output_error, refit_rows
 
 ROOT = Path(__file__).parents[1]

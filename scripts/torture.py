@@ -3,8 +3,8 @@ undisturbed run.
 
     python scripts/torture.py [--kills 200] [--every 1] [--only CASE] [--kinds KIND] [--folder DIR] [--write]
 
-A quick run: --kills 24 --every 12. Runs are forks of this process, which saves the time of their imports. For each of some
-prunes and calibrations:
+A quick run: --kills 24 --every 12. Runs are forks of this process, which saves the time of their imports, with one thread of
+torch. For each of some prunes and calibrations:
 
 - SIGKILL, SIGTERM and SIGINT are sent after a random time, and SIGKILL at random calls of write, sync and rename functions;
 - every such call, and every read, fails once with EIO and once with ENOSPC;
@@ -37,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from bench_helpers import processor
 
 from emp_llm.calibrate import calibrate
@@ -147,6 +148,7 @@ def in_fork(work: Callable[[], object], log: Path) -> int:
         return child
     code = 1
     try:
+        torch.set_num_threads(1)  # a fork has none of this process's threads, and would wait for them
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -370,6 +372,7 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--kinds", default="", help="only disturbances with this text in their name")
     parser.add_argument("--write", action="store_true", help="write the table to scripts/results/torture.md")
     arguments = parser.parse_args(line)
+    torch.set_num_threads(1)
     make_runs_fine_grained()
     rng = random.Random(arguments.seed)
     lines = ["| run | disturbance | times | had work to resume | same bytes in the end |", "|---|---|---:|---:|---:|"]

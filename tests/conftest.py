@@ -24,6 +24,7 @@ from tiny import make_model
 
 from emp_llm.calibrate import calibrate
 from emp_llm.cli import main
+from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 
 pytest_plugins = ["hub_fixtures"]
@@ -54,6 +55,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither read nor fill the user's cache."""
     os.environ["EMP_LLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+    UserError.in_shell = True  # messages are those of commands, with flags; test_bad_input has those of Python
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
 

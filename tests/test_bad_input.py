@@ -6,6 +6,8 @@ The patterns match the wrong option or file, and the remedy.
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +233,36 @@ def test_damaged_models(refused: Refused, model: Path, match: str, damage: Calla
     refused(match, method=method)
 
 
+@pytest.mark.parametrize(
+    ("raised", "printed"),
+    [
+        ("--sparsity must be below 1", "sparsity must be below 1"),
+        ("Say it with --map: abs", "Say it with score_map: abs"),
+        ("--batch-size 4: lower it, or --load-in-8bit.", "batch_size 4: lower it, or load_in_8bit."),
+        ("run-3--old/a: see https://a.b/c--d", "run-3--old/a: see https://a.b/c--d"),
+        (
+            "no norms (emp-llm calibrate --model m makes some); add --ignore",
+            "no norms (emp-llm calibrate --model m makes some); add ignore",
+        ),
+        ("pip install --upgrade emp-llm", "pip install --upgrade emp-llm"),
+    ],
+)
+def test_errors_in_python_name_arguments(monkeypatch: pytest.MonkeyPatch, raised: str, printed: str) -> None:
+    assert str(UserError(raised)) == raised
+    monkeypatch.setattr(UserError, "in_shell", False)
+    assert str(UserError(raised)) == printed
+
+
+def test_python_and_the_shell_name_an_option_in_their_own_words(model: Path, tmp_path: Path) -> None:
+    program = f"import emp_llm\nemp_llm.prune({str(model)!r}, method='wanda', sparsity=1.5)"
+    lines = (["-c", program], ["-m", "emp_llm", "prune", model, "--method", "wanda", "--sparsity", "1.5"])
+    said = [
+        subprocess.run([sys.executable, *line], cwd=tmp_path, capture_output=True, text=True, check=False) for line in lines
+    ]
+    assert said[0].stderr.splitlines()[-1].startswith("emp_llm.common.errors.UserError: sparsity must be at least 0")
+    assert said[1].stderr.startswith("error: --sparsity must be at least 0")
+
+
 @pytest.mark.parametrize("place", ["folder", "file"])
 def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str) -> None:
     file = tmp_path / "tiny-Q4_K_M.gguf"
@@ -393,6 +425,16 @@ def test_malformed_generation_config(command: Run, model: Path, text: Path, tmp_
         message = done.stderr.splitlines()[-1]
         assert message.startswith(f"error: {model / 'generation_config.json'}: ")
         check_sentences(message)
+
+
+@pytest.mark.parametrize("runtime", ["sparse", "dense"])
+def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: str) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
+    done = command("generate", "--prompt", "a", "--model", model, "--runtime", runtime)
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"error: {model / 'generation_config.json'}: eos_token_id ")
+    check_sentences(message)
 
 
 @pytest.mark.usefixtures("offline")

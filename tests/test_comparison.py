@@ -30,6 +30,7 @@ def model(
     name: str,
     method: str | None = None,
     block_length: int = 2048,
+    zeros: float = 0.4,
     text: dict[str, Any] | None = None,
     perplexity: float | None = 5.5,
     **recipe: Any,
@@ -43,7 +44,7 @@ def model(
         }
         for name, value in (("boolq", 0.7), ("rte", 0.6))
     }
-    pruned = {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": 0.4}
+    pruned = {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": zeros}
     measured = {"perplexity": perplexity, "tokens": 1000, "block_length": block_length, "partial": False}
     values = {"model": name, "suite": "paper", "pruned": pruned if method else None, "perplexity": measured, "tasks": tasks}
     return msgspec.convert(values | {"made_by": {"model": {}, "text": text or WIKITEXT}}, Results)
@@ -72,6 +73,25 @@ def test_published_values_stand_nowhere_else() -> None:
     for other in (model("meta-llama/Llama-2-7b-hf", text={"file": "x"}), model("meta-llama/Llama-2-7b-hf", block_length=512)):
         (line,) = (line for line in compare([other]).splitlines() if line.startswith("perplexity"))
         assert line.split()[-1] == "-"
+
+
+def test_a_ruined_model_is_told_with_what_to_try() -> None:
+    said = "out: its perplexity is 2.2 times that of dense. Remove less"
+    assert f"\n{said}" in compare([model("dense"), model("out", "wanda", perplexity=12.1)])
+    for other in (
+        model("out", "wanda", perplexity=10.9),
+        model("out", "wanda", perplexity=None),
+        model("out", perplexity=12.1),
+    ):
+        assert "times" not in compare([model("dense"), other])
+    assert "times" not in compare([model("dense", "wanda"), model("out", "wanda", perplexity=12.1)])
+
+
+def test_models_with_other_zeros_are_told() -> None:
+    dense, few, more = model("dense"), model("few", "emp-wanda", zeros=0.367), model("more", "wanda", zeros=0.5)
+    assert "\nthe models differ in their zeros: few 36.70 %, more 50.00 % of the targets" in compare([dense, few, more])
+    assert "zeros" not in compare([dense, few, model("near", "wanda", zeros=0.375)])
+    assert "zeros" not in compare([dense, few])
 
 
 def test_models_with_different_block_lengths_are_not_compared() -> None:

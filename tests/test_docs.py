@@ -16,7 +16,7 @@ from emp_llm.cli import COMMANDS, parse
 ROOT = Path(__file__).parents[1]
 OTHER_FLAGS = (  # of other programs
     "--patch --mean --gpus-per-node --gres --mem --nv --extra-index-url --force --nproc-per-node "
-    "--update --help --write --device --version --data --draws"
+    "--update --help --completion --write --device --version --data --draws"
 )
 
 

@@ -123,7 +123,7 @@ def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work folder holds no finished work, but the older output."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "emp_report.json").write_text("{}")
@@ -131,18 +131,45 @@ def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.Monke
 
     def second(source: Any, target: Any) -> None:
         if Path(source).name == "files":
-            raise KeyboardInterrupt
+            raise _Killed
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", second)
-        with suppress(KeyboardInterrupt), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
+        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
             out.begin({})
             out.complete()
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
+
+
+def test_killed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command says that the output exists, and cleans up."""
+
+    def killed(self: OutputFolder) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "_remove", killed)
+        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0) as out:
+            out.begin({})
+            (out.files / "emp_report.json").write_text("{}")
+            out.complete()
+    assert (tmp_path / ".out.partial").is_dir()
+    with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
+
+
+def test_work_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for machine in ("a, 1 thread", "a, 1 thread", "a, 2 threads"):
+        assert not caplog.messages
+        with OutputFolder(tmp_path / "out", [], 0) as out:
+            out.begin({}, machine)
+            out.note(part=1)
+    assert "out was begun with a, 1 thread; with a, 2 threads, norms and fitted weights differ" in caplog.text
 
 
 def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

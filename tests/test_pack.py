@@ -273,13 +273,13 @@ def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tm
     pack(source, tmp_path / "packed")
     for call, said in (
         (lambda: pack(tmp_path / "packed", tmp_path / "x"), "a packed checkpoint. Unpack it first"),
-        (lambda: pack(source, tmp_path / "packed"), "OUT .*: it exists"),
+        (lambda: pack(source, tmp_path / "packed"), "output .*: it exists"),
         (lambda: pack(source, source / "inside"), "it is the input folder, lies inside it or contains it"),
         (lambda: pack(source, source), "it is the input"),
         (lambda: pack(models("llama"), tmp_path / "x", mask_only=True), "it has no zeros, so it has no mask"),
         (lambda: unpack(source, tmp_path / "x"), "no emp_pack.json in it"),
         (lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(models("llama"))), "leave --base out"),
-        (lambda: unpack(tmp_path / "packed", source), "DIR .*: it exists"),
+        (lambda: unpack(tmp_path / "packed", source), "output .*: it exists"),
     ):
         with pytest.raises(UserError, match=said):
             call()

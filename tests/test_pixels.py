@@ -155,7 +155,7 @@ def test_one_colour_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, size: tuple[int, int]
 ) -> None:
     Image.new(mode, size, 77 if mode != "RGBA" else (1, 2, 3, 4)).save(tmp_path / "in.tiff")
-    main([str(tmp_path / "in.tiff"), str(tmp_path / "out")])
+    main([str(tmp_path / "in.tiff"), "--output", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     assert (shown.count("infinite"), shown.count(" 0.00 ")) == (2, 2)
     assert ("SSIM needs an image of at least 7 x 7 pixels" in shown) == (size == (1, 1))
@@ -173,8 +173,8 @@ def test_one_colour_stays_as_it_is(
         ("photo.png --beta 0", "--beta must be a number above 0"),
         ("photo.png --patch 0", "--patch must be at least 1 pixel"),
         ("photo.png --group row", "--group"),
-        ("photo.png out.jpg", "OUT out.jpg: it is a folder for the pruned images; give a name without .jpg."),
-        ("photo.png own", "it exists and holds no image.json, so it is never replaced"),
+        ("photo.png --output out.jpg", "--output out.jpg: it is a folder for the pruned images; give a name without .jpg."),
+        ("photo.png --output own", "it exists and holds no image.json, so it is never replaced"),
     ],
 )
 def test_wrong_input_is_answered(

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import emp_llm
 from emp_llm import prune as prune_module
-from emp_llm.cli import help_groups
+from emp_llm.cli import help_groups, parse
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
@@ -174,10 +176,65 @@ def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
     assert (tmp_path / "short" / "emp_report.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "name", ["prune", "calibrate", "measure", "sweep", "evaluate", "generate", "bench", "verify", "push", "pack", "unpack"]
+)
+def test_a_model_stands_first_or_after_its_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = getattr(importlib.import_module(f"emp_llm.{name}"), name)
+    more = {"generate": ["--prompt", "text"], "push": ["a/b"], "pack": ["out"], "unpack": ["out"]}.get(name, [])
+    known = [parse(command, [*line, *more], name) for line in (["llama"], ["--model", "llama"], ["-m", "llama"])]
+    assert known[0] == known[1] == known[2]
+    assert "llama" in map(str, known[0].values())
+    assert parse(command, [*more, "-v", "--model", "llama"], name) == known[0] | {"verbose": True}
+    with pytest.raises(UserError, match="unexpected 'two'"):
+        parse(command, ["one", *more, "two"], name)
+    with pytest.raises(UserError, match="unexpected 'one'"):
+        parse(command, [*more, "one", "--model", "llama"], name)
+    if name != "evaluate":  # with --prepare it needs no model
+        with pytest.raises(UserError, match="is missing"):
+            parse(command, more, name)
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"], name)
+    assert re.search(r"(?m)^  MODEL, -m, --model ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("emp-llm pr", ["prune"]),
+        ("emp-llm prune --shar", ["--shares"]),
+        ("emp-llm prune --shares o", ["owl"]),
+        ("emp-llm prune model --no-res", ["--no-resumable-calibration"]),
+        ("emp-llm prune --method emp-mag", ["emp-magnitude"]),
+        ("emp-llm prune mod", []),  # the shell knows the files
+        ("emp-llm nonsense --", []),
+    ],
+)
+def test_shells_complete_commands_flags_and_choices(line: str, words: list[str]) -> None:
+    program = "import sys\nfrom emp_llm.cli import main\nmain(['--complete', 'emp-llm', '', ''])\n"
+    program += "print({'torch', 'typer', 'numpy'} & set(sys.modules), file=sys.stderr)"
+    environment = os.environ | {"COMP_LINE": f"{line} more", "COMP_POINT": str(len(line))}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr.strip()) == (words, "set()")
+
+
+def test_bash_completes(command: Run, tmp_path: Path) -> None:
+    """By the line that it is given."""
+    (tmp_path / "emp-llm").write_text(f'#!/bin/sh\nexec {sys.executable} -m emp_llm "$@"\n')
+    (tmp_path / "emp-llm").chmod(0o755)
+    program = f"PATH={tmp_path}:$PATH\n" + command("--completion", "bash").stdout + "\ncomplete -p emp-llm"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert "--complete" in done.stdout
+    wrong = command("--completion", "tcsh")
+    assert wrong.returncode == 2
+    assert "bash (or zsh, fish)" in wrong.stderr
+
+
 def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue").stderr
     assert "Did you mean" not in command("xyzzy").stderr
     assert "Did you mean emp-wanda?" in command("prune", "-m", models("llama"), "--method", "emp-wnada").stderr
+    assert "Did you mean demo?" in command("prune", models("llama"), "--calibration", "dmo").stderr
     assert "Did you mean magnitude?" in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud").stderr
     assert "Did you mean magnitude?" in command("measure", "-m", models("llama"), "--criteria", "magnitud").stderr
 

@@ -76,7 +76,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     found.save(folder)
-    assert verify(folder).differences == []
+    assert verify(folder, source=str(source)).differences == []
     assert reapply_mask(load(folder), folder) == 0
     masks = masks_of(load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
     assert same(masks, found.masks)

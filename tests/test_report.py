@@ -224,6 +224,18 @@ def test_masks_of_different_sweeps_are_not_equal(runs: Path, tmp_path: Path) -> 
     assert found[3] == "all kept"
 
 
+def test_the_removed_share_stands_beside_the_one_asked_for(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """A row of 64 weights cannot lose 60 % of them."""
+    report = prune(models("llama"), output=tmp_path / "out", method="magnitude", sparsity=0.6)
+    share = f"{100 * report.targets.sparsity_of_targets:.2f}"
+    assert f"sparsity {share} % of the targets (60 % asked; each row loses a whole number of weights, rounded down)," in (
+        pruning_table(report)
+    )
+    for name, sparsity in (("magnitude", 0.5), ("emp-magnitude", 0.6)):
+        report = prune(models("llama"), output=tmp_path / "out", method=name, sparsity=sparsity, overwrite=True)
+        assert "asked" not in pruning_table(report)
+
+
 def test_group_all_has_one_effective_number(models: Callable[[str], Path], tmp_path: Path) -> None:
     """In the table of the run, and in the table of the report."""
     report = prune(models("llama"), output=tmp_path / "run", method="emp-magnitude", group="all")

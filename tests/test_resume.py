@@ -9,12 +9,14 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
+import torch
 import torture
 import transformers
 
@@ -76,6 +78,22 @@ def test_kills_and_faults(name: str, sharded: Path, text: Path, tmp_path: Path) 
     for share, code in ((0.9, errno.EIO), (0.7, errno.ENOSPC)):
         tortured.check(torture.faulty_at(case, round(share * tortured.calls), code))
     tortured.check(torture.killed_after(case, True, tortured.seconds / 10, signal.SIGKILL, -9))
+
+
+def test_a_fork_of_a_process_with_threads(tmp_path: Path) -> None:
+    """The threads of torch do not exist in a fork, which would wait for them."""
+    square = torch.ones(600, 600)
+    try:
+        torch.set_num_threads(2)
+        square @ square.exp()
+        child, until = torture.in_fork(lambda: square @ square.exp(), tmp_path / "log"), time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+        assert ended == (child, 0)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_faults_of_the_last_calls(sharded: Path, text: Path, tmp_path: Path) -> None:

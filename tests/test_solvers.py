@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.options.update import damping_for
+from emp_llm.options.recipe import damping_for
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import output_error, refit_rows, workspace_bytes
+from emp_llm.update.least_squares import add_product, output_error, refit_rows, workspace_bytes
 from emp_llm.update.sparsegpt import sparsegpt
 
 KINDS = ("plain", "massive", "correlated", "few tokens")
@@ -183,6 +183,24 @@ def test_moments_of_any_size() -> None:
         admm(1e18 * weight, gram, counts=mask.sum(1))
     with pytest.raises(NonFiniteError, match="their products go beyond float32"):
         refit_rows(1e20 * weight, mask, gram / 1e30)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """Neither products with long sums nor factors. MKL shares both among threads."""
+    weight, mask = layer(8, 544)
+    x, found = inputs_of("correlated", 544).float(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            gram = add_product(x.T, x)
+            right = add_product(weight, gram)
+            each = [refit_rows(weight, mask, gram), admm(weight, gram, counts=mask.sum(1), right=right)]
+            each.append(sparsegpt(weight, gram, count=int(mask.sum())))
+            found.append([gram, *(solution.weight for solution in each)])
+    finally:
+        torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 @pytest.mark.parametrize("name", ["weight", "gram", "right"])

@@ -304,6 +304,7 @@ def test_from_the_command_line(models: Models, text: Path, suite: str, command: 
     assert removed == sorted(removed)
     assert {line.split()[0] for line in lines[3:6]} == {"emp-wanda-beta-1", "magnitude-0.5", "emp-wanda-beta-0.5"}
     assert "partial" in lines[-1]
+    assert any("no emp point removes as much as a point of another method; --emp-sparsities" in line for line in lines)
     assert "3 of 3" in done.stderr
 
 

@@ -23,6 +23,8 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import inputs_of
 
+_TOKENS = 1024  # weighted at a time; the bits of a matrix product would depend on the number of threads
+
 
 @dataclass(frozen=True)
 class _Seen:
@@ -192,7 +194,8 @@ def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
     # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32 but for its exponent, and
     # sums of batches are exact, as the plain ones are.
     scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())
-    return ((weights / scale).float() @ squares).double() * scale
+    parts = zip(torch.split((weights / scale).float(), _TOKENS), torch.split(squares, _TOKENS), strict=True)
+    return torch.stack([(share[:, None] * part).sum(0).double() for share, part in parts]).sum(0) * scale
 
 
 @contextmanager

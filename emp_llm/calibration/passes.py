@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -190,12 +190,6 @@ def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) ->
         seed=data.seed,
         batch_size=1 if isinstance(data, CalibrationRows) else how.batch_size,
     )
-
-
-def check_propagate(propagate: str) -> None:
-    """Raise UserError for a value that is none of `Propagate`."""
-    if propagate not in get_args(Propagate):
-        raise UserError(f"propagate={propagate!r} is not one of {', '.join(get_args(Propagate))}.")
 
 
 def delete_progress(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.paths import data_folder
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.base import converted
@@ -132,7 +132,7 @@ def find_corpus(name: str) -> Corpus:
     else:
         raise UserError(
             f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, "
-            "or a Hub data set id (owner/name)."
+            f"or a Hub data set id (owner/name).{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
 

@@ -377,19 +377,16 @@ def how_to_resume(kept: Sequence[Path]) -> str:
     return f"Finished work is kept in {folders}; the same command resumes from there." if folders else ""
 
 
-def explain_disk_error(
-    error: BaseException | None, output: Path, kept: Sequence[Path], option: str = "--output"
-) -> UserError | None:
+def explain_disk_error(error: BaseException | None, output: Path, kept: Sequence[Path]) -> UserError | None:
     """The UserError for an error of the disk or network; None for any other error.
 
     Args:
         output: the path that was being written.
         kept: folders that may hold finished work.
-        option: the option that names the output.
     """
     if not isinstance(error, OSError) or error.errno not in _FAULTS:
         return None
     problem = f"{error.filename or 'a file'} cannot be read or written ({reason(error)})."
     if error.errno in _FULL:
-        problem = f"the disk is full. Free some space, or choose another {option}."
-    return UserError(f"{option} {output}: {problem} {how_to_resume(kept)}".rstrip())
+        problem = "the disk is full. Free some space, or choose another --output."
+    return UserError(f"--output {output}: {problem} {how_to_resume(kept)}".rstrip())

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +47,7 @@ class OutputFolder:
         sources: input folders; they are never changed.
         needed: bytes that will be written.
         overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
-        option: the option that names the path, for errors.
+        expected: of `check_folder`, for a folder that is no model.
 
     Raises:
         UserError: the path exists and may not be replaced; it is a source, inside one or around one; or the disk has too
@@ -56,14 +55,19 @@ class OutputFolder:
     """
 
     def __init__(
-        self, path: Path, sources: Sequence[Path], needed: int, overwrite: bool = False, option: str = "--output"
+        self,
+        path: Path,
+        sources: Sequence[Path],
+        needed: int,
+        overwrite: bool = False,
+        expected: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.work = self.path.with_name(f".{self.path.name}.partial")
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._option, self._subject, self._overwrite = option, f"{option} {path}", overwrite
+        self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
         self._old = self.work / "replaced"
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -92,7 +96,7 @@ class OutputFolder:
                 raise
         except OSError as error:
             self._lock.release()
-            raise UserError(f"{self._option} {self.path}: cannot be written there ({reason(error)}).") from error
+            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -102,13 +106,14 @@ class OutputFolder:
             for folder in reversed(self._created):
                 with contextlib.suppress(OSError):  # not empty: another process uses it by now
                     folder.rmdir()
-        _explain(error, self.path, (self.work, self.calibration), self._option)
+        _explain(error, self.path, (self.work, self.calibration))
 
-    def begin(self, signature: dict[str, Any]) -> None:
+    def begin(self, signature: dict[str, Any], machine: str = "") -> None:
         """Resume the work of an earlier run with this signature, or start with no work.
 
         Args:
             signature: everything that the result depends on, as JSON.
+            machine: what only the last bits of the result depend on. A resume with another one warns.
 
         Raises:
             UserError: an unfinished run with another signature left work, and `overwrite` is false.
@@ -118,6 +123,9 @@ class OutputFolder:
             difference = describe_difference(self._state.get("signature", {}), signature)
             if difference is None:
                 logger.info("%s: resuming the work of an earlier run.", self.work)
+                if (before := self._state.get("machine", machine)) != machine:
+                    told = f"{before}; with {machine}, norms and fitted weights differ in their last bits."
+                    logger.warning("warning: %s was begun with %s", self.path, told)
                 return
             if not self._overwrite:
                 raise UserError(
@@ -127,12 +135,12 @@ class OutputFolder:
             logger.info("%s: discarding the work of an unfinished run with %s.", self.work, difference)
         self._empty()
         self.files.mkdir()
-        self._state = {"signature": signature}
+        self._state = {"signature": signature, "machine": machine}
 
     @property
     def started(self) -> bool:
         """Whether there is finished work."""
-        return self._state.keys() > {"signature"}
+        return bool(self._state.keys() - {"signature", "machine"})
 
     def get(self, part: str) -> Any:
         """What is noted of a part of the work; None if it is not finished."""
@@ -152,11 +160,11 @@ class OutputFolder:
         """Rename the folder to its final name, replacing an older output."""
         sync_tree(self.files)
         self._check_path()
-        if self.path.exists():
-            os.replace(self.path, self._old)
         try:
+            if self.path.exists():
+                os.replace(self.path, self._old)
             os.replace(self.files, self.path)
-        except OSError:
+        except (OSError, KeyboardInterrupt, SystemExit):
             self._restore_old()
             raise
         sync_path(self.path.parent)
@@ -207,7 +215,9 @@ class OutputFolder:
             os.replace(self._old, self.path)
 
     def _check_path(self) -> None:
-        if os.path.lexists(self.path):
+        if self._expected is not None:
+            check_folder(self.path, self._overwrite, self._expected)
+        elif os.path.lexists(self.path):
             if not self._overwrite:
                 self._remove_leftover()
                 raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
@@ -230,8 +240,8 @@ class OutputFolder:
             needed -= sum(path.stat().st_blocks * 512 for path in self.files.rglob("*"))
         if free < needed:
             raise UserError(
-                f"{self._option} {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
-                f"Free some space, or choose another {self._option}."
+                f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
+                f"Free some space, or choose another --output."
             )
 
 
@@ -254,7 +264,7 @@ class OutputFile(contextlib.ExitStack):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        _explain(exception[1], self.path, (self.progress,), "--output")
+        _explain(exception[1], self.path, (self.progress,))
 
     def complete(self) -> None:
         """Flush the written file to disk, and delete the work kept beside it."""
@@ -271,14 +281,13 @@ def check_output_file(path: Path, overwrite: bool) -> None:
         raise UserError(f"--output {path}: it exists; name another file, or add --overwrite.")
 
 
-def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--output") -> None:
+def check_folder(path: Path, overwrite: bool, expected: str) -> None:
     """Check that a folder can be written.
 
     Args:
         path: the output.
         overwrite: replace an older output.
         expected: a file that every output of this kind holds; a folder without it is never replaced.
-        option: the option that names the path, for errors.
 
     Raises:
         UserError: the path exists and may not be replaced.
@@ -287,47 +296,27 @@ def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--ou
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
     if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
-        raise UserError(f"{option} {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
+        raise UserError(f"--output {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
     if not overwrite:
-        raise UserError(f"{option} {path}: it exists; name another folder, or add --overwrite.")
+        raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
 
 
-def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str, option: str = "--output") -> None:
+def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str) -> None:
     """Write small files, given by relative name, into a folder that appears when all of them are on disk.
 
     Args:
-        path, overwrite, expected, option: of `check_folder`.
+        path, overwrite, expected: of `check_folder`.
 
     Raises:
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
-    path = Path(os.path.abspath(path))
-    check_folder(path, overwrite, expected, option)
-    aside: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-        new, old = aside / "new", aside / "old"
-        new.mkdir()
+    size = sum(len(content) for content in files.values())
+    with OutputFolder(path, (), size, overwrite, expected=expected) as out:
+        out.begin({})
         for name, content in files.items():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).write_bytes(content)
-        sync_tree(new)
-        try:
-            if path.exists():
-                os.replace(path, old)
-            os.replace(new, path)
-        except BaseException:  # `aside` is deleted below; move the older output out of it first
-            if old.exists() and not path.exists():
-                os.replace(old, path)
-            raise
-        sync_path(path.parent)
-    except OSError as error:
-        _explain(error, path, (), option)
-        raise
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+            (out.files / name).parent.mkdir(parents=True, exist_ok=True)
+            (out.files / name).write_bytes(content)
+        out.complete()
 
 
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
@@ -353,9 +342,9 @@ def describe_difference(old: Any, new: Any) -> str | None:
     return f"{name} {before}, this one has {now}"
 
 
-def _explain(error: BaseException | None, path: Path, kept: Sequence[Path], option: str) -> None:
+def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> None:
     """After an error: raise the sentence for a failing disk, or say how to resume."""
-    explanation = explain_disk_error(error, path, kept, option)
+    explanation = explain_disk_error(error, path, kept)
     if explanation is not None:
         raise explanation from error
     if error is not None and (sentence := how_to_resume(kept)):
@@ -363,7 +352,5 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path], opti
 
 
 def _replaceable(path: Path) -> bool:
-    if not path.is_dir() or path.is_symlink():
-        return False
-    names = {entry.name for entry in path.iterdir()}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() and not path.is_symlink() else {""}
     return not names or bool(names & {INDEX_NAME, SINGLE_NAME, PACK_NAME, REPORT_NAME})

@@ -5,10 +5,27 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
+_COMMAND = re.compile(r"(emp-llm [a-z]+ [^)]*|pip install --upgrade [\w-]+)")  # in a message, to be run as it is
 
 
 class UserError(ValueError):
-    """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it and exit with code 2."""
+    """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it and exit with code 2.
+
+    It is made with the flags of the shell. In Python it shows the arguments: `--batch-size` is `batch_size`.
+    """
+
+    in_shell = False  # a command line sets it
+
+    def __str__(self) -> str:
+        """The message, with arguments for flags unless a command prints it; commands to run stay as they are."""
+        if UserError.in_shell:
+            return super().__str__()
+        parts = _COMMAND.split(super().__str__())
+        parts[::2] = [
+            _FLAG.sub(lambda flag: {"map": "score_map"}.get(flag[1], flag[1].replace("-", "_")), each) for each in parts[::2]
+        ]
+        return "".join(parts)
 
 
 class ReadError(UserError):

@@ -199,6 +199,13 @@ def processor_name() -> str:
     return cpu_fields().get("model name") or platform.processor() or platform.machine()
 
 
+def machine_name() -> str:
+    """What the last bits of a forward pass on the CPU depend on: the processor, the version of torch, and its threads."""
+    import torch
+
+    return f"{processor_name()}, torch {torch.__version__}, {count_of(torch.get_num_threads(), 'thread')}"
+
+
 def cpu_fields() -> dict[str, str]:
     """The description of the last core in /proc/cpuinfo; empty without this file."""
     path = Path("/proc/cpuinfo")

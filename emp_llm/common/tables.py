@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 Rows = list[list[str]]
-_FORMULA = re.compile(
-    r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]"
-)  # its beginning; numbers and signs alone are none
+# The beginning of a formula; numbers and signs alone are none.
+_FORMULA = re.compile(r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]")
 
 
 def table(rows: Rows) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import data_folder
-from emp_llm.common.tables import markdown_table, table
+from emp_llm.common.tables import markdown_table, percent_cell, table
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.evaluation import Measures, TaskRecord
 from emp_llm.records.results import Results
@@ -310,6 +310,7 @@ def shown_change(name: str, base: Value | None, value: Value | None) -> str:
 
 
 _BLOCK = 2048
+_RUINED = 2  # times the perplexity of the dense model, from which a table says what to try
 # The paper's recipes have the defaults of these fields.
 _FIELDS = ("beta", "order", "sparsity", "pattern", "match", "group", "targets", "ignore", "score", "count_by", "shares")
 _TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
@@ -371,7 +372,7 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
     labels = labels or _labels(models)
     measured = [values_of(each.measures) for each in models]
     published = [published_row(each) for each in models]
-    notes = _notes(models, measured, [known for known in published if known])
+    notes = _notes(models, labels, measured, [known for known in published if known])
     head = ["", labels[0]]
     for label in labels[1:]:
         head += [label, "change"]
@@ -402,8 +403,21 @@ def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str
     return notes
 
 
-def _notes(models: list[Results], measured: list[dict[str, Value]], published: list[PublishedRow]) -> list[str]:
+def _notes(
+    models: list[Results], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow]
+) -> list[str]:
     notes = []
+    dense, *others = (None if each.perplexity is None else each.perplexity.perplexity for each in models)
+    for model, label, after in zip(models[1:], labels[1:], others, strict=True):
+        if dense and after and models[0].pruned is None and model.pruned is not None and after > _RUINED * dense:
+            notes.append(
+                f"{label}: its perplexity is {after / dense:.1f} times that of {labels[0]}. Remove less (a lower --sparsity, a "
+                "larger --beta), use a method that calibrates, or add --refit"
+            )
+    removed = {label: each.pruned.sparsity_of_targets for label, each in zip(labels, models, strict=True) if each.pruned}
+    if removed and max(removed.values()) - min(removed.values()) > 0.01:
+        shares = ", ".join(f"{label} {percent_cell(share)} %" for label, share in removed.items())
+        notes.append(f"the models differ in their zeros: {shares} of the targets")
     if any(value.partial for values in measured for value in values.values()):
         notes.append("* partial: only some of the examples or of the text")
     first = models[0].measures

@@ -56,7 +56,7 @@ class ModelReport:
         """Complete the folder of the saved model: add the report, the norms and the manifest.
 
         Save the pruned model and its tokenizer first: `model.save_pretrained(folder)`. Then `report`, `verify`, `reapply_mask`,
-        `pack` and `push` take the folder. The manifest does not identify the dense model, so `verify --source` cannot be used.
+        `pack` and `push` take the folder. The manifest does not identify the dense model; `verify --source` compares tensors.
 
         Raises:
             UserError: the folder holds no model, another one, or one whose removed weights are not zero.

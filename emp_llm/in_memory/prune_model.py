@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
-from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
+from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
@@ -26,8 +26,9 @@ from emp_llm.models.loading import load_model
 from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import resident_parameter
 from emp_llm.models.placement import max_context
-from emp_llm.options.base import check_values
+from emp_llm.options.base import check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
@@ -134,7 +135,7 @@ def _decide(
 ) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
     """Decide the masks of a model, and the weights that move, by target; the model stays unchanged."""
     recipe.check()
-    check_propagate(propagate)
+    options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
     if propagate == "pruned" and recipe.needs_activations:
@@ -155,8 +156,8 @@ def _decide(
     if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
         logger.warning(PRUNED_BEFORE, name_of(model))
     check_groups(recipe, targets)
-    update, scores = recipe.update, Scores(weights, targets, recipe)
-    if update is not None:
+    scores = Scores(weights, targets, recipe)
+    if recipe.updates:
         _check_updatable(model, recipe, targets, data, images or holds_images(data, tokenizer))
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
@@ -170,13 +171,13 @@ def _decide(
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
-    elif update is None and (data is not None or activations is not None):
+    elif not recipe.updates and (data is not None or activations is not None):
         logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
 
     # How many weights of each group stay, which ones, and their values.
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner, moved = Pruner(scores, counts), None
-    if update is not None:
+    if recipe.updates:
         sequences = data_in_memory(data, tokenizer, text, max_context(model.config))
         if not isinstance(sequences, CalibrationText):
             raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
@@ -186,12 +187,11 @@ def _decide(
                 model,
                 targets,
                 sequences.tokens,
-                update,
+                recipe,
                 moved,
                 mask_of=mask_of,
-                counts_of=counts_to_search(pruner, update, mask_of),
+                counts_of=counts_to_search(pruner, mask_of),
                 batch_size=batch_size,
-                blocks=recipe.blocks,
             )
     with stopwatch("prune"):
         masks, outcomes = _masks(model, pruner, moved)
@@ -201,9 +201,9 @@ def _decide(
     record = report_of(ModelSource(model=name_of(model), revision=revision), recipe, pruner, outcomes, chosen.coverage, about)
     record.stages = stage_records(stopwatch.record)
     found: dict[str, Tensor] = {}
-    if moved is not None and update is not None:
+    if moved is not None:
         record.fits, found = moved.records(), moved.weights()
-        record.warnings = [*update_warnings(record.fits, targets, update), *record.warnings]
+        record.warnings = [*update_warnings(record.fits, targets, recipe), *record.warnings]
     return ModelReport(record, masks, norms, model), [(each, found[each.name]) for each in targets if each.name in found]
 
 
@@ -222,13 +222,7 @@ def _check_updatable(model: nn.Module, recipe: Recipe, targets: list[Target], da
 
 
 def _calibrated(
-    model: nn.Module,
-    chosen: Chosen,
-    recipe: Recipe,
-    data: Any,
-    tokenizer: Any,
-    text: CalibrationOptions,
-    masker: Pruner | None,
+    model: nn.Module, chosen: Chosen, recipe: Recipe, data: Any, tokenizer: Any, text: CalibrationOptions, masker: Pruner | None
 ) -> Activations:
     """The norms of a calibration on the user's data."""
     if data is None:

@@ -15,7 +15,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import read_words, words_in
-from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout
+from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.in_memory.masks import Masks, check_merged, check_whole, rows_in
@@ -149,4 +149,4 @@ def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> Bytes:
         shard = next(shard for shard in packed.shards.values() if shard.path == stored.shard)
         return shard.mask(stored)
     with FileReader(stored.shard) as file:
-        return np.concatenate([mask_of(read_words(file, stored, *chunk)) for chunk in PackLayout().chunks(stored)])
+        return mask_of(read_words(file, stored, 0, words_in(stored)))

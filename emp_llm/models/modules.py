@@ -444,15 +444,15 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
-    if _not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
+    if not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
         return StoredNames(names, experts, [])
     absent = (name for name in own if name not in names and name not in pieces)
-    return StoredNames(names, experts, _not_ignored(model, "missing", absent))
+    return StoredNames(names, experts, not_ignored(model, "missing", absent))
 
 
-def _not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:
+def not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:
     """The names that transformers does not tolerate as "missing" or "unexpected"."""
-    patterns = getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()
+    patterns = {r"rotary_emb\.inv_freq", *(getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ())}
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 

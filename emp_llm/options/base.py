@@ -19,8 +19,8 @@ class Opt:
 
     Attributes:
         help: a sentence.
-        argument: positional, without a flag.
-        metavar: the name in the usage line.
+        argument: a word without a flag; one that names a flag may be given by that too.
+        metavar: the name of an argument in the usage line.
         flag: the flag, if it is not the field's name with hyphens.
         minimum: the smallest number allowed.
     """
@@ -56,6 +56,11 @@ class Option(NamedTuple):
     def flag(self) -> str:
         return self.about.flag or f"--{self.parameter.name.replace('_', '-')}"
 
+    @property
+    def choices(self) -> list[Any]:
+        """The values allowed; empty if not only some are."""
+        return [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+
     def checked(self, value: Any) -> Any:
         """A value of this option; text is accepted for a path, and a path for text.
 
@@ -65,9 +70,8 @@ class Option(NamedTuple):
         kinds = self.kinds
         if value is None:
             return None
-        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        if choices and value not in choices:
-            raise UserError(f"{self.flag} {value!r} is not one of {', '.join(choices)}.")
+        if self.choices and value not in self.choices:
+            raise UserError(f"{self.flag} {value!r} is not one of {', '.join(self.choices)}.")
         if (int in kinds or float in kinds) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{self.flag} must be a number, got {value!r}.")
         if self.about.minimum is not None and value < self.about.minimum:

@@ -19,7 +19,7 @@ DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 class ModelOptions:
     """A model from a folder or from the Hub."""
 
-    model: Annotated[str, Opt("Model folder or Hub id.")] = field(kw_only=False)
+    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = field(kw_only=False)
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
 

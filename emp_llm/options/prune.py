@@ -25,8 +25,7 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
     mask_device: MaskDevice = "cpu"
     evaluate: Annotated[
-        str | None,
-        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
+        str | None, Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it.")
     ] = None
     baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
     output: Annotated[Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")] = None

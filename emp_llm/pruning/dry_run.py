@@ -9,7 +9,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import format_bytes
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.options.prune import PruneOptions
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
@@ -77,25 +77,16 @@ def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
     return layers
 
 
-def dry_run(
-    chosen: Chosen,
-    scores: Scores,
-    text: NormOptions,
-    propagate: str,
-    path: Path,
-    overwrite: bool,
-    push_to_hub: str | None,
-    hollow: bool = False,
-) -> DryRun:
+def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, hollow: bool) -> DryRun:
     """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read for the curve.
 
     Args:
         scores: of the targets, with norms from a file if the user gave one.
-        text, propagate: of the calibration.
-        path, overwrite: of the output.
+        options: of the run.
+        path: of the output.
         hollow: the weights are not here.
     """
-    recipe, checkpoint, update = scores.recipe, chosen.checkpoint, scores.recipe.update
+    recipe, checkpoint = scores.recipe, chosen.checkpoint
     calibrates = recipe.needs_activations and not scores.norms
     unknown = calibrates and not recipe.counts_by_magnitude
     name, curve = recipe.method, []
@@ -114,15 +105,15 @@ def dry_run(
         coverage=chosen.coverage,
         output=str(path),
         disk_bytes=checkpoint.output_bytes,
-        needs_overwrite=os.path.lexists(path) and not overwrite,
-        model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or update is not None else None,
-        resume_bytes=resume_bytes(text, checkpoint, propagate) if calibrates else None,
-        fit_bytes=None if update is None else update_bytes(chosen.targets, update),
-        fit_disk_bytes=None if update is None else moved_bytes,
-        push_to_hub=push_to_hub,
+        needs_overwrite=os.path.lexists(path) and not options.overwrite,
+        model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or recipe.updates else None,
+        resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
+        fit_bytes=update_bytes(chosen.targets, recipe) if recipe.updates else None,
+        fit_disk_bytes=moved_bytes if recipe.updates else None,
+        push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,
-        no_curve=_why_no_curve(propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
+        no_curve=_why_no_curve(options.propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
     )
 
 
@@ -135,12 +126,12 @@ def _why_no_curve(propagate: str, needs_activations: bool) -> str:
     return "needs activations, and a dry run runs no model; add --activations FILE (emp-llm calibrate writes one)"
 
 
-def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate: str) -> int | None:
+def resume_bytes(options: PruneOptions, checkpoint: Checkpoint) -> int | None:
     """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
 
     With "auto", loading decides whether the model runs block by block; the estimate assumes that it does.
     """
-    by_blocks = options.execution != "model" or propagate == "pruned"
+    by_blocks = options.execution != "model" or options.propagate == "pruned"
     text = checkpoint.config.get("text_config") or checkpoint.config
     width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
     if not options.resumable_calibration or not by_blocks or width is None:

@@ -98,12 +98,7 @@ class Pruner:
     """
 
     def __init__(
-        self,
-        scores: Scores,
-        counts: Counts,
-        device: str = "cpu",
-        chunk_weights: int = CHUNK_WEIGHTS,
-        reference: bool = False,
+        self, scores: Scores, counts: Counts, device: str = "cpu", chunk_weights: int = CHUNK_WEIGHTS, reference: bool = False
     ) -> None:
         self.scores = scores
         self.counts = counts
@@ -127,7 +122,8 @@ class Pruner:
         for target in targets:
             for first, words in self.read(target, files):
                 with naming_rows(target, first, words):
-                    scores = self._score(target, first, words)
+                    weights = as_tensor(words, target.matrix.stored.dtype).to(self._device)
+                    scores = self.scores.of(target, first, weights)
                     if not bool(scores.isfinite().all()):  # said here, where the rows have a name
                         raise NonFiniteError("scores hold NaN or infinity")
                 yield scores
@@ -150,11 +146,7 @@ class Pruner:
         return selector
 
     def pruned(
-        self,
-        target: Target,
-        files: FilePool,
-        selector: "GroupSelector | None" = None,
-        moved: "MovedWeights | None" = None,
+        self, target: Target, files: FilePool, selector: "GroupSelector | None" = None, moved: "MovedWeights | None" = None
     ) -> Iterator[Chunk]:
         """The chunks of a target after pruning, in order.
 
@@ -269,10 +261,6 @@ class Pruner:
             return None
         n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.moments.number()[0]
         return float(n_eff), selector.effective_mass()
-
-    def _score(self, target: Target, first: int, words: Words) -> "Tensor":
-        """The scores of a chunk, on the device that decides."""
-        return self.scores.of(target, first, as_tensor(words, target.matrix.stored.dtype).to(self._device))
 
     def _prune(self, target: Target, first: int, words: Words, selector: "GroupSelector | None") -> RowFigures:
         """Prune a chunk in place; returns arrays."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor, read_header
-from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows, torch_dtype
+from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
@@ -22,7 +22,6 @@ from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatist
 from emp_llm.selection.rule import NonFiniteError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from emp_llm.calibration.activations import Activations
@@ -48,11 +47,7 @@ class Scores:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        targets: list[Target],
-        recipe: Recipe,
-        norms: Mapping[str, InputStatistics] | None = None,
+        self, checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, norms: Mapping[str, InputStatistics] | None = None
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
@@ -107,16 +102,6 @@ class Scores:
             return self._own_rows(target, first, first + weights.shape[0]).to(weights.device)
         values = dequantised_rows(target.matrix, first, weights) if weights.element_size() == 1 else weights
         return self._scored(criterion, target, values).contiguous()
-
-    def dtype(self, target: Target) -> "torch.dtype":
-        """The dtype of a target's scores."""
-        import torch
-
-        criterion = self.criterion_of(target)
-        if criterion.whole:
-            return self._own_rows(target, 0, 1).dtype
-        dtype = torch_dtype(target.matrix.stored.dtype) if target.matrix.scales is None else torch.float32
-        return torch.promote_types(dtype, torch.float32) if criterion.needs_norms else dtype
 
     def _scored(self, criterion: Criterion, target: Target, weight: "Tensor") -> "Tensor":
         return criterion.score(weight, self.norms.get(target.name)) if criterion.needs_norms else criterion.score(weight)

@@ -1,25 +1,32 @@
-"""What an update of the kept weights needs from the recipe and its masks."""
+"""The update of the kept weights in a run of `prune`: what it needs from the recipe and its masks, and its place in the run."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
+import torch
+
+from emp_llm.calibration.data import CalibrationText
+from emp_llm.calibration.passes import Data
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import Stopwatch
+from emp_llm.common.progress import stage
+from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
+from emp_llm.models.one_model import OneModel
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.update import Update
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
+from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import check_update
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from emp_llm.update.walk import OfTarget, update_model
 
 
-def check_updatable(recipe: Recipe, chosen: Chosen, data: Any) -> None:
+def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
     """Raise UserError if weights cannot move: because of the targets, of the model, or of calibration data with images."""
-    from emp_llm.calibration.data import CalibrationText
-
     check_update(chosen.targets, recipe.update_flag, recipe.without_update)
     by_blocks = f"{recipe.update_flag} runs block by block"
     if not isinstance(data, CalibrationText):
@@ -28,22 +35,62 @@ def check_updatable(recipe: Recipe, chosen: Chosen, data: Any) -> None:
         raise UserError(f"{by_blocks}, which an encoder-decoder model cannot. {recipe.without_update}.")
 
 
-def counts_to_search(
-    pruner: Pruner, update: Update, mask_of: "Callable[[Target], Tensor]"
-) -> "Callable[[Target], Tensor] | None":
+def counts_to_search(pruner: Pruner, mask_of: OfTarget) -> OfTarget | None:
     """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix. None without a search.
 
     SparseGPT shares the kept weights of a matrix among its rows itself.
     """
-    if update.search is None:
+    search = pruner.scores.recipe.search
+    if search is None or (search == "sparsegpt" and pruner.scores.recipe.pattern is not None):
         return None
-    if update.search == "sparsegpt":
-        import torch
-
-        if update.pattern is not None:
-            return None
-        by_matrix = counts_of(pruner.scores, group="matrix")
-        return lambda target: torch.from_numpy(by_matrix.kept[target.name])
+    if search == "sparsegpt":
+        by_matrix = cache(lambda: counts_of(pruner.scores, group="matrix"))  # it may read the weights
+        return lambda target: torch.from_numpy(by_matrix().kept[target.name])
     if pruner.counts.group == "matrix":
         return lambda target: mask_of(target).sum().reshape(1)
     return lambda target: mask_of(target).sum(1)
+
+
+def moved_weights(
+    dense: Path,
+    targets: Sequence[Target],
+    data: Data | None,
+    recipe: Recipe,
+    options: PruneOptions,
+    models: OneModel,
+    out: OutputFolder,
+    stopwatch: Stopwatch,
+    mask_of: OfTarget,
+    counts_of: OfTarget | None = None,
+) -> MovedWeights:
+    """The weights that a run's update moves, or those of an interrupted run, in the work folder. A collective call.
+
+    Args:
+        dense: folder of the model.
+        targets, mask_of, counts_of: of `update_model`.
+        data: the calibration text.
+        recipe, options, models, out, stopwatch: of the run.
+    """
+    assert isinstance(data, CalibrationText)
+    with stage("refit"):
+        moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
+        done = ranks().share(out.get("refitted") if ranks().main else None)
+        if done is not None:
+            stopwatch.record |= done
+            return moved
+        model = models.get(dense)
+        with stopwatch("refit"):
+            update_model(
+                model,
+                targets,
+                data.tokens,
+                recipe,
+                moved,
+                mask_of=mask_of,
+                counts_of=counts_of,
+                batch_size=options.batch_size,
+                hidden_states=options.hidden_states,
+            )
+        if ranks().main:
+            out.note(refitted=dict(stopwatch.record))
+    return moved

@@ -4,27 +4,33 @@ It only reads. The masks are decided by the slow reference in plain torch, not b
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import PIECE, FileReader, file_hash
+from emp_llm.checkpoint.headers import StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, as_tensor
-from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.paths import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
+from emp_llm.common.errors import UserError, count_of, shortened_list
+from emp_llm.common.paths import OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import SEARCHES, Recipe, parse_pattern
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import counts_of
-from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.scores import Scores
-from emp_llm.pruning.writing import gaps, targets_in
+from emp_llm.pruning.writing import gaps
 from emp_llm.records.manifest import FileEntry, Manifest
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _CHUNK_WEIGHTS = 1 << 20
+_WRITTEN = ("_name_or_path", "architectures", "dtype", "transformers_version")  # by save_pretrained
 
 
 @dataclass
@@ -67,9 +73,7 @@ def _file_difference(path: Path, entry: FileEntry) -> str | None:
 
 
 def check_source(source: Checkpoint, manifest: Manifest) -> None:
-    """Raise UserError if a checkpoint is not the model that was pruned, or the manifest does not identify that model."""
-    if manifest.source.identity is None:
-        raise UserError(f"--source {source.folder}: {MANIFEST_NAME} does not identify the model that was pruned.")
+    """Raise UserError if a checkpoint is not the model that was pruned."""
     if identity_of(source) != manifest.source.identity:
         raise UserError(
             f"--source {source.folder}: its weights are not those that were pruned. Give the model that {REPORT_NAME} names."
@@ -82,115 +86,173 @@ def check_activations(activations: Activations, manifest: Manifest, name: str) -
         raise UserError(f"{name}: not the norms that decided these masks. Give their file, or leave --activations out.")
 
 
-def check_other_bytes(source: Checkpoint, pruned: Checkpoint, targets: list[Target], findings: Findings) -> bool:
-    """Compare every byte outside of the targets with the source: headers, all other tensors, and side files.
-
-    Returns:
-        Whether the shards have the same names and sizes, so that the targets have the same offsets in both.
-    """
+def check_headers(source: Checkpoint, pruned: Checkpoint, findings: Findings) -> None:
+    """Compare the names and headers of the shards with the source, and the side files."""
     names = [shard.name for shard in source.shards]
     if names != [shard.name for shard in pruned.shards]:
         findings.differences.append(f"{pruned.folder}: its shards are not those of the source, {', '.join(names)}.")
-        return False
-    alike = True
-    total = sum(shard.stat().st_size for shard in source.shards)
-    with progress_bar(total, "compare", "B") as bar:
+    else:
         for ours, theirs in zip(pruned.shards, source.shards, strict=True):
-            size = theirs.stat().st_size
-            if ours.stat().st_size != size:
-                findings.differences.append(f"{ours.name}: {ours.stat().st_size:,} bytes; {size:,} in the source.")
-                alike = False
-                continue
-            for start, end in gaps(targets_in(targets, theirs), theirs):
-                at = _first_difference(ours, theirs, start, end)
-                findings.checked["other bytes"] += end - start
-                bar.update(end - start)
-                if at is not None:
-                    where = next(
-                        (t.name for t in source.tensors.values() if t.shard == theirs and t.start <= at < t.end), "header"
-                    )
-                    findings.differences.append(
-                        f"{ours.name}: byte {at:,} ({where}) differs from the source, outside of the targets."
-                    )
+            header = header_text(theirs)
+            findings.checked["other bytes"] += 8 + len(header)
+            if header_text(ours) != header:
+                findings.differences.append(f"{ours.name}: its header differs from the source.")
     for relative in source.side_files():
         ours, theirs = pruned.folder / relative, source.folder / relative
         findings.checked["side files"] += 1
         if not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
             findings.differences.append(f"{relative}: differs from the source.")
-    return alike
 
 
-def _first_difference(ours: Path, theirs: Path, start: int, end: int) -> int | None:
-    """Offset of the first byte of a range in which two files differ; None if they are equal."""
-    with FileReader(ours) as one, FileReader(theirs) as other:
-        for first in range(start, end, PIECE):
-            a, b = (file.take(first, min(PIECE, end - first)) for file in (one, other))
-            if not np.array_equal(a, b):
-                return first + int(np.flatnonzero(a != b)[0])
-    return None
+def check_config(source: Path, saved: Path, trust_remote_code: bool, findings: Findings) -> None:
+    """Compare the fields of config.json, read by transformers, that `save_pretrained` does not write anew."""
+    from emp_llm.models.loading import read_config
+
+    ours, theirs = (_fields(read_config(folder, trust_remote_code)[0].to_dict()) for folder in (saved, source))
+    findings.checked["config.json"] += 1
+    changed = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if changed:
+        findings.differences.append(f"config.json: its values are not the source's: {shortened_list(changed)}.")
 
 
-def check_masks(pruned: Checkpoint, scores: Scores, findings: Findings) -> None:
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in config.items() if name not in _WRITTEN}
+    return {name: _fields(value) if isinstance(value, dict) else value for name, value in fields.items()}
+
+
+def names_in_saved(model: "nn.Module", source: Architecture, saved: Architecture) -> dict[str, str]:
+    """Name of a tensor in a checkpoint -> its name in a folder of `save_pretrained`, without tensors that no model loads.
+
+    The folder has the names of the model's class, and one of two tied tensors.
+
+    Args:
+        model: of transformers, without weights.
+        source, saved: the model's weights in the checkpoint and in the folder.
+    """
+    from emp_llm.models.modules import not_ignored
+
+    names = {stored: saved.stored_names.get(parameter, stored) for parameter, stored in source.stored_names.items()}
+    others = [name for name in source.checkpoint.tensors if name not in names]
+    return names | {name: name for name in not_ignored(model, "unexpected", others)}
+
+
+def check_tensors(
+    source: Checkpoint, pruned: Checkpoint, names: dict[str, str], targets: list[Target], findings: Findings
+) -> dict[str, StoredTensor]:
+    """Compare dtypes and shapes of all tensors with the source, and every byte outside of the targets.
+
+    Args:
+        source, pruned: the checkpoints.
+        names: name of a tensor in the source -> in the pruned checkpoint.
+        targets: of the source.
+
+    Returns:
+        Name of a tensor in the source -> the pruned one, if it has the same dtype and shape.
+    """
+    found: dict[str, StoredTensor] = {}
+    inside: dict[str, list[Target]] = {}
+    for target in sorted(targets, key=lambda target: target.matrix.start):
+        inside.setdefault(target.matrix.stored.name, []).append(target)
+    total = sum(tensor.end - tensor.start for tensor in source.tensors.values())
+    with source.open_files() as files, progress_bar(total, "compare", "B") as bar:
+        for name, own in names.items():
+            ours, theirs, different = pruned.tensors.get(own), source.tensors[name], 0
+            if ours is None:
+                findings.differences.append(f"{own}: it is missing.")
+                continue
+            if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+                has, had = (f"{each.dtype} {list(each.shape)}" for each in (ours, theirs))
+                findings.differences.append(f"{own}: {has}; the source has {had}.")
+                continue
+            found[name] = ours
+            one, other = files.reader(ours.shard), files.reader(theirs.shard)
+            for start, end in gaps(inside.get(name, []), theirs.start, theirs.end):
+                for first in range(start, end, PIECE):
+                    size = min(PIECE, end - first)
+                    piece = one.take(ours.start + first - theirs.start, size)
+                    different += int(np.count_nonzero(piece != other.take(first, size)))
+                    bar.update(size)
+                findings.checked["other bytes"] += end - start
+            if different:
+                where = f"{count_of(different, 'byte')} outside of the targets"
+                findings.differences.append(f"{own}: differs from the source in {where}.")
+    known = set(names.values())
+    findings.differences += [f"{own}: the source has no such tensor." for own in pruned.tensors if own not in known]
+    return found
+
+
+def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findings) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
 
     After a refit, a kept weight may have any finite value. The masks of SparseGPT and ADMM are not decided again; only the
     numbers of their kept weights are checked.
 
     Args:
-        pruned: the checkpoint to check.
+        pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
         scores: of the source, by the recipe and the norms of the run.
     """
-    recipe, targets = scores.recipe, scores.targets
-    pruner = Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True)
+    recipe, compared = scores.recipe, {target.name: _Compared() for target in scores.targets}
     by_matrix = counts_of(scores, group="matrix") if recipe.name == "sparsegpt" and recipe.pattern is None else None
-    total = sum(target.matrix.numel for target in targets)
-    with scores.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
-        selector = pruner.search(targets, files) if recipe.group == "all" else None
-        for target in targets:
-            if recipe.group == "matrix":
-                selector = pruner.search([target], files)
-            wrong, left, most, over, finite = 0, 0, 0, 0, True
-            with FileReader(pruned.folder / target.matrix.stored.shard.name) as file:
-                for chunk in pruner.pruned(target, files, selector):
-                    written = target.matrix.read(file, chunk.first, chunk.first + len(chunk.words))
-                    values = as_tensor(written, target.matrix.stored.dtype)
-                    is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
-                    finite = finite and bool(is_finite.all())
-                    if recipe.updates:
-                        wrong += int(np.count_nonzero(np.where(chunk.words == 0, written != 0, ~is_finite)))
-                    else:
-                        wrong += int(np.count_nonzero(chunk.words != written))
-                    here, there = _kept(written, recipe), _kept(chunk.words, recipe)
-                    over += int(np.count_nonzero(here > there))
-                    left, most = left + int(here.sum()), most + int(there.sum())
-                    bar.update(chunk.words.size)
-            findings.checked["targets"] += 1
-            findings.differences += _differences(recipe, target, wrong, left, most, over, finite, by_matrix)
+
+    def compare(target: Target, chunk: Chunk) -> None:
+        found, matrix = compared[target.name], replace(target.matrix, stored=pruned[target.matrix.stored.name])
+        with FileReader(matrix.stored.shard) as file:
+            written = matrix.read(file, chunk.first, chunk.first + len(chunk.words))
+        values = as_tensor(written, matrix.stored.dtype)
+        is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
+        found.finite = found.finite and bool(is_finite.all())
+        wrong = np.where(chunk.words == 0, written != 0, ~is_finite) if recipe.updates else chunk.words != written
+        found.wrong += int(np.count_nonzero(wrong))
+        here, there = _kept(written, recipe), _kept(chunk.words, recipe)
+        found.over += int(np.count_nonzero(here > there))
+        found.left, found.most = found.left + int(here.sum()), found.most + int(there.sum())
+
+    Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True).decide(compare)
+    for target in scores.targets:
+        findings.checked["targets"] += 1
+        in_matrix = None if by_matrix is None else int(by_matrix.kept[target.name][0])
+        findings.differences += _differences(recipe, target, compared[target.name], in_matrix)
+
+
+@dataclass
+class _Compared:
+    """A target that was compared with its mask.
+
+    Attributes:
+        wrong: number of weights that the recipe forbids.
+        left, most: numbers of weights that are left, and that the recipe keeps.
+        over: number of rows, or groups of a pattern, in which more are left.
+        finite: whether all weights are.
+    """
+
+    wrong: int = 0
+    left: int = 0
+    most: int = 0
+    over: int = 0
+    finite: bool = True
 
 
 def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """The number of weights that are not zero, in each row or in every M weights of it."""
-    width = words.shape[1] if recipe.pattern is None else parse_pattern(recipe.pattern)[1]
+    width = words.shape[1] if recipe.n_of_m is None else recipe.n_of_m[1]
     kept: np.ndarray[tuple[int], np.dtype[np.int64]] = np.count_nonzero(words.reshape(-1, width), axis=1)
     return kept
 
 
-def _differences(
-    recipe: Recipe, target: Target, wrong: int, left: int, most: int, over: int, finite: bool, by_matrix: object
-) -> list[str]:
-    """What is wrong with a target, one sentence each."""
-    if recipe.name not in SEARCHES:
-        return [f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
-    found = [] if finite else [f"{target.name}: it holds NaN or infinity."]
-    if by_matrix is not None:
-        kept = int(by_matrix.kept[target.name][0])  # type: ignore[attr-defined]
+def _differences(recipe: Recipe, target: Target, compared: _Compared, in_matrix: int | None) -> list[str]:
+    """What is wrong with a target, one sentence each; `in_matrix` is the number of weights that SparseGPT keeps."""
+    name, wrong, left = target.name, compared.wrong, compared.left
+    if recipe.search is None:
+        return [f"{name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
+    found = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
+    if in_matrix is not None:
         # A target that was not updated is pruned row by row, which may keep more weights.
-        if left > kept and wrong:
-            zeros, removed = target.matrix.numel - left, target.matrix.numel - kept
-            found.append(f"{target.name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
-    elif left > most:
-        found.append(f"{target.name}: {left:,} weights are left; its recipe keeps {most:,}.")
-    elif over and recipe.group == "row":
+        if left > in_matrix and wrong:
+            zeros, removed = target.matrix.numel - left, target.matrix.numel - in_matrix
+            found.append(f"{name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
+    elif left > compared.most:
+        found.append(f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}.")
+    elif compared.over and recipe.group == "row":
         groups = "group" if recipe.pattern is not None else "row"
-        found.append(f"{target.name}: more weights are left in {count_of(over, groups)} than the recipe keeps.")
+        found.append(f"{name}: more weights are left in {count_of(compared.over, groups)} than the recipe keeps.")
     return found

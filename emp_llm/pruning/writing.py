@@ -120,16 +120,16 @@ def _write_shards(
     with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-sync") as behind:
         finishing = []
         for shard in pruner.checkpoint.shards:
-            targets = targets_in(pruner.targets, shard)
+            targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
             if output is not None and shard.name in hashes:
                 statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
                 for done, rows in zip(targets, statistics, strict=True):
                     outcomes[done.name] = pruner.outcome(done, rows, None)
-                bar.update(shard.stat().st_size)
+                bar.update(size)
                 continue
             digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
             with _ShardFile(folder / shard.name, digest, bar) as file:
-                for (start, end), target in zip(gaps(targets, shard), [*targets, None], strict=True):
+                for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
                     file.copy(reader, start, end)
                     if target is not None:
                         selector = pruner.search([target], files)
@@ -151,7 +151,7 @@ def _write_together(
     selector = pruner.search(pruner.targets, files)
     for shard, digest in digests.items():
         with _ShardFile(folder / shard.name, digest, bar) as file:
-            for start, end in gaps(targets_in(pruner.targets, shard), shard):
+            for start, end in gaps(targets_in(pruner.targets, shard), 0, shard.stat().st_size):
                 file.copy(files.reader(shard), start, end)
     outcomes = {}
     for target in pruner.targets:
@@ -225,13 +225,12 @@ def targets_in(targets: Sequence[Target], shard: Path) -> list[Target]:
     return sorted((t for t in targets if t.matrix.stored.shard == shard), key=lambda target: target.matrix.start)
 
 
-def gaps(targets: Sequence[Target], shard: Path) -> Iterator[tuple[int, int]]:
-    """(start, end) of the bytes before each target of a shard, given in order, and of those after the last."""
-    position = 0
+def gaps(targets: Sequence[Target], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the bytes of a range before each target in it, given in order, and of those after the last."""
     for target in targets:
-        yield position, target.matrix.start
-        position = target.matrix.end
-    yield position, shard.stat().st_size
+        yield start, target.matrix.start
+        start = target.matrix.end
+    yield start, end
 
 
 def _save_statistics(path: Path, statistics: list[RowStatistics]) -> None:
@@ -263,12 +262,7 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
 
 
 def write_manifest(
-    folder: Path,
-    checkpoint: Checkpoint,
-    identity: str | None,
-    recipe: Recipe,
-    norms: str | None,
-    hashes: dict[str, str],
+    folder: Path, checkpoint: Checkpoint, identity: str | None, recipe: Recipe, norms: str | None, hashes: dict[str, str]
 ) -> None:
     """Write the manifest of a finished checkpoint.
 

@@ -373,6 +373,7 @@ def html_page(title: str, parts: Sequence[Section]) -> str:
 
 
 SUMMARY = "report.json"
+NOTHING_EQUAL = "no emp point and baseline have equally many zeros, so none are compared; the page shows all points"
 
 
 @dataclass(frozen=True)
@@ -420,7 +421,7 @@ def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], ti
             )
         )
         tables: list[Rows] = [*(difference_rows(study, suite) for suite in study.suites), [heading, *verdicts]]
-        compared = [table(rows) for rows in tables if len(rows) > 1]
+        compared = [table(rows) for rows in tables if len(rows) > 1] or [NOTHING_EQUAL]
         lines += [study.title, *compared, *([UNPAIRED_NOTE] if any(UNPAIRED in text for text in compared) else [])]
     parts = sections(page.title, drawn, benches)
     files["report.html"] = html_page(page.title, parts).encode()

@@ -57,9 +57,11 @@ def _by_role(matrices: dict[str, MatrixRecord]) -> dict[str, list[MatrixRecord]]
 
 def pruning_lines(report: RunReport) -> list[str]:
     """Lines on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
-    targets, sizes = report.targets, report.sizes
+    targets, sizes, asked, share = report.targets, report.sizes, "", report.recipe.sparsity
+    if share is not None and percent_cell(share) != percent_cell(targets.sparsity_of_targets):
+        asked = f" ({100 * share:g} % asked; each {report.recipe.group} loses a whole number of weights, rounded down)"
     lines = [
-        f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "
+        f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets{asked}, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
         f"{covered(targets)}, {percent_cell(targets.share_of_all_parameters)} % of all parameters",
         *dense_lines(targets.dense_towers),
@@ -270,6 +272,13 @@ def sweep_table(record: Sweep) -> str:
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent; their changes in points")
     notes += change_notes(names, dense, [values for *_, values in swept])
+    emp, fixed = (
+        [each.sparsity_of_targets for each in record.points if each.method.startswith("emp-") is own] for own in (True, False)
+    )
+    if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:
+        notes.append(
+            "no emp point removes as much as a point of another method; --emp-sparsities or --matched-baselines adds some"
+        )
     if any(value.partial for value in dense.values()):
         notes.append("partial: only some of the examples or of the text")
     return "\n".join([table(rows), *notes])

@@ -35,6 +35,7 @@ from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.outcome import log_warnings
+from emp_llm.pruning.updates import moved_weights
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
@@ -42,9 +43,7 @@ from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_r
 from emp_llm.structure.scores import taylor_sums, unit_scores
 from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
 from emp_llm.structure.writing import compare, kept_parts, size_of, write_checkpoint
-from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
-from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
 _KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear"}
@@ -163,30 +162,11 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
                 choices, beta, changes = _chosen(plan, recipe, matched, feature)
             moved, fitted = None, [each.units.output for each in choices if each.record.kept < each.record.units]
-            if recipe.update is not None:
-                assert data is not None
-                with stage("refit"):
-                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-                    done = ranks().share(out.get("refitted") if ranks().main else None)
-                    if done is None:
-                        dense, masks = models.get(source.folder), {choice.units.name: _mask(choice) for choice in choices}
-                        with stopwatch("refit"):
-                            update_model(
-                                dense,
-                                fitted,
-                                data.tokens,
-                                recipe.update,
-                                moved,
-                                mask_of=lambda target: masks[target.name],
-                                batch_size=options.batch_size,
-                                hidden_states=options.hidden_states,
-                                blocks=recipe.blocks,
-                            )
-                        del dense
-                        if ranks().main:
-                            out.note(refitted=dict(stopwatch.record))
-                    else:
-                        stopwatch.record |= done
+            if recipe.updates:
+                masks = {choice.units.name: _mask(choice) for choice in choices}
+                moved = moved_weights(
+                    source.folder, fitted, data, recipe, options, models, out, stopwatch, lambda target: masks[target.name]
+                )
 
             # The first rank writes, and compares with the dense model.
             if ranks().main:
@@ -223,7 +203,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
+                    warnings=update_warnings(fits, fitted, recipe) if recipe.updates else [],
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,

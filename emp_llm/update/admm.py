@@ -18,7 +18,7 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import Solution, check_finite, check_products, full_float32, workspace_bytes
+from emp_llm.update.least_squares import Solution, add_product, check_finite, check_products, cholesky, full_float32
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
@@ -54,7 +54,7 @@ def admm(
     with full_float32(), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
-        aim = ((point @ gram if right is None else right) / scale).add_(point, alpha=damping)
+        aim = ((add_product(point, gram) if right is None else right) / scale).add_(point, alpha=damping)
         system = gram / scale
         system.diagonal().add_(damping)
         root = system.diagonal().sqrt()
@@ -62,12 +62,14 @@ def admm(
         aim.div_(root)
         point = point * root
         dual, before = torch.zeros_like(point), _PENALTIES[0]
+        identity, inverse = torch.eye(len(gram), device=gram.device), torch.empty_like(system)
         for penalty in _PENALTIES:
-            shifted = system.clone()
-            shifted.diagonal().add_(penalty)
-            factor, failed = torch.linalg.cholesky_ex(shifted)
-            if int(failed):
+            factor = system.clone()
+            factor.diagonal().add_(penalty)
+            if cholesky(factor) is None:
                 raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
+            factor = torch.linalg.solve_triangular(factor, identity, upper=False)
+            add_product(factor.T, factor, inverse.zero_())  # solves with the factor would depend on the number of threads
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)
@@ -76,15 +78,10 @@ def admm(
                 torch.sub(point, kept, out=dual)
                 torch.sub(kept, dual, out=point)
                 point.mul_(penalty).add_(aim)
-                point = torch.cholesky_solve(point.T, factor).T
+                point = add_product(point, inverse)
             before = penalty
         check_products(kept.div_(root))
         return Solution(kept, mask, damping)
-
-
-def admm_workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `admm`, and a refit of its masks, need beside their arguments, in bytes, with the weights."""
-    return max(4 * (5 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
 def _largest(values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Tensor:

@@ -26,6 +26,8 @@ _SMALL = 5e-6  # a row is solved after a step that lowers F by no more than this
 _ROUNDING = 1e-7  # or by this share of F before the first step, which float32 does not see
 _MOST_STEPS = 200
 _MOST_RAISES = 12
+_INNER = 512  # length of the sums in a product: MKL splits longer ones between threads
+_PANEL = 128  # columns that LAPACK factorises in the same way on any number of threads
 _FIRST_RAISE = 1e-3  # the damping after 0
 
 
@@ -57,8 +59,8 @@ def refit_rows(
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
-    The result is deterministic. If the matrix is not positive definite to float32, the damping is raised tenfold
-    until it is.
+    The result is the same for any number of threads. If the matrix is not positive definite to float32, the damping is raised
+    tenfold until it is.
 
     Args:
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
@@ -79,7 +81,7 @@ def refit_rows(
         for raised in raised_dampings(damping) if scale > 0 else ():
             system = gram / scale
             system.diagonal().add_(raised)
-            if not int(torch.linalg.cholesky_ex(system).info):
+            if cholesky(system.clone()) is not None:
                 break
         else:  # no damping makes it positive definite
             return Solution(fitted, mask, raised)
@@ -89,10 +91,10 @@ def refit_rows(
             start, kept = fitted[rows], mask[rows].float()
             if right is None or energy is None:
                 removed = weight[rows].float() - start
-                residual = removed @ gram
+                residual = add_product(removed, gram)
                 error = torch.linalg.vecdot(removed, residual)
             else:
-                product = start @ gram
+                product = add_product(start, gram)
                 error = torch.linalg.vecdot(start, product - 2 * right[rows]) + energy[rows].float()
                 residual = right[rows] - product
             change, steps = _solve(system, kept, residual.div_(scale).mul_(kept), error / scale)
@@ -122,7 +124,7 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
     descent = torch.linalg.vecdot(residual, direction)
     moving = descent > 0  # rows that are not solved
     while step < _MOST_STEPS and bool(moving.any()):
-        torch.mm(direction, system, out=product).mul_(mask)
+        add_product(direction, system, product.zero_()).mul_(mask)
         curvature = torch.linalg.vecdot(direction, product)
         length = torch.where(moving & (curvature > 0), descent / curvature, 0)
         change.addcmul_(direction, length[:, None])
@@ -149,15 +151,49 @@ def output_error(
     """
     with full_float32(), torch.no_grad():
         v = weight.float() if right is not None else weight.float() - dense.float()
-        error: Tensor = torch.linalg.vecdot(v, v @ gram).double()
+        error: Tensor = torch.linalg.vecdot(v, add_product(v, gram)).double()
         if right is not None:
             error -= 2 * torch.linalg.vecdot(v, right).double()
     return error if energy is None or right is None else error + energy.double()
 
 
+def add_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """Add left @ right to `total`, or to zeros; returns `total`. The bits are the same for any number of threads.
+
+    Args:
+        left, right, total: float32, shapes (a, b), (b, c) and (a, c).
+    """
+    if total is None:
+        total = left.new_zeros(left.shape[0], right.shape[1])
+    for first in range(0, left.shape[1], _INNER):
+        total.addmm_(left[:, first : first + _INNER], right[first : first + _INNER])
+    return total
+
+
+def cholesky(lower: Tensor) -> Tensor | None:
+    """The lower triangular factor of a matrix, float32, shape (n, n), in its place; None if it is not positive definite.
+
+    The bits are the same for any number of threads, which is not true of LAPACK's.
+    """
+    for first in range(0, len(lower), _PANEL):
+        here, rest = slice(first, first + _PANEL), slice(first + _PANEL, None)
+        corner, failed = torch.linalg.cholesky_ex(lower[here, here])
+        if int(failed):
+            return None
+        lower[here, here] = corner
+        lower[rest, here] = torch.linalg.solve_triangular(corner.T, lower[rest, here], upper=True, left=False)
+        lower[rest, rest].addmm_(lower[rest, here], lower[rest, here].T, alpha=-1)
+    return lower.tril_()
+
+
 def workspace_bytes(outputs: int, inputs: int) -> int:
     """The memory that `refit_rows` needs beside its arguments, in bytes, with `right` and the weights that it returns."""
     return 4 * inputs * (2 * inputs + 2 * outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+
+
+def admm_workspace_bytes(outputs: int, inputs: int) -> int:
+    """The memory that `admm.admm`, and a refit of its masks, need beside their arguments, in bytes, with the weights."""
+    return max(4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
 def check_finite(**tensors: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import Solution, check_finite, check_products, full_float32, raised_dampings
+from emp_llm.update.least_squares import Solution, check_finite, check_products, cholesky, full_float32, raised_dampings
 
 _BLOCK = 128  # columns of a block
 
@@ -79,8 +79,8 @@ def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor,
     for raised in raised_dampings(damping):
         hessian = gram / scale
         hessian.diagonal().add_(dead.float() + raised)
-        lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-        if not int(failed):
+        lower = cholesky(hessian.flip(0, 1))
+        if lower is not None:
             factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
             if bool(factor.isfinite().all()):
                 return factor, raised

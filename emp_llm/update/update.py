@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
-from emp_llm.options.update import Update
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
@@ -30,16 +30,15 @@ def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
         raise UserError(f"{scaled.name} is stored in FP8, whose scales {option} would change. Use the unquantised model.")
 
 
-def update_bytes(targets: Sequence[Target], update: Update) -> int:
+def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:
     """An upper bound on the memory of an update beside the model and the hidden states, in bytes.
 
     It holds the second moments of one level and the work memory of one solver; and of each weight of a block's targets its
     pruned and its moved version, its mask, and its dense value in float32.
     """
-    from emp_llm.update.admm import admm_workspace_bytes
-    from emp_llm.update.least_squares import workspace_bytes
+    from emp_llm.update.least_squares import admm_workspace_bytes, workspace_bytes
 
-    workspace = admm_workspace_bytes if update.search == "admm" else workspace_bytes
+    workspace = admm_workspace_bytes if recipe.search == "admm" else workspace_bytes
     by_block: dict[int | None, list[Target]] = {}
     for target in targets:
         by_block.setdefault(target.layer.block, []).append(target)
@@ -48,7 +47,7 @@ def update_bytes(targets: Sequence[Target], update: Update) -> int:
         matrices = [target.matrix for target in members]
         # Moments with the outputs of a block have the shape of the matrix, in place of (inputs, inputs).
         single = max(4 * matrix.columns * (matrix.columns + max(matrix.rows, matrix.columns)) for matrix in matrices)
-        several = update.weighting == "relative" or any(target.layer.routed for target in members)
+        several = recipe.refit_weighting == "relative" or any(target.layer.routed for target in members)
         together = sum(8 * matrix.columns**2 for matrix in matrices) if several else single
         work = max(workspace(matrix.rows, matrix.columns) for matrix in matrices)
         weights = sum(matrix.numel * (2 * matrix.itemsize + 1 + 4) for matrix in matrices)
@@ -56,13 +55,13 @@ def update_bytes(targets: Sequence[Target], update: Update) -> int:
     return most
 
 
-def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], update: Update) -> list[str]:
+def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe) -> list[str]:
     """Sentences about targets that moved on weak grounds: left out, on few tokens, or with a higher damping than asked for.
 
     Args:
         records: of the updated targets, by name.
         targets: all of the run.
-        update: the settings.
+        recipe: of the run.
     """
     inputs, total = {target.name: target.matrix.columns for target in targets}, len(records)
     left = [name for name, each in records.items() if each.damping is None]
@@ -70,7 +69,7 @@ def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target],
     raised = {
         name: each.damping
         for name, each in records.items()
-        if each.damping is not None and each.damping > update.damping_of(inputs[name], each.tokens)
+        if each.damping is not None and each.damping > recipe.damping_of(inputs[name], each.tokens)
     }
     outside = [name for name in inputs if name not in records]
     said = []

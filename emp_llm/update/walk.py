@@ -24,11 +24,11 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.options.calibration import Place
-from emp_llm.options.update import Update
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import full_float32, output_error, refit_rows
+from emp_llm.update.least_squares import add_product, full_float32, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import MOMENT_BYTES, updatable
@@ -42,14 +42,13 @@ def update_model(
     model: PreTrainedModel,
     targets: Sequence[Target],
     tokens: Tensor,
-    update: Update,
+    recipe: Recipe,
     moved: MovedWeights,
     *,
     mask_of: OfTarget,
     counts_of: OfTarget | None = None,
     batch_size: int = 8,
     hidden_states: Place = "auto",
-    blocks: str | None = None,
 ) -> None:
     """Update all blocks that `moved` does not hold yet, and put them there. A collective call.
 
@@ -58,7 +57,7 @@ def update_model(
         targets: those outside of the language model's decoder blocks are left out.
         tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is held out: no weight is fitted
             to it, and it measures the error.
-        update: how the weights move.
+        recipe: how the weights move, and the blocks.
         moved: of the first rank; the other ranks' stay empty.
         mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After a search, only for targets
             that it leaves out: experts with few tokens, and layers that their block does not call.
@@ -66,13 +65,12 @@ def update_model(
             shape (1,), as SparseGPT needs it. Not needed with a pattern.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
-        blocks: name of the list of decoder blocks; None: detected.
 
     Raises:
         UserError: the model cannot run block by block, memory runs out, or a moment is not finite.
     """
     targets = updatable(targets)
-    runner = BlockwiseModel(model, blocks, hidden_states)
+    runner = BlockwiseModel(model, recipe.blocks, hidden_states)
     kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
@@ -91,7 +89,7 @@ def update_model(
                     block.change(target, mask_of(target) if weight is None else None, weight)
                 step.run()
             elif members:
-                found = _update_block(block, update, seen, held_out, mask_of, counts_of)
+                found = _update_block(block, recipe, seen, held_out, mask_of, counts_of)
                 if ranks().main:
                     moved.put(step.index, found)
             else:
@@ -206,7 +204,7 @@ class _Level:
 
 def _update_block(
     block: _Block,
-    update: Update,
+    recipe: Recipe,
     seen: Sequence[int],
     held_out: Sequence[int],
     mask_of: OfTarget,
@@ -217,20 +215,20 @@ def _update_block(
     Args:
         seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
     """
-    if update.search is None:  # a level sees the block with all its masks
+    if recipe.search is None:  # a level sees the block with all its masks
         for target in block.targets:
             block.change(target, mask_of(target), None)
-    levels = _levels(block, seen[0], update)
+    levels = _levels(block, seen[0], recipe)
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
     for target in block.targets:
         if target.name not in called and target.name not in block.masks:  # the block uses the weight without calling the layer
             block.change(target, mask_of(target), None)
-    with closing(_DenseCalls(block, levels, update)) as dense:
+    with closing(_DenseCalls(block, levels, recipe)) as dense:
         for part in (part for level in levels for part in level.parts()):
-            moments = _moments(block, dense, part, seen, update)
+            moments = _moments(block, dense, part, seen, recipe)
             pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
-            mine = {target.name: _updated(block, target, each, update, counts_of) for target, each in ranks().part(pairs)}
+            mine = {target.name: _updated(block, target, each, recipe, counts_of) for target, each in ranks().part(pairs)}
             results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
             for target in part.targets:
                 found[target.name], mask = results[target.name]
@@ -238,7 +236,7 @@ def _update_block(
                     mask = mask_of(target)
                 block.change(target, mask, found[target.name].weight)
             del moments, pairs
-            for first, sums in _moments(block, dense, part, held_out, update).items():
+            for first, sums in _moments(block, dense, part, held_out, recipe).items():
                 for target in part.inputs[first]:
                     moved = found[target.name]
                     errors = _errors(block, target, block.masks[target.name], moved.weight, sums)
@@ -246,10 +244,10 @@ def _update_block(
     return found
 
 
-def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
+def _levels(block: _Block, number: int, recipe: Recipe) -> list[_Level]:
     """The levels of a block in the order of their calls, found by running a batch through it."""
     by_name = {target.name: target for target in block.targets}
-    shared = update.weighting == "equal"  # else each target has its own moments, because its outputs weight the tokens
+    shared = recipe.refit_weighting != "relative"  # else each target has its own moments, because its outputs weight the tokens
     levels: dict[str, _Level] = {}
     called: set[str] = set()
     last: list[tuple[Tensor, _Level, str]] = []
@@ -277,7 +275,7 @@ def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
                 first_name = first_of.setdefault((expert.parameter, expert.expert), target.name)
             levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(first_name, []).append(target)
     found = list(levels.values())
-    if found and update.target == "block":
+    if found and recipe.refit_target != "layer":
         found[-1].closing = all(ranks().gather(_is_added(block, found[-1], number)))
     return found
 
@@ -337,12 +335,12 @@ class _DenseCalls:
         energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape (outputs,).
     """
 
-    def __init__(self, block: _Block, levels: list[_Level], update: Update) -> None:
+    def __init__(self, block: _Block, levels: list[_Level], recipe: Recipe) -> None:
         self.shares: dict[tuple[int, str], Tensor | None] = {}
         self.energy: dict[tuple[int, str], Tensor] = {}
         inner = [level for level in levels if not level.routed and not level.closing]
         self._firsts = [first for level in inner for first in level.inputs]
-        walk, relative = block.walk, update.weighting == "relative"
+        walk, relative = block.walk, recipe.refit_weighting == "relative"
         hidden, tokens = walk.hidden.get(0, walk.device), sum(batch.numel() for batch in walk.batches)
         width = sum(targets[0].matrix.columns for level in inner for targets in level.inputs.values())
         size = tokens * width * hidden.element_size()
@@ -382,7 +380,7 @@ def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
     return (squares if shares is None else squares * shares[:, None]).sum(0).double()
 
 
-def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], update: Update) -> dict[str, _Moments]:
+def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe) -> dict[str, _Moments]:
     """The moments of a level's inputs over some batches of all ranks, by the first target of each input that saw a token.
 
     Raises:
@@ -397,8 +395,8 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
             for target in level.inputs[first]:
                 name, y = target.name, None
                 if level.routed:  # other tokens may be routed to it in the dense model
-                    y = x @ block.weight(target).T
-                    shares = _token_weights(y) if update.weighting == "relative" else None
+                    y = add_product(x, block.weight(target).T)
+                    shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
                 else:
                     shares = dense.shares[number, name]
                 if level.closing and output is not None:
@@ -409,11 +407,12 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
                 if name == first:
                     _add(sums, "tokens", torch.tensor(len(x)))
                     left = x.T if shares is None else (x * shares[:, None]).T
-                    _add_product(sums, "gram", left, x)
+                    sums["gram"] = add_product(left, x, sums.get("gram"))
                     if level.closing and y is not None:
-                        _add_product(sums, "wanted", (y if shares is None else y * shares[:, None]).T, x)
+                        wanted = (y if shares is None else y * shares[:, None]).T
+                        sums["wanted"] = add_product(wanted, x, sums.get("wanted"))
                     elif not level.routed:
-                        _add_product(sums, "cross", left, dense.inputs(number, first, x.device))
+                        sums["cross"] = add_product(left, dense.inputs(number, first, x.device), sums.get("cross"))
                 _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
     if ranks().count > 1:
         device = block.weight(level.targets[0]).device
@@ -436,22 +435,16 @@ def _add(sums: _Moments, key: str, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _add_product(sums: _Moments, key: str, left: Tensor, right: Tensor) -> None:
-    if key not in sums:
-        sums[key] = left.new_zeros(left.shape[0], right.shape[1])
-    sums[key].addmm_(left, right)
-
-
 def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
     """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the weights on the same inputs."""
     if "cross" not in moments:
         return moments.get("wanted")
     with full_float32():
-        return weight @ moments["cross"].T
+        return add_product(weight, moments["cross"].T)
 
 
 def _updated(
-    block: _Block, target: Target, moments: _Moments | None, update: Update, counts_of: OfTarget | None
+    block: _Block, target: Target, moments: _Moments | None, recipe: Recipe, counts_of: OfTarget | None
 ) -> tuple[Moved, Tensor | None]:
     """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if there was none.
 
@@ -459,27 +452,28 @@ def _updated(
         moments: of its inputs; None if it saw no token.
     """
     tokens = 0 if moments is None else int(moments["tokens"])
-    if moments is None or tokens < (max(1, update.min_expert_tokens) if target.layer.routed else 1):
+    if moments is None or tokens < (max(1, recipe.min_expert_tokens) if target.layer.routed else 1):
         return Moved(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
     if not bool(weight.isfinite().all()):
         raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
-    damping, kept_mass, searched = update.damping_of(target.matrix.columns, tokens), None, None
+    damping, kept_mass, searched = recipe.damping_of(target.matrix.columns, tokens), None, None
     gram, right = moments["gram"], _right(weight, moments)
     try:
-        if update.search is None:
+        if recipe.search is None:
             found = refit_rows(
                 weight, block.masks[target.name].to(weight.device), gram, right, damping=damping, energy=moments[target.name]
             )
         else:
-            counts = None if update.pattern is not None or counts_of is None else counts_of(target).to(weight.device)
-            if update.search == "sparsegpt":
-                found = sparsegpt(weight, gram, count=None if counts is None else int(counts.sum()), pattern=update.pattern)
+            counts = None if recipe.n_of_m is not None or counts_of is None else counts_of(target).to(weight.device)
+            if recipe.search == "sparsegpt":
+                found = sparsegpt(weight, gram, count=None if counts is None else int(counts.sum()), pattern=recipe.n_of_m)
             else:
-                found = admm(weight, gram, counts=counts, pattern=update.pattern, right=right, damping=damping)
-            searched, total = found.mask.cpu(), float(weight.abs().sum(dtype=torch.float64))
-            kept_mass = float((weight.abs() * found.mask).sum(dtype=torch.float64)) / total if total else 1.0
-            if update.refit:
+                found = admm(weight, gram, counts=counts, pattern=recipe.n_of_m, right=right, damping=damping)
+            searched, magnitudes = found.mask.cpu(), weight.abs()  # summed by rows: a sum of all depends on the threads
+            total, kept = (float(each.sum(1, dtype=torch.float64).sum()) for each in (magnitudes, magnitudes * found.mask))
+            kept_mass = kept / total if total else 1.0
+            if recipe.refit:
                 found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
     except NonFiniteError as error:
         raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or prune without a fit.") from error

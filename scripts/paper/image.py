@@ -1,10 +1,10 @@
 """Pixels pruned by EMP: an image of yours, or the paper's table on photographs beside the published numbers.
 
-    python scripts/paper/image.py IN [OUT] [--beta B] [--group G] [--patch N] [--mean M] [--overwrite]
+    python scripts/paper/image.py IN [--output DIR] [--beta B] [--group G] [--patch N] [--mean M] [--overwrite]
     python scripts/paper/image.py [--output DIR]
 
 With an image: in each channel, or in each 4 x 4 patch of it, the N_eff most distinct pixels are kept. The score of a pixel is
-its distance from the mean of its group, and a removed pixel becomes that mean. The folder OUT holds the pruned images, a
+its distance from the mean of its group, and a removed pixel becomes that mean. The folder DIR holds the pruned images, a
 figure that shows them beside the original, and image.json with PSNR and SSIM. Any image that Pillow opens can be pruned; its
 alpha channel is kept. Needs pillow and scikit-image.
 
@@ -97,9 +97,6 @@ def main(line: list[str] | None = None) -> None:
     """Prune the image that the command line names, or write the page of the paper. A UserError ends it with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", type=Path, nargs="?", metavar="IN", help="image to prune")
-    parser.add_argument(
-        "folder", type=Path, nargs="?", metavar="OUT", help="folder to write; default: IN's name with -emp, here"
-    )
     parser.add_argument("--beta", type=float, default=1.0, help="keep beta x N_eff pixels of a group")
     parser.add_argument(
         "--group",
@@ -109,18 +106,18 @@ def main(line: list[str] | None = None) -> None:
     )
     parser.add_argument("--patch", type=int, default=4, help="side of a patch in pixels")
     parser.add_argument("--mean", choices=["group", "channel"], default="group", help="the mean on which patches are centred")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "paper", help="folder of the page")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--output", type=Path, help="folder to write; default: IN's name with -emp, here; or docs/paper")
     options = parser.parse_args(line)
     if options.image is None:
-        write_page(options.output)
+        write_page(options.output or Path(__file__).parents[2] / "docs" / "paper")
         return
     if options.patch < 1:
         parser.error(f"--patch must be at least 1 pixel, got {options.patch}.")
     try:
         record = prune_image(
             options.image,
-            options.folder or Path(f"{options.image.stem}-emp"),
+            options.output or Path(f"{options.image.stem}-emp"),
             groups=list(_GROUPS) if options.group == "both" else [options.group],
             beta=options.beta,
             patch=options.patch,

@@ -385,7 +385,6 @@ class ImageRecord:
 
 logger = logging.getLogger(__name__)
 RECORD_NAME, FIGURE_NAME = "image.json", "figure.png"
-_OPTION = "OUT"
 
 
 def prune_image(
@@ -417,8 +416,8 @@ def prune_image(
     except ValueError as error:
         raise UserError(f"--{error}.") from error
     if output.suffix.lower() in (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".gif", ".bmp"):
-        raise UserError(f"OUT {output}: it is a folder for the pruned images; give a name without {output.suffix}.")
-    check_folder(output, overwrite, RECORD_NAME, _OPTION)
+        raise UserError(f"--output {output}: it is a folder for the pruned images; give a name without {output.suffix}.")
+    check_folder(output, overwrite, RECORD_NAME)
     original = read_picture(path)
     for note in original.notes:
         logger.warning("warning: %s: %s", path, note)
@@ -448,7 +447,7 @@ def prune_image(
     files = {each.file: picture.encoded() for each, picture in zip(found, pictures, strict=True)}
     files[FIGURE_NAME] = panels([original, *pictures], _titles(record))
     files[RECORD_NAME] = (json.dumps(asdict(record), indent=1) + "\n").encode()
-    write_folder(output, files, overwrite, RECORD_NAME, _OPTION)
+    write_folder(output, files, overwrite, RECORD_NAME)
     return record
 
 
