@@ -23,7 +23,7 @@ from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.units import unit_model
+from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 3}

@@ -46,8 +46,10 @@ from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.experts import Experts, refit_experts
 from emp_llm.structure.layers import Layers
+from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import unit_scores, unit_sums
-from emp_llm.structure.units import Changes, Parts, UnitModel, Units, config_changes, unit_model
+from emp_llm.structure.unit_model import config_changes, unit_model
+from emp_llm.structure.units import Changes, UnitModel, Units
 from emp_llm.structure.writing import Cut, active_parameters, compare, cut_of, fitted, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
