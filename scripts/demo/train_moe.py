@@ -10,6 +10,11 @@ experts that are rarely used. The weights are not part of the repository.
 The learning rate follows the clock: after a warm-up, a cosine that ends after `--minutes`. So any machine finishes a model in
 that time, but no two runs have the same weights. Products use bfloat16 weights, as for the demo model (`train.py`). After each
 tenth of the time the script prints the held-out loss and saves the model.
+
+One run, with seed 1, `--balance 0.02`, one thread and the tokenizer of wiki-llama-5m (4096 tokens), on an AMD EPYC with AVX-512
+BF16 that other programs used too: 55 minutes, of which it had 26 minutes of one core; 6240 steps, 6.4 million tokens. Its
+perplexity in blocks of 512 tokens is 81.8 on the held-out articles, and 255.8 on WikiText-2 test (raw), whose spaces around
+punctuation are rare in the training text. An expert receives 2.0 to 4.0 % of the choices in its layer; equal shares are 3.1 %.
 """
 
 from __future__ import annotations
