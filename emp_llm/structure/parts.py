@@ -175,7 +175,7 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     stored, text, changes = model.checkpoint.config, model.skeleton.config.get_text_config(), Changes()
 
     def put(name: str, value: Any) -> None:
-        path = field_path(model, name)
+        path = field_path(model.skeleton, stored, name)
         if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
             changes[path] = value
 

@@ -76,10 +76,10 @@ class UnitModel:
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
 
 
-def field_path(model: UnitModel, name: str) -> tuple[str, ...]:
-    """The path in config.json of a field of the text model."""
-    name = getattr(model.skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
-    return ("text_config", name) if isinstance(model.checkpoint.config.get("text_config"), dict) else (name,)
+def field_path(skeleton: PreTrainedModel, config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The path of a field of the text model in a config.json."""
+    name = getattr(skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
+    return ("text_config", name) if isinstance(config.get("text_config"), dict) else (name,)
 
 
 def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes) -> dict[str, Shape] | None:
