@@ -246,6 +246,8 @@ def structure_lines(report: RunReport) -> list[str]:
     ]
     if structure.config:
         lines += [f"{name}: {before} -> {after} ({ratio} x)" for name, before, after, ratio in cost_rows(structure)[1:]]
+    if any(entry.kind == "layers" for entry in structure.layers.values()):
+        lines.append("layers: their removal costs more in long generations than a perplexity shows")
     lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(

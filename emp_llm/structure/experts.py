@@ -43,7 +43,6 @@ from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.update import MOMENT_BYTES
 
 logger = logging.getLogger(__name__)
-EXPERT_SCORES = ("reap", "man", "frequency", "mass", "magnitude")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _GROUPS = ("n_group", "num_expert_group")
 _LINEAR = (nn.functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
@@ -97,7 +96,7 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     for field, number in config.to_dict().items():
         if "expert" not in field or type(number) is not int or number not in {stack.shape[0] for stack in stacks}:
             continue
-        changes = {_path(architecture, field): number - 1}
+        changes = {field_path(skeleton, architecture.checkpoint.config, field): number - 1}
         smaller = smaller_model(skeleton, architecture.checkpoint.config, changes)
         parts = None if smaller is None else _shrunk(dense, smaller, number)
         if parts and all(stack.name in parts for stack in stacks if stack.shape[0] == number):
@@ -151,10 +150,6 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         )
         break
     return every
-
-
-def _path(architecture: Architecture, field: str) -> tuple[str, ...]:
-    return ("text_config", field) if isinstance(architecture.checkpoint.config.get("text_config"), dict) else (field,)
 
 
 def _shrunk(dense: Mapping[str, Shape], smaller: Mapping[str, Shape], number: int) -> dict[str, int] | None:
@@ -223,7 +218,7 @@ def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     if len(set(counts)) > 1:
         by_block = {units.block: count for units, count in zip(every, counts, strict=True)}
         value = [by_block.get(block, counts[0]) for block in range(len(find_blocks(model.skeleton)[1]))]
-    changes: Changes = {field_path(model, every[0].field): value}
+    changes: Changes = {field_path(model.skeleton, model.checkpoint.config, every[0].field): value}
     wanted = shapes_of(model.skeleton)
     for units, count in zip(every, counts, strict=True):
         for name, dimension in units.parts.items():

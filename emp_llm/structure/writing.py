@@ -39,7 +39,8 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.experts import Experts, closed_routers
 from emp_llm.structure.layers import Layers, passed_by
-from emp_llm.structure.units import Changes, Parts, UnitModel, changed_config
+from emp_llm.structure.parts import Parts
+from emp_llm.structure.units import Changes, UnitModel, changed_config
 from emp_llm.update.moved import MovedWeights
 
 # Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of its indices stay: bool.
