@@ -139,7 +139,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         with out if ranks().main else nullcontext():
             if ranks().main:
                 out.begin(signature, "" if data is None else machine_name())
-                if data is not None:
+                if data is not None and any(corpus.generate for corpus in data.corpora):
                     keep_generated(out.files / SELF_NAME, data)
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
