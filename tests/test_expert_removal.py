@@ -238,7 +238,7 @@ def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -
     for method in ("magnitude", "emp-magnitude"):
         report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
         assert report.sizes is not None
-        assert 0.97 * 60_000 < report.sizes.packed <= 60_000
+        assert 0.8 * 60_000 < report.sizes.packed <= 60_000
         report = prune(source, output=tmp_path / f"{method} p", method=method, parameters="30000", quiet=True)
         kept = report.targets.parameters - report.targets.zeros
         assert 0.97 * 30_000 < kept <= 30_000

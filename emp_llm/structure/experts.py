@@ -56,7 +56,7 @@ class Experts(Units):
 
     Attributes:
         module: name of the smallest module that holds experts and router.
-        field: of config.json that holds their number; by_block: it may have a number for each block.
+        field: of config.json that holds their number; no config of transformers has a number for each block.
         top_k: how many of them a token reaches.
         parts: parameter or buffer of the model -> its dimension of experts.
         own: stored tensor of one expert -> its number.
@@ -68,7 +68,6 @@ class Experts(Units):
 
     module: str
     field: str
-    by_block: bool
     top_k: int
     parts: dict[str, int]
     own: dict[str, int]
@@ -108,9 +107,6 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
             "neurons, or leave it out."
         )
     field, parts, number = found
-    by_block = "list" in str(
-        next((own.__annotations__[field] for own in type(config).__mro__ if field in getattr(own, "__annotations__", {})), "")
-    )
     top_k = next((value for name in _TOP_K if type(value := getattr(config, name, None)) is int), None)
     if top_k is None:
         raise UserError(f"--structure experts: the config of {kind} does not say how many experts a token needs.")
@@ -128,7 +124,7 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         if len(modules) != 1:
             raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
         places = np.arange(number) * groups // number
-        every.append(_experts(architecture, block, modules.pop(), inside, (field, by_block, top_k), places, least))
+        every.append(_experts(architecture, block, modules.pop(), inside, (field, top_k), places, least))
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
@@ -171,7 +167,7 @@ def _experts(
     block: int,
     name: str,
     parts: dict[str, int],
-    settings: tuple[str, bool, int],
+    settings: tuple[str, int],
     places: Indices,
     least: int,
 ) -> Experts:
@@ -213,19 +209,15 @@ def _experts(
 def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     """The field of config.json that changes, with its new value; arguments and errors are those of `config_changes`."""
     every = [units for units in model.units if isinstance(units, Experts)]
-    counts = [len(stays) for stays in kept]
-    value: Any = counts[0]
-    if len(set(counts)) > 1:
-        by_block = {units.block: count for units, count in zip(every, counts, strict=True)}
-        value = [by_block.get(block, counts[0]) for block in range(len(find_blocks(model.skeleton)[1]))]
-    changes: Changes = {field_path(model.skeleton, model.checkpoint.config, every[0].field): value}
+    count = len(kept[0])
+    changes: Changes = {field_path(model.skeleton, model.checkpoint.config, every[0].field): count}
     wanted = shapes_of(model.skeleton)
-    for units, count in zip(every, counts, strict=True):
+    for units in every:
         for name, dimension in units.parts.items():
             wanted[name] = (*wanted[name][:dimension], count, *wanted[name][dimension + 1 :])
     if smaller_model(model.skeleton, model.checkpoint.config, changes) != wanted:
         raise UserError(
-            f"config.json with {every[0].field} = {value} gives a model of other shapes. Keep all shapes and close the removed "
+            f"config.json with {every[0].field} = {count} gives a model of other shapes. Keep all shapes and close the removed "
             "experts in their routers: --keep-shapes."
         )
     return changes

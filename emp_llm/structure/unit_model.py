@@ -36,8 +36,7 @@ def unit_model(
         raise UserError(f"{folder}: --structure is for decoder-only models, and this one has an encoder.")
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
     if structure.structure == "experts":
-        experts = find_experts(skeleton, architecture)
-        return UnitModel(skeleton, architecture, [*experts], experts[0].by_block)
+        return UnitModel(skeleton, architecture, [*find_experts(skeleton, architecture)])
     if structure.structure == "layers":
         return UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
     width_by_block = isinstance(getattr(skeleton.config.get_text_config(), "intermediate_size", None), list)

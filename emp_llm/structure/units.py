@@ -58,7 +58,7 @@ class UnitModel:
     Attributes:
         skeleton: its model without weights.
         units: in the model's order.
-        width_by_block: whether config.json has a number of neurons, or of experts, for each block.
+        width_by_block: whether config.json has a number of neurons for each block.
     """
 
     skeleton: PreTrainedModel
