@@ -115,7 +115,10 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     least = top_k if groups == 1 else max(2, -(-top_k // used))  # a group is chosen by its two best
     if number <= least * groups:
         raise UserError(f"--structure experts: each token needs {top_k} of {number} experts, so none can go.")
-    every = []
+    every, of_block = [], dict[int, list[Target]]()
+    for target in architecture.select("all-linear"):
+        if target.layer.expert is not None and target.layer.expert.parameter in parts and target.layer.block is not None:
+            of_block.setdefault(target.layer.block, []).append(target)
     for block in range(len(blocks)):
         inside = {name: dimension for name, dimension in parts.items() if name.startswith(f"{path}.{block}.")}
         if not inside:
@@ -124,7 +127,8 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         if len(modules) != 1:
             raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
         places = np.arange(number) * groups // number
-        every.append(_experts(architecture, block, modules.pop(), inside, (field, top_k), places, least))
+        matrices = of_block.get(block, [])
+        every.append(_experts(architecture, matrices, block, modules.pop(), inside, (field, top_k), places, least))
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
@@ -164,6 +168,7 @@ def _shrunk(dense: Mapping[str, Shape], smaller: Mapping[str, Shape], number: in
 
 def _experts(
     architecture: Architecture,
+    matrices: list[Target],
     block: int,
     name: str,
     parts: dict[str, int],
@@ -175,11 +180,6 @@ def _experts(
     own: dict[str, int] = {}
     together: dict[str, int] = {}
     outputs: dict[int, Target] = {}
-    matrices = [
-        target
-        for target in architecture.select("all-linear")
-        if target.layer.expert is not None and target.layer.expert.parameter in parts and target.layer.block == block
-    ]
     for target in matrices:
         assert target.layer.expert is not None
         if target.matrix.scales is not None:

@@ -334,9 +334,9 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
     checkpoint, coverage = plan.checkpoint, plan.architecture.coverage(plan.targets)
     gone = {
         (target.matrix.stored.name, target.matrix.expert)
-        for choice in choices
+        for choice, numbers in [(choice, set(choice.gone.tolist())) for choice in choices]
         for target in choice.units.targets
-        if (number := _unit_of(choice.units, target)) is not None and number in choice.gone
+        if _unit_of(choice.units, target) in numbers
     }
     done, kept = cut_of(plan, choices, remove=True), 0
     weights, parameters = coverage.weights or 1, coverage.parameters or 1
