@@ -12,6 +12,7 @@ import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.comparison import in_percent
+from emp_llm.records.run_report import UnitsRecord
 from emp_llm.reporting.run_tables import effective_share, main_measures
 from emp_llm.reporting.studies import Curve, Difference, Grid, Study, StudySuite, curves, differences, label_of, lower_is_better
 from emp_llm.selection.effective import effective_mass_bound
@@ -135,6 +136,11 @@ def draw(study: Study, title: str) -> list[Drawing]:
     bounded = [grid for grid in study.measured if any(cell.s_eff_bound_mean is not None for cell in grid.cells.values())]
     if bounded:
         drawings.append(_masses(study, bounded, f"{name}-s-eff"))
+    for point in study.points:
+        layers = [] if point.structure is None else [each for each in point.structure.layers.values() if each.scores]
+        if layers:
+            title = f"{study.title}: experts of {label_of(point)} ({point.name})"
+            drawings.append(_experts(layers[:_MOST_ROWS], title, f"{name}-experts-{slug(point.name)}"))
     return drawings
 
 
@@ -332,6 +338,37 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
         if any("*" in role for role in every.roles):
             caption += " Of the experts of a block, the mean of their quartiles."
         return drawn(figure, name, f"{study.title}: kept weights of each row", caption)
+
+
+def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
+    """The scores of the experts of each layer, those that stay in colour and the removed ones in grey."""
+    shares = np.full((len(layers), max(each.units for each in layers)), np.nan)
+    kept = np.zeros(shares.shape, dtype=bool)
+    for row, each in enumerate(layers):
+        scores = np.array(each.scores)
+        shares[row, : each.units] = scores / (scores.max() or 1)
+        kept[row, each.kept_units or []] = True
+    with styled():
+        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+
+        colours, greys = colormaps["viridis"], colormaps["Greys"]
+        cells = np.where(kept[..., None], colours(shares), greys(0.1 + 0.5 * shares))
+        figure = new_figure(1.9 + 0.24 * len(layers))
+        axes = figure.subplots()
+        axes.imshow(cells, aspect="auto", interpolation="nearest")
+        axes.grid(visible=False)
+        axes.set_xticks(np.arange(shares.shape[1] + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(len(layers) + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.5)
+        axes.tick_params(which="minor", length=0)
+        axes.set_axisbelow(False)
+        axes.set_yticks(range(len(layers)), [f"block {each.block}: {each.kept} of {each.units}" for each in layers])
+        axes.set_xlabel("expert")
+        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes, location="bottom", shrink=0.6, aspect=36, pad=0.02)
+        bar.set_label("score of a kept expert / largest of its layer; grey: removed")
+        caption = "Experts by layer. Colour: they stay. Grey: they were removed; a darker grey is a higher score."
+        return drawn(figure, name, title, caption)
 
 
 def _masses(study: Study, grids: list[Grid], name: str) -> Drawing:

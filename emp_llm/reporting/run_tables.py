@@ -178,11 +178,11 @@ def mean_error(fits: Iterable[FitRecord], name: str) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def structure_rows(structure: StructureRecord) -> Rows:
-    """One row for each role (such as down_proj of all blocks)."""
+def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
+    """One row for each role (such as down_proj of all blocks); with `by_layer`, one for the experts of each block."""
     by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
     for entry in structure.layers.values():
-        by_role[entry.kind, entry.role].append(entry)
+        by_role[entry.kind, f"block {entry.block}" if by_layer and entry.kind == "experts" else entry.role].append(entry)
     routed = any(entry.tokens_lost is not None for entry in structure.layers.values())
     rows = [["layers", "units", "of", "stay", "by the rule", "least", "most", "N_eff/N %", "s_eff", "bound"]]
     rows[0] += ["tokens lost %", "mass lost %"] * routed
@@ -191,7 +191,7 @@ def structure_rows(structure: StructureRecord) -> Rows:
         bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
         rows.append(
             [
-                f"{role} x {len(entries)}",
+                f"{role} x {len(entries)}" if len(entries) > 1 else role,
                 kind,
                 f"{total:,}",
                 f"{kept:,}",
