@@ -6,9 +6,9 @@
 The first command adds one line of JSON for each point to its output and skips the points that it holds already, so it can be
 stopped and started again. The second writes the page of tables and its figure.
 
-Experts are removed in memory: their routers are closed. The written checkpoint computes the same; two points are also written by
-`prune`, and compared. So layers can keep numbers of their own ("own"), which only a router with a bias can be told, and experts
-can be removed at random. Neurons, layers and weights are pruned by `prune`, at the parameters or the bytes of the experts.
+Experts are removed in memory: their routers are closed. The written checkpoint computes the same; two points are also written
+by `prune`, and compared. So layers can keep numbers of their own ("own"), which only a router with a bias can be told, and
+experts can be removed at random. Neurons, layers and weights are pruned by `prune`, at equal parameters or bytes.
 """
 
 import argparse
@@ -24,8 +24,10 @@ import numpy as np
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCORES = ("reap", "man", "frequency", "mass")
-CURVE = (31, 30, 28, 26, 24, 22, 20, 16, 12, 8)  # of 32: experts of a layer that stay, for every score, without a refit
+CURVE = (30, 28, 24, 20, 16, 12, 8)  # of 32: experts of a layer that stay, for every score, without a refit
+SEEDS = 3  # of random choices
 Entry = dict[str, Any]
+Name = tuple[str, ...]
 
 
 class Study:
@@ -47,16 +49,17 @@ class Study:
         self.model = load_model(self.folder, "cpu")
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
         self.tokens = read_text(wanted, tokenizer, options.seqlen).tokens
-        self.text = text_tokens(find_corpus(options.text), tokenizer)
+        self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
         self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
         self.sums = unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8)
         self.experts = len(self.plan.units[0])
 
-    def losses(self, model: Any) -> list[float]:
-        """The mean loss of each block of the text."""
+    def losses(self, model: Any) -> list[list[float]]:
+        """The mean loss of each block of each text."""
         from emp_llm.evaluation.perplexity import perplexity
 
-        return list(perplexity(model, self.text, self.options.block, limit=self.options.limit).block_losses)
+        o = self.options
+        return [list(perplexity(model, text, o.block, limit=o.limit).block_losses) for text in self.texts]
 
     def chosen(self, score: str, kept: int | None, own: bool, seed: int = 0) -> tuple[Any, float | None]:
         """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's number at beta = 1."""
@@ -105,8 +108,7 @@ class Study:
             (self.sums[each.units.name][:2, each.gone].sum(1) / self.sums[each.units.name][:2].sum(1)).tolist()
             for each in choices
         ]
-        about = {"counts": [len(each.kept) for each in choices], "n_eff": [each.record.n_eff for each in choices]}
-        about |= {"s_eff": [each.record.s_eff for each in choices], "bound": [each.record.s_eff_bound for each in choices]}
+        about = {"counts": [len(each.kept) for each in choices]}
         fits = [each for each in moved.records().values() if each.error_before]
         errors = [[each.error_before, each.error_after] for each in fits]
         return about | {"beta": beta, "lost": lost, "parameters": parameters, "bytes": size, "errors": errors, "losses": losses}
@@ -120,7 +122,7 @@ class Study:
         o = self.options
         how |= {"calibration": o.calibration, "samples": o.samples, "seqlen": o.seqlen, "quiet": True}
         if structure == "neurons":
-            how["width_multiple"] = 1
+            how["width_multiple"] = 8  # bfloat16 on a CPU: rows of whole 16 bytes
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
             report = prune(str(self.folder), output=out, structure=structure, method=method, **how)
@@ -131,52 +133,49 @@ class Study:
             return {"beta": report.recipe.beta, "parameters": cost.parameters, "bytes": cost.bytes, "losses": losses}
         weights, zeros = report.targets.weights, report.targets.zeros
         size = dense - 2 * weights + packed_bytes(weights, 2, zeros)
-        parameters = self.model.num_parameters() - zeros
+        parameters = _parameters(self) - zeros
         return {"beta": report.recipe.beta, "parameters": parameters, "bytes": size, "losses": losses}
 
 
-def points(study: Study) -> list[tuple[str, ...]]:
-    """All points, by name: (experts, score, number that stays, counts, refit) or (structure, method, size, refit)."""
+def points(study: Study, at_one: dict[str, int]) -> list[Name]:
+    """All points: ("experts", score, number that stays, counts, refit) or (structure, method, size, refit)."""
     half, quarter = study.experts // 2, study.experts * 3 // 4
-    names: list[tuple[str, ...]] = [("dense",)]
-    at_one = {score: study.chosen(score, None, False)[0][0].record.kept for score in SCORES}
-    names += [("experts", score, "beta1", "one", "") for score in SCORES]
-    numbers = sorted({quarter, half, *at_one.values()} - {study.experts}, reverse=True)
-    for number in numbers:
-        grid = number in (quarter, half)
-        scores = SCORES if grid else [score for score in SCORES if at_one[score] == number]
-        names += [
-            ("experts", score, str(number), counts, refit)
-            for score in scores
-            for counts in ("one", "own")
-            for refit in ("", "refit")
-        ]
-        names += [("experts", f"random{seed}", str(number), "one", refit) for seed in range(3) for refit in ("", "refit")]
-    curve = [number * study.experts // 32 for number in CURVE]
-    names += [
-        ("experts", score, str(number), "one", "") for number in curve for score in (*SCORES, "random0", "random1", "random2")
-    ]
+    randoms, names = [f"random{seed}" for seed in range(SEEDS)], list[Name]()
+    grid = sorted({quarter, half, *at_one.values()})
+    curve = sorted({*grid, *(number * study.experts // 32 for number in CURVE)})
+    names += [("experts", score, str(number), "one", "") for number in curve for score in SCORES]
+    for number in grid:
+        names += [("experts", score, str(number), "own", "") for score in SCORES if number in (quarter, half, at_one[score])]
+    for size in (str(half), str(quarter), "beta1"):
+        names += [("layers", "cosine", size, ""), *(("neurons", "wanda", size, refit) for refit in ("", "refit"))]
+    for size in (f"bytes{half}", f"bytes{quarter}", "0.5", "2:4"):
+        names += [("weights", "wanda", size, ""), ("weights", "admm" if size == "2:4" else "emp-admm", size, "refit")]
+    names += [("experts", score, str(number), "one", "") for number in curve for score in randoms]
     names += [("written", "reap", str(half), refit) for refit in ("", "refit")]
-    names += [("layers", "cosine", size, "") for size in ("beta1", str(quarter), str(half))]
-    for size in ("beta1", str(quarter), str(half)):
-        names += [("neurons", method, size, refit) for method in ("magnitude", "wanda") for refit in ("", "refit")]
-    for size in ("0.5", "2:4", f"bytes{quarter}", f"bytes{half}"):
-        names += [("weights", "wanda", size, refit) for refit in ("", "refit")]
-        names.append(("weights", "admm" if size == "2:4" else "emp-admm", size, "refit"))
+    for number in grid:
+        names += [
+            ("experts", score, str(number), "one", "refit") for score in SCORES if number in (quarter, half, at_one[score])
+        ]
+    names += [("experts", randoms[0], str(number), "one", "refit") for number in (quarter, half)]
+    names += [("experts", score, str(number), "own", "refit") for number in (quarter, half) for score in SCORES]
     return list(dict.fromkeys(names))
 
 
-def run(study: Study, name: tuple[str, ...], done: dict[tuple[str, ...], Entry]) -> Entry:
+def run(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
     """The result of a point."""
     kind, *rest = name
     if kind == "dense":
         size = sum(size for size, _ in study.plan.checkpoint.states.values())
-        return {"parameters": study.model.num_parameters(), "bytes": size, "losses": study.losses(study.model)}
+        every = {score: study.chosen(score, None, False)[0] for score in SCORES}
+        at_one = {score: choices[0].record.kept for score, choices in every.items()}
+        shares = {score: [each.record.n_eff / study.experts for each in choices] for score, choices in every.items()}
+        mass = {score: [[each.record.s_eff, each.record.s_eff_bound] for each in choices] for score, choices in every.items()}
+        about = {"at_one": at_one, "n_eff": shares, "s_eff": mass, "experts": study.experts}
+        return about | {"parameters": _parameters(study), "bytes": size, "losses": study.losses(study.model)}
     if kind == "experts":
         score, number, counts, refit = rest
         seed = int(score[6:]) if score.startswith("random") else 0
-        kept = None if number == "beta1" else int(number)
-        return study.experts_removed(score.rstrip("012"), kept, counts == "own", bool(refit), seed)
+        return study.experts_removed(score.rstrip("012"), int(number), counts == "own", bool(refit), seed)
     method, size, refit = rest
     how: dict[str, Any] = {"refit": True} if refit else {}
     if size == "beta1":
@@ -190,6 +189,10 @@ def run(study: Study, name: tuple[str, ...], done: dict[tuple[str, ...], Entry])
     return study.pruned({"weights": None, "written": "experts"}.get(kind, kind), method, **how)
 
 
+def _parameters(study: Study) -> int:
+    return sum(math.prod(tensor.shape) for tensor in study.plan.checkpoint.tensors.values())
+
+
 def main(line: list[str] | None = None) -> None:
     """Run the study, or write its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,37 +202,43 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--calibration-name")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=256)
-    parser.add_argument("--text", default="eval/demo/heldout.txt", help="text file or recipe to judge on")
-    parser.add_argument("--text-name")
+    parser.add_argument("--text", nargs="+", default=["eval/demo/heldout.txt"], help="text files or recipes to judge on")
+    parser.add_argument("--text-name", nargs="+")
     parser.add_argument("--block", type=int, default=512)
-    parser.add_argument("--limit", type=int, default=100, help="blocks of the text")
+    parser.add_argument("--limit", type=int, default=100, help="blocks of each text")
     parser.add_argument("--output", type=Path, default=Path("study.jsonl"))
     parser.add_argument("--write", type=Path, help="folder for the page and the figure")
     options = parser.parse_args(line)
     known = [json.loads(text) for text in options.output.read_text().splitlines()] if options.output.exists() else []
     done = {tuple(entry["point"]): entry for entry in known}
     if options.write is not None:
-        write(options.write, options, done)
+        write_page(options.write, done)
         return
     study = Study(options)
-    about = {"model": options.name or study.folder.name, "text": options.text_name or Path(options.text).name}
-    about |= {"calibration": options.calibration_name or Path(options.calibration).name, "experts": study.experts}
-    wanted = points(study)
-    for number, name in enumerate(wanted, 1):
-        if name in done:
-            continue
-        start = time.perf_counter()
-        entry = {"point": name} | about | {"seed": 0} | run_or_why(study, name, done)
-        entry["seconds"] = round(time.perf_counter() - start, 1)
-        done[name] = entry
-        with options.output.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        losses = entry.get("losses")
-        said = entry.get("why") if losses is None else f"perplexity {math.exp(sum(losses) / len(losses)):.3f}"
-        print(f"{number}/{len(wanted)} {' '.join(name)}: {said}, {entry['seconds']} s", flush=True)
+    names: list[Name] = [("dense",)]
+    number = 0
+    while number < len(names):
+        name = names[number]
+        number += 1
+        if name not in done:
+            start = time.perf_counter()
+            entry = {"point": name} | _result(study, name, done)
+            if name == ("dense",):
+                entry |= {"model": options.name or study.folder.name, "block": options.block, "blocks": options.limit}
+                entry["texts"] = options.text_name or [Path(text).name for text in options.text]
+                tokens = f"{options.samples} sequences of {options.seqlen} tokens"
+                entry["calibration"] = f"{tokens} of {options.calibration_name or Path(options.calibration).name}"
+            entry["seconds"] = round(time.perf_counter() - start, 1)
+            done[name] = entry
+            with options.output.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            said = entry.get("why") or " ".join(f"{math.exp(sum(each) / len(each)):.2f}" for each in entry["losses"])
+            print(f"{number}/{len(names)} {' '.join(name)}: {said}, {entry['seconds']} s", flush=True)
+        if name == ("dense",):
+            names += points(study, done[name]["at_one"])
 
 
-def run_or_why(study: Study, name: tuple[str, ...], done: dict[tuple[str, ...], Entry]) -> Entry:
+def _result(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
     """The result of a point, or the sentence of the error that says why there is none."""
     from emp_llm.common.errors import UserError
 
@@ -237,6 +246,162 @@ def run_or_why(study: Study, name: tuple[str, ...], done: dict[tuple[str, ...], 
         return run(study, name, done)
     except UserError as error:
         return {"why": str(error)}
+
+
+def write_page(folder: Path, done: dict[Name, Entry]) -> None:
+    """Write `study.md` and `curve.svg` into a folder."""
+    from emp_llm.common.tables import markdown_table
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dense = done["dense",]
+    experts, at_one, texts = dense["experts"], dense["at_one"], dense["texts"]
+    quarter, half = experts * 3 // 4, experts // 2
+    perplexities = [
+        f"{math.exp(sum(each) / len(each)):.2f} on {text}" for text, each in zip(texts, dense["losses"], strict=True)
+    ]
+    parts = [
+        f"# Experts of {dense['model']}",
+        f"{dense['parameters']:,} parameters, {experts} experts in a layer. Calibrated on {dense['calibration']}. "
+        f"Perplexity of the dense model: {'; '.join(perplexities)} ({dense['blocks']} blocks of {dense['block']}). "
+        "Cells are increases over it, with paired standard errors over the blocks; a random choice is the mean of three.",
+        "## How many experts can go",
+        f"One number for all layers, no refit, {texts[0]}. Bold: the number at which EMP stops with β = 1 by this score.",
+    ]
+    numbers = sorted({int(name[2]) for name in done if name[0] == "experts"}, reverse=True)
+    rows = [["experts", "parameters", *SCORES, "random"]]
+    for number in numbers:
+        cells = [_cell(done, dense, ("experts", score, str(number), "one", "")) for score in SCORES]
+        cells = [f"**{cell}**" if at_one[score] == number else cell for score, cell in zip(SCORES, cells, strict=True)]
+        size = next(
+            each["parameters"] for name, each in done.items() if name[0] == "experts" and name[2:4] == (str(number), "one")
+        )
+        rows.append([str(number), f"{100 * size / dense['parameters']:.1f} %", *cells, _random(done, dense, number, "")])
+    parts += [markdown_table(rows), "![Damage by the number of experts](curve.svg)", "What β = 1 keeps:"]
+    rows = [
+        ["score", "experts", "N_eff/E by layer", "s_eff by layer", "bound of s_eff", *(f"increase, {text}" for text in texts)]
+    ]
+    for score in SCORES:
+        mass = [" ".join(f"{pair[place]:.2f}" for pair in dense["s_eff"][score]) for place in (0, 1)]
+        shares = " ".join(f"{share:.2f}" for share in dense["n_eff"][score])
+        name = "experts", score, str(at_one[score]), "one", ""
+        rows.append(
+            [score, str(at_one[score]), shares, *mass, *(_cell(done, dense, name, place) for place in range(len(texts)))]
+        )
+    parts += [markdown_table(rows), "## Scores, counts, refit"]
+    parts.append(
+        "Equal parameters. Own: EMP's counts for each layer, with the same sum. This router has no bias, so they were measured "
+        "with routers closed in memory and cannot be written. The last column is the difference of own counts from one number, "
+        "both refitted."
+    )
+    for number in sorted({quarter, half, *at_one.values()}, reverse=True):
+        for place, text in enumerate(texts if number in (quarter, half) else texts[:1]):
+            rows = [["score", "own counts", "one number", "own", "one number, refit", "own, refit", "own − one, refit"]]
+            for score in SCORES:
+                names = [("experts", score, str(number), counts, refit) for refit in ("", "refit") for counts in ("one", "own")]
+                if names[1] in done:
+                    counts = " ".join(map(str, done[names[1]]["counts"]))
+                    cells = [_cell(done, dense, name, place) for name in names]
+                    gain = _cell(done, done[names[2]], names[3], place) if names[2] in done else ""
+                    rows.append([score, counts, *cells, gain])
+            random = [_random(done, dense, number, refit, place) for refit in ("", "refit")]
+            rows.append(["random", "", random[0], "", random[1], "", ""])
+            parts += [f"{number} of {experts} experts, {text}:", markdown_table(rows)]
+    parts.append("## Neurons, layers, weights")
+    wanted: list[Name] = [
+        ("experts", "reap", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")
+    ]
+    wanted += [name for name in done if name[0] in ("neurons", "layers", "weights")]
+    rows = [["removed", "parameters", "bytes", *texts]]
+    for name in sorted(wanted, key=lambda name: (done[name].get("bytes", 0), name), reverse=True):
+        entry = done[name]
+        if "why" in entry:
+            rows.append([_words(name), "", "", entry["why"], *[""] * (len(texts) - 1)])
+            continue
+        sizes = [f"{100 * entry[size] / dense[size]:.1f} %" for size in ("parameters", "bytes")]
+        rows.append([_words(name), *sizes, *(_cell(done, dense, name, place) for place in range(len(texts)))])
+    parts.append(
+        "By size in bytes. Parameters and bytes are shares of the dense model's. Weights that were set to zero are no "
+        "parameters; their bytes are those of the packed format: a bitmask and the other weights."
+    )
+    parts.append(markdown_table(rows))
+    checked = []
+    for refit in ("", "refit"):
+        one, other = done["written", "reap", str(half), refit], done["experts", "reap", str(half), "one", refit]
+        checked.append(float(np.abs(np.subtract(one["losses"], other["losses"])).max()))
+    minutes = sum(each["seconds"] for each in done.values()) / 60
+    parts.append(
+        f"Checked: `prune` wrote the checkpoints with {half} experts by reap, without and with a refit. No block's loss "
+        f"differs from that of the model in memory by more than {checked[0]:.4f} and {checked[1]:.4f} (bfloat16)."
+    )
+    parts.append(f"Written by `scripts/study_experts.py`; {minutes:.0f} minutes on one core of a busy machine.")
+    (folder / "study.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    _draw(folder / "curve.svg", done, dense)
+
+
+def _increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
+    """The increase of the perplexity in percent, and its paired standard error."""
+    changes = np.subtract(entry["losses"][place], base["losses"][place])
+    mean = float(changes.mean())
+    return 100 * math.expm1(mean), 100 * math.exp(mean) * float(changes.std(ddof=1)) / math.sqrt(len(changes))
+
+
+def _cell(done: dict[Name, Entry], base: Entry, name: Name, place: int = 0) -> str:
+    if name not in done or "why" in done[name]:
+        return ""
+    return "{:+.1f} ± {:.1f} %".format(*_increase(done[name], base, place))
+
+
+def _random(done: dict[Name, Entry], dense: Entry, number: int, refit: str, place: int = 0) -> str:
+    """The mean of the random choices, and their range."""
+    names = [("experts", f"random{seed}", str(number), "one", refit) for seed in range(SEEDS)]
+    found = [_increase(done[name], dense, place)[0] for name in names if name in done]
+    return f"{sum(found) / len(found):+.1f} % ({min(found):.1f} to {max(found):.1f})" if found else ""
+
+
+def _words(name: Name) -> str:
+    """A point in words."""
+    kind, method, size, *_, refit = name
+    if kind == "experts":
+        said = f"experts, {method}, {size} stay"
+    elif size.startswith("bytes"):
+        said = f"weights, {method}, in the bytes of {size[5:]} experts"
+    elif size == "beta1":
+        said = f"{kind}, emp-{method}, β = 1"
+    else:
+        said = f"{kind}, {method}, {size if kind == 'weights' else f'as many as in {size} experts'}"
+    return said + (", refit" if refit else "")
+
+
+def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
+    """The increase of the perplexity by the number of experts, for each score; a ring is EMP's beta = 1."""
+    from emp_llm.reporting.figures import COLOURS, GREY, MARKERS, drawn, new_figure, styled
+
+    with styled():
+        figure = new_figure(3.9)
+        panels = figure.subplots(1, len(dense["texts"]), squeeze=False)[0]
+        for place, (axes, text) in enumerate(zip(panels, dense["texts"], strict=True)):
+            for number, score in enumerate((*SCORES, "random")):
+                names = [
+                    name for name in done if name[0] == "experts" and name[1].rstrip("012") == score and name[3:] == ("one", "")
+                ]
+                by_number: dict[int, list[float]] = {dense["experts"]: [0.0]}
+                for name in names:
+                    by_number.setdefault(int(name[2]), []).append(_increase(done[name], dense, place)[0])
+                at = sorted(by_number)
+                style = {"color": GREY if score == "random" else COLOURS[number], "marker": MARKERS[number], "label": score}
+                axes.plot(at, [sum(by_number[each]) / len(by_number[each]) for each in at], **style)
+                kept = dense["at_one"].get(score)
+                if kept in by_number:
+                    ring = {"markersize": 13, "markerfacecolor": "none", "color": style["color"]}
+                    axes.plot([kept], [by_number[kept][0]], marker="o", linestyle="none", **ring)
+            axes.set_yscale("symlog", linthresh=1)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.invert_xaxis()
+            axes.set_title(text, loc="left")
+            axes.set_xlabel("experts of a layer that stay")
+        panels[0].set_ylabel("increase of the perplexity, %")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        path.write_bytes(drawn(figure, "curve", f"{dense['model']}: experts removed; ring: EMP's β = 1", "").svg)
 
 
 if __name__ == "__main__":
