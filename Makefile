@@ -31,11 +31,11 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The tests with the lowest versions that pyproject.toml allows, in an environment of their own.
 test-oldest: .venv-oldest/ready
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest -n 2 --dist worksteal
 
 .venv-oldest/ready: pyproject.toml scripts/lowest.py
 	$(PYTHON) -m venv .venv-oldest

@@ -51,6 +51,8 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
 
     budget = Budget.of(options.parameters, options.memory)
+    if recipe.sparsity == 0:
+        logger.warning("warning: --sparsity 0 removes nothing.")
     check_device(options.mask_device)
     if options.device_map != "auto":
         parse_device_map(options.device_map)

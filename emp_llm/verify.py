@@ -124,7 +124,7 @@ def _check_units(
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.pruning.counts import read_report
-    from emp_llm.structure.units import unit_model
+    from emp_llm.structure.unit_model import unit_model
     from emp_llm.structure.verification import check_units, read_tensors
 
     recipe, record = manifest.recipe, read_report(options.folder).structure

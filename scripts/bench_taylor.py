@@ -83,7 +83,7 @@ def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.models.blockwise import BlockwiseModel
     from emp_llm.options.recipe import StructureRecipe
     from emp_llm.structure.scores import taylor_sums
-    from emp_llm.structure.units import unit_model
+    from emp_llm.structure.unit_model import unit_model
 
     taylor_sums(BlockwiseModel(model), unit_model(folder, StructureRecipe(structure="both")).units, ids, 1)
 

@@ -64,7 +64,7 @@ def main(line: list[str] | None = None) -> None:
                 answer = "traceback"
             found[answer.partition(":")[0]].append(kind)
             print(f"{kind}: {answer}", flush=True)
-    print("; ".join(f"{answer}: {count_of(len(kinds), 'class')}" for answer, kinds in found.items()))
+    print("; ".join(f"{answer}: {count_of(len(kinds), 'model type')}" for answer, kinds in found.items()))
     print(f"not built: {', '.join(found['not built'])}")
     sys.exit(1 if found["traceback"] else 0)
 

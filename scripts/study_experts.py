@@ -42,7 +42,7 @@ class Study:
         from emp_llm.options.calibration import CalibrationOptions
         from emp_llm.options.recipe import StructureRecipe
         from emp_llm.structure.scores import unit_sums
-        from emp_llm.structure.units import unit_model
+        from emp_llm.structure.unit_model import unit_model
 
         self.options, self.folder = options, Path(options.model)
         tokenizer = load_tokenizer(self.folder)

@@ -179,8 +179,7 @@ def make_multimodal(folder: Path, name: str) -> Path:
     """A random model of a family with a byte-level tokenizer, in several shards; returns its folder."""
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.values)
-    torch.manual_seed(0)
-    model = family.auto.from_config(config, dtype=torch.bfloat16)
+    model = tiny.random_model(family.auto, config, torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="60KB")
     tiny.make_tokenizer().save_pretrained(folder)
     return folder

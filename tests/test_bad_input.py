@@ -143,10 +143,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta with sparsegpt": (r"^--beta .*Use --sparsity, or --method emp-admm", {"method": "sparsegpt", "beta": 1.0}),
     "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
     "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
-    "propagation with sparsegpt": (
-        r"^--propagate pruned .*sparsegpt needs none",
-        {"method": "sparsegpt", "propagate": "pruned"},
-    ),
 }
 
 

@@ -1,5 +1,7 @@
 """Experts and whole layers removed: the smaller checkpoint has the dense model's tensors, and computes what it should."""
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from torch import Tensor
 
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
+from emp_llm.common.errors import UserError
+from emp_llm.measure import measure
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.report import report
 from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.units import unit_model
+from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 3}
@@ -205,3 +209,64 @@ def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> 
     (figure,) = (tmp_path / "page" / "figures").glob("*-experts-out.svg")
     assert f"(figures/{figure.name})" in page
     assert all(f"block {each.block}: 4 of 8" in figure.read_text() for each in record.layers.values())
+
+
+def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> None:
+    """One sequence of four tokens reaches at most eight of the eight experts of each layer, two each."""
+    text = SHORT | {"samples": 1, "seqlen": 2}
+    report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **text)
+    assert any("No token of the calibration reached" in each for each in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0.1}, "its router needs at least 2. Raise --beta"),
+        ({"method": "wanda", "sparsity": 0.5}, "--method wanda does not score experts. Use one of emp-reap, reap, emp-man"),
+        ({"pattern": "2:4", "method": "reap"}, "--pattern does not go with --structure"),
+        ({"keep_shapes": True, "beta": 0.5}, "has no bias, so that no expert can be closed in it"),
+        ({"memory": "10kB"}, "--memory 10kB: what cannot be removed has"),
+        ({"memory": "1GB"}, "--memory 1GB: the dense model has"),
+        ({"memory": "many"}, "--memory 'many' is not a size such as 24GB"),
+        ({"memory": "100kB", "sparsity": 0.5}, "--parameters and --memory set the sparsity; leave out --sparsity"),
+        ({"memory": "100kB", "parameters": "6e9"}, "--parameters and --memory both set the size"),
+        ({"structure": "layers", "refit": True}, "--refit moves weights within layers"),
+        ({"structure": "layers", "keep_shapes": True}, "no shape is left to keep"),
+        ({"structure": "experts", "width_multiple": 8}, "--width-multiple is for neurons"),
+        ({"method": "taylor"}, "--method taylor does not score experts"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        prune(make("mixtral"), **{"output": tmp_path / "out", "structure": "experts"} | SHORT | options)
+
+
+def test_a_dense_model_has_no_experts(models: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="LlamaForCausalLM has no routed experts"):
+        prune(models("llama"), output=tmp_path / "out", structure="experts", **SHORT)
+
+
+def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -> None:
+    """The largest model within the budget: one expert more in each layer would be too much."""
+    record = structure_of(prune(make("mixtral"), output=tmp_path / "a", structure="experts", memory="250kB", **SHORT))
+    each = (record.dense.bytes - record.pruned.bytes) // (8 - next(iter(record.layers.values())).kept)
+    assert record.pruned.bytes <= 250_000 < record.pruned.bytes + each
+    source = models("llama")
+    for method in ("magnitude", "emp-magnitude"):
+        report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
+        assert report.sizes is not None
+        assert 0.8 * 60_000 < report.sizes.packed <= 60_000
+        report = prune(source, output=tmp_path / f"{method} p", method=method, parameters="30000", quiet=True)
+        kept = report.targets.parameters - report.targets.zeros
+        assert 0.97 * 30_000 < kept <= 30_000
+
+
+def test_measure_shows_the_curve(make: Any, tmp_path: Path) -> None:
+    (entry,) = measure(make("mixtral"), structure="experts", output=tmp_path / "m.json", **SHORT).measures
+    assert [point.parameters for point in entry.unit_curve] == sorted(point.parameters for point in entry.unit_curve)
+    at_one = next(point for point in entry.unit_curve if point.beta == 1)
+    report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", **SHORT)
+    assert at_one.kept == [each.rule for each in structure_of(report).layers.values()]
+    assert at_one.parameters == structure_of(report).pruned.parameters
+    assert at_one.active_parameters == structure_of(report).pruned.active_parameters
+    assert json.loads((tmp_path / "out/emp_llm/experts.json").read_text())["num_experts"] == 8

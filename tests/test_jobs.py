@@ -151,6 +151,17 @@ def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
     assert "--samples 12 --batch-size 3" in jobs[1].command
 
 
+def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
+    """They are planned as prunes; a sweep refuses them."""
+    how = {"patterns": "2:4", "calibration": "demo", "prune_options": "--propagate pruned"}
+    jobs = planned(models, tmp_path, methods="sparsegpt,admm", **how)
+    prunes = {each.id: each for each in jobs if each.kind == "prune"}
+    assert list(prunes) == ["llama.sparsegpt-2of4.prune", "llama.admm-2of4.prune"]
+    assert all("--calibration demo" in each.command and not each.after for each in prunes.values())
+    with pytest.raises(UserError, match="a sweep only sets weights to zero"):
+        planned(models, tmp_path, methods="sparsegpt", per="model", overwrite=True)
+
+
 def test_a_table(models: Models, tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, make_tokenizer
+from tiny import FAMILIES, make_tokenizer, random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm import reapply_mask
@@ -27,8 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252, "mm_tokens_per_image": 4}
     vision = VISION | {"image_size": 16, "patch_size": 8}
     config = transformers.Gemma3Config(text_config=FAMILIES["gemma3"][1], vision_config=vision, **tokens)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    random_model(AutoModelForCausalLM, config, torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

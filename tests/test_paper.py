@@ -3,11 +3,13 @@
 import gzip
 import re
 import struct
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import beta
+import board
 import cifar_weights
 import fc
 import gpt2_heads
@@ -27,9 +29,11 @@ from training import evaluate_on
 from vision_data import ImageData, image_data
 from weight_pruning import CRITERIA, effective, fixed_share, magnitudes, masked, nonzero_flops, select_weights
 
+from emp_llm.cli import main
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory.prune_model import prune_model
 from emp_llm.options.recipe import Recipe
+from emp_llm.plan import plan
 from emp_llm.selection.effective import effective_mask
 
 # script -> the arguments of a quick run
@@ -69,7 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_script_is_tried() -> None:
     paper = {name for name, path in NAMES.items() if path.startswith("scripts/paper/")}
-    assert paper == {*QUICK, "attention_edges", "gpt2_heads", "image", "token_gating"}  # these have tests of their own
+    assert paper == {*QUICK, "attention_edges", "board", "gpt2_heads", "image", "token_gating"}  # these have tests of their own
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -94,6 +98,33 @@ def test_pages(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert set(trained) < {(path.name, path.stat().st_mtime_ns) for path in (tmp_path / "cache").rglob("*")}
     for figure in re.findall(r"\]\(([^)]+\.svg)\)", page):
         assert (tmp_path / figure).read_bytes().startswith(b"<?xml")
+
+
+def test_the_board(models: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The committed page is what the script writes from the committed rows; a study adds its rows, or replaces them."""
+    page, rows = tmp_path / "board.md", tmp_path / "board.jsonl"
+    board.main(["--page", str(page)])
+    assert page.read_text(encoding="utf-8") == board.PAGE.read_text(encoding="utf-8")
+    for file in board.TABLES:
+        assert tomllib.loads(file.read_text(encoding="utf-8"))["models"] == list(board.PUBLISHED)
+    (tmp_path / "text.txt").write_text("A board has rows, and each row has a number and an error. " * 20)
+    (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\n')
+    text = {"calibration": f"{tmp_path / 'text.txt'}", "samples": 4, "seqlen": 16, "suite": f"{tmp_path / 'suite.toml'}"}
+    jobs = plan(board.TABLES[0], models=f"{models('llama')}", methods="wanda", output=tmp_path / "study", gpu_gb=0, **text).jobs
+    monkeypatch.chdir(tmp_path / "study")
+    for job in jobs[:3]:  # dense, Wanda at 50 %
+        main(job.arguments)
+    for _ in range(2):
+        board.main([str(tmp_path / "study"), "--commit", "abc1234", "--rows", str(rows), "--page", str(page)])
+    assert len(rows.read_text().splitlines()) == 2
+    (line,) = [line for line in page.read_text(encoding="utf-8").splitlines() if "abc1234" in line]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[:2] == ["Wanda", "50 %"]
+    assert re.fullmatch(r"\*\*[\d.]+\*\*", cells[2])
+    assert re.fullmatch(r"[+-]?[\d.]+ ± [\d.]+ %", cells[3])
+    options = "--method wanda --sparsity 0.5 --targets all-linear --calibration text.txt --samples 4 --seqlen 16"
+    assert cells[-1] == f"`emp-llm prune --model llama {options} --propagate pruned`"
+    assert str(tmp_path) not in page.read_text(encoding="utf-8") + rows.read_text(encoding="utf-8")
 
 
 def test_heads_of_gpt2(data: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

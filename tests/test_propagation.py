@@ -182,6 +182,15 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
         assert shard.read_bytes() == (tmp_path / "disk" / shard.name).read_bytes()
 
 
+def test_a_search_always_sees_pruned_blocks(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    """`--propagate pruned` changes nothing."""
+    common = {"model": models("llama"), "calibration": str(text), "samples": 4, "seqlen": 16, "device_map": "cpu"}
+    for where in ("dense", "pruned"):
+        prune(output=tmp_path / where, method="sparsegpt", sparsity=0.5, propagate=where, **common)
+    for shard in (tmp_path / "dense").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "pruned" / shard.name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

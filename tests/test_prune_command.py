@@ -303,3 +303,8 @@ def test_a_report_prints_as_a_short_table(models: Models, tmp_path: Path) -> Non
     record = emp_llm.measure(models("llama"), output=tmp_path / "measure.json", criteria="magnitude", orders="1,2")
     assert len(str(record).splitlines()) == 4
     assert repr(record) == str(record)
+
+
+def test_a_sparsity_of_zero_warns(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prune(model=models("llama"), output=tmp_path / "out", method="magnitude", sparsity=0)
+    assert "--sparsity 0 removes nothing" in caplog.text

@@ -1,5 +1,6 @@
 """Refits that are interrupted, and refits by several ranks: the same weights as in one undisturbed run."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import tiny
 import torch
 import torture
 from launch import launch
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
@@ -154,6 +156,8 @@ def test_two_ranks(
 
 def test_a_layer_that_is_not_called(text: Path, tmp_path: Path) -> None:
     """Mamba takes the weight of dt_proj and does not call the layer: it is pruned as it is, also in a resumed run."""
+    if "self.dt_proj(" in inspect.getsource(MambaMixer):
+        pytest.skip("this version of transformers calls the layer")
     values = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "state_size": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.FAMILIES, "mamba", ("MambaConfig", values))

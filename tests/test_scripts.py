@@ -3,6 +3,7 @@
 import argparse
 import json
 import lzma
+import math
 import re
 import runpy
 import sys
@@ -14,6 +15,8 @@ import bench_evaluate
 import bench_prune
 import pytest
 import zoo
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from emp_llm.cli import parse
 from emp_llm.evaluate import evaluate
@@ -88,16 +91,40 @@ def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out
 
 
-def test_the_witness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Trained for a few steps and pruned; a second run uses the same checkpoint, and stops when the time is over."""
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """The folder with the two files that models are trained on and judged by."""
     articles = (ROOT / "calibration" / "demo.txt").read_text(encoding="utf-8").split("\n\n")
     for name, part in (("train", articles[:400]), ("heldout", articles[400:500])):
         with lzma.open(tmp_path / f"wikipedia_{name}.jsonl.xz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in part)
+    return tmp_path
+
+
+def test_a_mixture_learns(monkeypatch: pytest.MonkeyPatch, texts: Path) -> None:
+    """It learns in a few seconds, and its file has a tensor for each matrix of an expert."""
+    monkeypatch.syspath_prepend(str(SCRIPTS / "demo"))
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)  # which would take a minute
+    monkeypatch.setattr(import_module("train_moe"), "WARMUP", 1)
+    folder, size = texts / "mixture", "--hidden 64 --layers 1 --experts 8 --top 2 --intermediate 32 --batch-tokens 512"
+    line = ["--text", str(texts), "--tokenizer", str(SCRIPTS / "demo" / "model"), "--output", str(folder), "--minutes", "0.05"]
+    assert run(monkeypatch, "train_moe", *line, *size.split(), "--learning-rate", "0.01") == 0
+    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert record["held_out_loss"] < math.log(model.config.vocab_size)
+    (shares,) = record["shares_of_experts"]
+    assert len(shares) == 8
+    assert sum(shares) == pytest.approx(1, abs=1e-3)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.get_slice("model.layers.0.mlp.experts.7.up_proj.weight").get_shape() == [32, 64]
+
+
+def test_the_witness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path) -> None:
+    """Trained for a few steps and pruned; a second run uses the same checkpoint, and stops when the time is over."""
     witness, rows = import_module("train_witness"), import_module("witness_rows")
     monkeypatch.setattr(witness, "TINY", replace(witness.TINY, steps=4, samples=4, blocks=2))
     monkeypatch.setattr(rows, "ROWS", [row for row in rows.ROWS if "wanda --sparsity 0.5" in row and "emp" not in row][:2])
-    line = ["--text", str(tmp_path), "--output", str(tmp_path / "out"), "--device", "cpu", "--tiny"]
+    line = ["--text", str(texts), "--output", str(tmp_path / "out"), "--device", "cpu", "--tiny"]
     assert run(monkeypatch, "train_witness", *line, "--table", str(tmp_path / "docs" / "witness.md")) == 0
     page = (tmp_path / "docs" / "witness.md").read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| `--method")]

@@ -31,7 +31,8 @@ from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
 from emp_llm.structure import prune_structure, writing
 from emp_llm.structure.choice import choose_units
-from emp_llm.structure.units import Parts, unit_model
+from emp_llm.structure.parts import Parts
+from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.

@@ -41,11 +41,19 @@ def make_model(
     name, values = FAMILIES[family]
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, name)(**(values | ids))
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = random_model(transformers.AutoModelForCausalLM, config, dtype, seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def random_model(auto: Any, config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model of a configuration. Its weights are drawn in float32: torch 2.6 draws zeros in bfloat16."""
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=dtype)
+    torch.manual_seed(seed)
+    model.load_state_dict(auto.from_config(config, dtype=torch.float32).state_dict())
+    return model
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:

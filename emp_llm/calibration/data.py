@@ -357,7 +357,8 @@ class ImageRow:
         images = []
         for stored in self.images:
             try:
-                images.append(ImageOps.exif_transpose(datasets.Image().decode_example(stored)).convert("RGB"))
+                image = datasets.Image().decode_example(stored) if isinstance(stored, dict) else stored
+                images.append(ImageOps.exif_transpose(image).convert("RGB"))
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 path = stored["path"] if isinstance(stored, dict) else None
                 shown = "" if path is None else f" {quotable(path)}"

@@ -375,9 +375,9 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         patterns=options.patterns,
         emp_sparsities=options.emp_sparsities,
     )
-    points = plan_points(asked, Recipe())
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
+    points = plan_points(asked, Recipe(), updates=not sweeps)
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
     recipes: dict[SweepPoint, Norms] = {}

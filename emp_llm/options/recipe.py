@@ -416,7 +416,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def check_propagated(self) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
-        if not self.needs_activations:
+        if not self.needs_activations and self.name not in SEARCHES:  # a search sees pruned blocks anyway
             raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
         of_all = {
             "--sparsity": self.adaptive and self.sparsity is not None and not self.counts_by_magnitude,

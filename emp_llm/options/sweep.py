@@ -56,11 +56,12 @@ class SweepPoint:
     baseline_of: str | None = None
 
 
-def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
+def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
         shared: the fields that the points share, such as the targets.
+        updates: take methods that move kept weights too, for commands other than a sweep.
 
     Raises:
         UserError: an option is not a list of its kind, or applies to none of the methods; or a recipe conflicts.
@@ -105,14 +106,14 @@ def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
         for pattern in parse_words(how.patterns, "--patterns") if how.patterns else []:
             recipe = shared.with_method(method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None)
             add(f"{method}-{pattern.replace(':', 'of')}", recipe)
-    _check_shared(list(points.values()), shared)
+    _check_shared(list(points.values()), shared, updates)
     return list(points.values())
 
 
-def _check_shared(points: list[SweepPoint], shared: Recipe) -> None:
+def _check_shared(points: list[SweepPoint], shared: Recipe, updates: bool) -> None:
     """Raise UserError for a method that moves kept weights, or for options of the scores that no point uses."""
     moving = next((point.recipe.method for point in points if point.recipe.updates), None)
-    if moving is not None:
+    if moving is not None and not updates:
         raise UserError(f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead.")
     fixed = "methods with a fixed sparsity and activations"
     for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods"), ("shares", fixed)):

@@ -11,6 +11,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.selection.rule import floor_count
 
+_HEADER = 320  # bytes of a packed tensor's entries in headers, at most
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
 
@@ -85,7 +86,7 @@ def with_budget(recipe: Recipe, budget: Budget, checkpoint: Checkpoint, targets:
         UserError: the dense model keeps to it, or no sparsity does.
     """
     rest = checkpoint.parameters - sum(target.matrix.numel for target in targets)
-    others = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
+    others = sum(tensor.end - tensor.start + _HEADER for tensor in checkpoint.tensors.values())
     others -= sum(target.matrix.numel * word_bytes(target.matrix.stored) for target in targets)
     adaptive, steps = recipe.adaptive, 1_000_000
 

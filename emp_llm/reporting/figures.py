@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -302,7 +302,7 @@ def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
         return drawn(figure, name, f"{study.title}: effective number of weights", caption)
 
 
-def _block_ticks(axes: Any, blocks: list[int | None], offset: float = 0.0) -> None:
+def _block_ticks(axes: Any, blocks: Sequence[int | None], offset: float = 0.0) -> None:
     """Label the axis with the number of every block, or of evenly spaced blocks if there are many."""
     at = range(0, len(blocks), math.ceil(len(blocks) / 24))
     axes.set_xticks([place + offset for place in at], ["none" if blocks[place] is None else str(blocks[place]) for place in at])
@@ -341,31 +341,25 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
 
 
 def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
-    """The scores of the experts of each layer, those that stay in colour and the removed ones in grey."""
-    shares = np.full((len(layers), max(each.units for each in layers)), np.nan)
-    kept = np.zeros(shares.shape, dtype=bool)
-    for row, each in enumerate(layers):
-        scores = np.array(each.scores)
-        shares[row, : each.units] = scores / (scores.max() or 1)
-        kept[row, each.kept_units or []] = True
+    """The scores of the experts of each layer: in colour where they stay, in grey where they were removed."""
     with styled():
         from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
 
-        colours, greys = colormaps["viridis"], colormaps["Greys"]
-        cells = np.where(kept[..., None], colours(shares), greys(0.1 + 0.5 * shares))
+        cells = np.ones((len(layers), max(each.units for each in layers), 4))
+        for row, each in zip(cells, layers, strict=True):
+            shares = np.array(each.scores) / (max(each.scores or [1]) or 1)
+            row[: each.units] = colormaps["Greys"](0.1 + 0.5 * shares)
+            row[each.kept_units] = colormaps["viridis"](shares[each.kept_units])
         figure = new_figure(1.9 + 0.24 * len(layers))
         axes = figure.subplots()
-        axes.imshow(cells, aspect="auto", interpolation="nearest")
         axes.grid(visible=False)
-        axes.set_xticks(np.arange(shares.shape[1] + 1) - 0.5, minor=True)
-        axes.set_yticks(np.arange(len(layers) + 1) - 0.5, minor=True)
-        axes.grid(which="minor", color="white", linewidth=0.5)
-        axes.tick_params(which="minor", length=0)
-        axes.set_axisbelow(False)
-        axes.set_yticks(range(len(layers)), [f"block {each.block}: {each.kept} of {each.units}" for each in layers])
+        axes.pcolormesh(cells, edgecolors="white", linewidth=0.3, rasterized=True)  # thousands of cells
+        axes.invert_yaxis()
+        axes.set_yticks(np.arange(len(cells)) + 0.5, [f"block {each.block}: {each.kept} of {each.units}" for each in layers])
+        _block_ticks(axes, range(cells.shape[1]), 0.5)
         axes.set_xlabel("expert")
-        bar = figure.colorbar(ScalarMappable(cmap=colours), ax=axes, location="bottom", shrink=0.6, aspect=36, pad=0.02)
+        bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=axes, location="bottom", shrink=0.6, aspect=36, pad=0.02)
         bar.set_label("score of a kept expert / largest of its layer; grey: removed")
         caption = "Experts by layer. Colour: they stay. Grey: they were removed; a darker grey is a higher score."
         return drawn(figure, name, title, caption)

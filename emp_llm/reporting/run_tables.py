@@ -172,8 +172,8 @@ def fit_lines(report: RunReport) -> list[str]:
     ]
 
 
-def mean_error(fits: Iterable[FitRecord], name: str) -> float | None:
-    """The mean of an error over the layers for which it is known."""
+def mean_error(fits: Iterable[FitRecord | UnitsRecord], name: str) -> float | None:
+    """The mean of an error or a loss over the layers for which it is known."""
     known = [value for fit in fits if (value := getattr(fit, name)) is not None]
     return sum(known) / len(known) if known else None
 
@@ -201,15 +201,10 @@ def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
                 percent_cell(sum(entry.n_eff for entry in entries) / total),
                 number_cell(sum(entry.s_eff for entry in entries) / len(entries)),
                 number_cell(sum(bounds) / len(bounds) if len(bounds) == len(entries) else None),
-                *[percent_cell(_mean_lost(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
+                *[percent_cell(mean_error(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
             ]
         )
     return rows
-
-
-def _mean_lost(entries: list[UnitsRecord], name: str) -> float | None:
-    known = [lost for entry in entries if (lost := getattr(entry, name)) is not None]
-    return sum(known) / len(known) if known else None
 
 
 def cost_rows(structure: StructureRecord) -> Rows:
@@ -246,6 +241,8 @@ def structure_lines(report: RunReport) -> list[str]:
     ]
     if structure.config:
         lines += [f"{name}: {before} -> {after} ({ratio} x)" for name, before, after, ratio in cost_rows(structure)[1:]]
+    if any(entry.kind == "layers" for entry in structure.layers.values()):
+        lines.append("layers: their removal costs more in long generations than a perplexity shows")
     lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(

@@ -43,7 +43,6 @@ from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.update import MOMENT_BYTES
 
 logger = logging.getLogger(__name__)
-EXPERT_SCORES = ("reap", "man", "frequency", "mass", "magnitude")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _GROUPS = ("n_group", "num_expert_group")
 _LINEAR = (nn.functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
@@ -57,7 +56,7 @@ class Experts(Units):
 
     Attributes:
         module: name of the smallest module that holds experts and router.
-        field: of config.json that holds their number; by_block: it may have a number for each block.
+        field: of config.json that holds their number; no config of transformers has a number for each block.
         top_k: how many of them a token reaches.
         parts: parameter or buffer of the model -> its dimension of experts.
         own: stored tensor of one expert -> its number.
@@ -69,7 +68,6 @@ class Experts(Units):
 
     module: str
     field: str
-    by_block: bool
     top_k: int
     parts: dict[str, int]
     own: dict[str, int]
@@ -97,7 +95,7 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     for field, number in config.to_dict().items():
         if "expert" not in field or type(number) is not int or number not in {stack.shape[0] for stack in stacks}:
             continue
-        changes = {_path(architecture, field): number - 1}
+        changes = {field_path(skeleton, architecture.checkpoint.config, field): number - 1}
         smaller = smaller_model(skeleton, architecture.checkpoint.config, changes)
         parts = None if smaller is None else _shrunk(dense, smaller, number)
         if parts and all(stack.name in parts for stack in stacks if stack.shape[0] == number):
@@ -109,9 +107,6 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
             "neurons, or leave it out."
         )
     field, parts, number = found
-    by_block = "list" in str(
-        next((own.__annotations__[field] for own in type(config).__mro__ if field in getattr(own, "__annotations__", {})), "")
-    )
     top_k = next((value for name in _TOP_K if type(value := getattr(config, name, None)) is int), None)
     if top_k is None:
         raise UserError(f"--structure experts: the config of {kind} does not say how many experts a token needs.")
@@ -129,7 +124,7 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         if len(modules) != 1:
             raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
         places = np.arange(number) * groups // number
-        every.append(_experts(architecture, block, modules.pop(), inside, (field, by_block, top_k), places, least))
+        every.append(_experts(architecture, block, modules.pop(), inside, (field, top_k), places, least))
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
@@ -153,10 +148,6 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     return every
 
 
-def _path(architecture: Architecture, field: str) -> tuple[str, ...]:
-    return ("text_config", field) if isinstance(architecture.checkpoint.config.get("text_config"), dict) else (field,)
-
-
 def _shrunk(dense: Mapping[str, Shape], smaller: Mapping[str, Shape], number: int) -> dict[str, int] | None:
     """The tensors that are one smaller in one dimension, which had `number`; None if others differ too."""
     parts = {}
@@ -176,7 +167,7 @@ def _experts(
     block: int,
     name: str,
     parts: dict[str, int],
-    settings: tuple[str, bool, int],
+    settings: tuple[str, int],
     places: Indices,
     least: int,
 ) -> Experts:
@@ -218,19 +209,15 @@ def _experts(
 def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     """The field of config.json that changes, with its new value; arguments and errors are those of `config_changes`."""
     every = [units for units in model.units if isinstance(units, Experts)]
-    counts = [len(stays) for stays in kept]
-    value: Any = counts[0]
-    if len(set(counts)) > 1:
-        by_block = {units.block: count for units, count in zip(every, counts, strict=True)}
-        value = [by_block.get(block, counts[0]) for block in range(len(find_blocks(model.skeleton)[1]))]
-    changes: Changes = {field_path(model, every[0].field): value}
+    count = len(kept[0])
+    changes: Changes = {field_path(model.skeleton, model.checkpoint.config, every[0].field): count}
     wanted = shapes_of(model.skeleton)
-    for units, count in zip(every, counts, strict=True):
+    for units in every:
         for name, dimension in units.parts.items():
             wanted[name] = (*wanted[name][:dimension], count, *wanted[name][dimension + 1 :])
     if smaller_model(model.skeleton, model.checkpoint.config, changes) != wanted:
         raise UserError(
-            f"config.json with {every[0].field} = {value} gives a model of other shapes. Keep all shapes and close the removed "
+            f"config.json with {every[0].field} = {count} gives a model of other shapes. Keep all shapes and close the removed "
             "experts in their routers: --keep-shapes."
         )
     return changes

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
 from emp_llm.models.offload import execution_device
 from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
-
-LAYER_SCORES = ("cosine",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,22 +95,22 @@ def layer_changes(model: UnitModel, kept: Indices) -> Changes:
             wanted[name] = shape
         elif int(inside[1]) in stays:
             wanted[f"{layers.name}.{stays.index(int(inside[1]))}.{inside[2]}"] = shape
-    fields, values = [], dict(config.to_dict())
-    changes = Changes()
+    fields, values, changes = [], dict(config.to_dict()), Changes()
+    path = partial(field_path, model.skeleton, model.checkpoint.config)
     for name, value in values.items():
         if type(value) is int and value == number and "layer" in name:
             fields.append(name)
         elif name == "first_k_dense_replace" and type(value) is int:
-            changes[field_path(model, name)] = sum(each < value for each in stays)
+            changes[path(name)] = sum(each < value for each in stays)
         elif isinstance(value, list) and "layer" in name and value and all(type(each) is int for each in value):
             if len(value) != number or max(value) > 1:  # numbers of layers; else a choice for each
-                changes[field_path(model, name)] = [stays.index(each) for each in value if each in stays]
+                changes[path(name)] = [stays.index(each) for each in value if each in stays]
             else:
-                changes[field_path(model, name)] = [value[each] for each in stays]
+                changes[path(name)] = [value[each] for each in stays]
         elif isinstance(value, list) and len(value) == number and "token" not in name:
-            changes[field_path(model, name)] = [value[each] for each in stays]
+            changes[path(name)] = [value[each] for each in stays]
     for field in fields:
-        tried = {field_path(model, field): len(stays)} | changes
+        tried = {path(field): len(stays)} | changes
         if smaller_model(model.skeleton, model.checkpoint.config, tried) == wanted:
             return tried
     raise UserError(

@@ -18,8 +18,10 @@ from emp_llm.records.measure import MeasureEntry, UnitPoint
 from emp_llm.records.run_report import TargetsRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.structure.choice import choose_units
+from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import Scores, unit_scores, unit_sums
-from emp_llm.structure.units import Parts, UnitModel, unit_model
+from emp_llm.structure.unit_model import unit_model
+from emp_llm.structure.units import UnitModel
 from emp_llm.structure.writing import active_parameters, cut_of, size_of
 
 

@@ -46,8 +46,10 @@ from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.experts import Experts, refit_experts
 from emp_llm.structure.layers import Layers
+from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import unit_scores, unit_sums
-from emp_llm.structure.units import Changes, Parts, UnitModel, Units, config_changes, unit_model
+from emp_llm.structure.unit_model import config_changes, unit_model
+from emp_llm.structure.units import Changes, UnitModel, Units
 from emp_llm.structure.writing import Cut, active_parameters, compare, cut_of, fitted, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
@@ -233,7 +235,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=update_warnings(fits, moving, recipe) if recipe.updates else [],
+                    warnings=_unseen(choices, sums) + (update_warnings(fits, moving, recipe) if recipe.updates else []),
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,
@@ -388,6 +390,19 @@ def _units_line(every: Sequence[Units]) -> str:
         for role, members in roles.items()
     ]
     return f"found: {'; '.join(parts)}"
+
+
+def _unseen(choices: Sequence[Choice], sums: dict[str, Tensor] | None) -> list[str]:
+    """A sentence if no token of the text reached some experts, or none."""
+    every = [choice.units for choice in choices if isinstance(choice.units, Experts)] if sums is not None else []
+    unseen = {units.name: int((sums[units.name][0] == 0).sum()) for units in every if sums is not None}
+    first, total = next((name for name, count in unseen.items() if count), None), sum(len(units) for units in every)
+    if first is None:
+        return []
+    return [
+        f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts ({unseen[first]} of {first}). They "
+        "score 0; use more text, or text of more kinds."
+    ]
 
 
 def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:

@@ -32,7 +32,8 @@ from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_
 from emp_llm.models.offload import execution_device, loaded_blocks
 from emp_llm.structure.experts import Experts, expert_scores, expert_sums
 from emp_llm.structure.layers import Layers, layer_sums
-from emp_llm.structure.units import Parts, Units
+from emp_llm.structure.parts import Parts
+from emp_llm.structure.units import Units
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time

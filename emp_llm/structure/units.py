@@ -1,15 +1,7 @@
-"""Units: what goes as a whole. Here, attention heads and MLP neurons, found by the names and shapes of layers.
-
-Experts are found in `structure.experts`, whole decoder layers in `structure.layers`.
-
-A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and the layers that make queries,
-keys and values, apart or in one matrix. A neuron is known by its shapes alone: one layer of an MLP maps hidden states to
-features, or to features and gates, and a later one maps the features back. What is not so named or shaped is refused.
-"""
+"""Units: what goes as a whole, and the config.json of the model that is left."""
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,31 +14,11 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import write_json
-from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Shape
-from emp_llm.models.loading import build_skeleton
-from emp_llm.options.recipe import StructureRecipe
 
 Indices = NDArray[np.int64]
 Changes = dict[tuple[str, ...], Any]  # the names of a field of config.json and of the parts around it -> its new value
-
-_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # of attention
-_JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
-_BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
-_HALVES = ("gate_up_proj",)  # all gates, then all features
-_NARROW = 4  # a part narrower than this share of the hidden states is a low-rank connection, not an MLP
-# Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the number is taken.
-_WIDTHS = (
-    ("shared_expert", ("shared_expert_intermediate_size",)),
-    ("experts", ("moe_intermediate_size", "intermediate_size")),
-    ("", ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")),
-)
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-_MISSING = {
-    "heads": "no attention whose heads can be told apart (each head must have outputs of its own in layers of usual names)",
-    "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,53 +52,13 @@ class Units:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts(Units):
-    """The heads of one attention, or the neurons of one MLP or expert: rows and columns of layers.
-
-    Attributes:
-        output: the layer that reads them (o_proj, down_proj).
-        columns: inputs of `output` that belong to each unit, shape (units, columns).
-        rows: layer -> outputs that belong to each unit, shape (units, rows).
-        heads: attention heads in a unit; 0 for neurons.
-        keys: heads of keys and values in a unit.
-    """
-
-    output: Target
-    columns: Indices
-    rows: dict[Target, Indices]
-    heads: int = 0
-    keys: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        kind: Literal["heads", "neurons"],
-        output: Target,
-        columns: Indices,
-        rows: dict[Target, Indices],
-        places: Indices | None = None,
-        heads: int = 0,
-        keys: int = 0,
-    ) -> "Parts":
-        """The units that a layer reads; arguments are the attributes."""
-        layer, one = output.layer, np.zeros(len(columns), dtype=np.int64)
-        where = one if places is None else places
-        return cls(kind, output.name, layer.role, layer.block or 0, where, 1, output, columns, rows, heads, keys)
-
-    @property
-    def targets(self) -> list[Target]:
-        """All layers with rows or columns of the units; the output last."""
-        return [*self.rows, self.output]
-
-
-@dataclass(frozen=True, eq=False)
 class UnitModel:
     """A checkpoint and its units.
 
     Attributes:
         skeleton: its model without weights.
         units: in the model's order.
-        width_by_block: whether config.json has a number of neurons, or of experts, for each block.
+        width_by_block: whether config.json has a number of neurons for each block.
     """
 
     skeleton: PreTrainedModel
@@ -144,191 +76,10 @@ class UnitModel:
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
 
 
-def unit_model(
-    folder: Path, structure: StructureRecipe, blocks: str | None = None, trust_remote_code: bool = False
-) -> UnitModel:
-    """The heads, neurons, experts or layers of a model. No weight is read.
-
-    Args:
-        folder: of the model.
-        structure: which units.
-        blocks: name of the list of decoder blocks; None: detected.
-        trust_remote_code: run code from the model's folder.
-
-    Raises:
-        UserError: the model has no such units, or they are stored in a form that cannot be pruned.
-    """
-    checkpoint = Checkpoint(folder)
-    if checkpoint.config.get("quantization_config") is not None:
-        raise UserError(f"{folder}: it is quantised, and --structure needs plain weights. Prune the original model.")
-    skeleton = build_skeleton(folder, trust_remote_code)
-    if getattr(skeleton.config, "is_encoder_decoder", False):
-        raise UserError(f"{folder}: --structure is for decoder-only models, and this one has an encoder.")
-    architecture = Architecture.of_model(checkpoint, skeleton, blocks)
-    if structure.structure == "experts":
-        from emp_llm.structure.experts import find_experts
-
-        experts = find_experts(skeleton, architecture)
-        return UnitModel(skeleton, architecture, [*experts], experts[0].by_block)
-    if structure.structure == "layers":
-        from emp_llm.structure.layers import find_layers
-
-        return UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
-    config = skeleton.config.get_text_config()
-    stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
-    wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(structure.structure, ("attention", "mlp"))
-    groups: dict[tuple[int, bool, bool, str], list[Target]] = {}  # of a block: its attention, then its MLPs, then its experts
-    for layer in architecture.layers:
-        if layer.block is None or layer.tower != "language" or layer.kind not in wanted:
-            continue
-        if layer not in stored:
-            raise UserError(f"{layer.name}: its weight is not stored by itself, so its units cannot be pruned.")
-        if stored[layer].matrix.scales is not None:
-            raise UserError(f"{layer.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
-        module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
-        groups.setdefault((layer.block, layer.kind == "mlp", layer.expert is not None, module), []).append(stored[layer])
-    units: list[Units] = []
-    for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
-        by_query = structure.head_unit == "query"
-        found = _neurons(members, config) if is_mlp else _heads(members, config, architecture.shapes, by_query)
-        units += [] if found is None else [found]
-    for kind, missing in _MISSING.items():
-        if structure.structure in (kind, "both") and not any(each.kind == kind for each in units):
-            raise UserError(f"--structure {kind}: {type(skeleton).__name__} has {missing}.")
-    return UnitModel(skeleton, architecture, units, isinstance(getattr(config, "intermediate_size", None), list))
-
-
-def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool) -> Parts | None:
-    """The heads of a block's attention; None if its layers have other names, or its shapes do not fit."""
-    by_leaf = {target.layer.leaf: target for target in targets}
-    output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
-    number = getattr(config, "num_attention_heads", None)
-    if output is None or not isinstance(number, int) or output.matrix.columns % number:
-        return None
-    width = output.matrix.columns // number  # of a head
-    joined = next((by_leaf[leaf] for leaf in (*_JOINED, *_BY_GROUP) if leaf in by_leaf), None)
-    if joined is not None:
-        keys, rest = divmod(joined.matrix.rows - number * width, 2 * width)
-        if rest or keys < 1 or number % keys:
-            return None
-        rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
-        if joined.layer.leaf in _BY_GROUP:
-            grid = rows.reshape(keys, number // keys + 2, width)
-            parts = [(joined, grid[:, :-2].reshape(number, width)), (joined, grid[:, -2]), (joined, grid[:, -1])]
-        else:
-            parts = [(joined, each) for each in np.split(rows, [number, number + keys])]
-    elif {"q_proj", "k_proj", "v_proj"} <= by_leaf.keys():
-        layers = [by_leaf[leaf] for leaf in ("q_proj", "k_proj", "v_proj")]
-        queries, key_rows, value_rows = (layer.matrix.rows for layer in layers)
-        keys, rest = divmod(value_rows, width)
-        if rest or keys < 1 or number % keys or queries % number or key_rows % keys:
-            return None
-        counts = (number, keys, keys)
-        parts = [
-            (layer, np.arange(layer.matrix.rows, dtype=np.int64).reshape(count, -1))
-            for layer, count in zip(layers, counts, strict=True)
-        ]
-    else:
-        return None
-    module = output.name.rpartition(".")[0]
-    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):  # over all heads, they cannot be told apart
-        size = math.prod(shapes.get(f"{module}.{norm}.weight", ()))
-        if number > 1 and size != width and size in (parts[0][1].size, parts[1][1].size):
-            return None
-    places, together = np.zeros(keys, dtype=np.int64), number // keys
-    if keys == 1 < number or (by_query and keys < number):  # keys and values belong to all heads, so that they stay
-        places, together, parts = np.arange(number) // (number // keys), 1, parts[:1]
-    rows_of: dict[Target, Indices] = {}
-    for target, part in parts:
-        own = part.reshape(number // together, -1)
-        rows_of[target] = np.concatenate([rows_of[target], own], 1) if target in rows_of else own
-    columns = np.arange(number * width, dtype=np.int64).reshape(number // together, -1)
-    return Parts.of("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
-
-
-def _neurons(targets: list[Target], config: Any) -> Parts | None:
-    """The neurons of an MLP or expert: some of its layers map hidden states to features, and a later one maps them back."""
-    hidden, routed = int(config.hidden_size), targets[0].layer.expert is not None
-    output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
-    if output is None or (not routed and _NARROW * output.matrix.columns <= hidden):
-        return None
-    width = output.matrix.columns
-    each = np.arange(width, dtype=np.int64)[:, None]
-    rows: dict[Target, Indices] = {}
-    for target in targets[: targets.index(output)]:
-        if target.matrix.columns == hidden and target.matrix.rows == width:
-            rows[target] = each
-        elif (
-            target.matrix.columns == hidden and target.matrix.rows == 2 * width and target.layer.leaf in _HALVES and not routed
-        ):
-            rows[target] = np.concatenate([each, each + width], 1)
-    return Parts.of("neurons", output, each, rows) if rows else None
-
-
-def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
-    """The fields of config.json that change if only some units stay.
-
-    Args:
-        model: dense.
-        kept: the numbers of the units that stay, of each of `model.units`.
-
-    Raises:
-        UserError: config.json has no number for such units, or the smaller model would need other shapes.
-    """
-    if model.units[0].kind == "experts":
-        from emp_llm.structure.experts import expert_changes
-
-        return expert_changes(model, kept)
-    if model.units[0].kind == "layers":
-        from emp_llm.structure.layers import layer_changes
-
-        return layer_changes(model, kept[0])
-    stored, text, changes = model.checkpoint.config, model.skeleton.config.get_text_config(), Changes()
-
-    def put(name: str, value: Any) -> None:
-        path = field_path(model, name)
-        if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
-            changes[path] = value
-
-    roles: dict[str, list[tuple[Parts, int]]] = {}
-    for units, stays in zip(model.units, kept, strict=True):
-        if len(stays) < len(units) and isinstance(units, Parts):
-            roles.setdefault(units.role, []).append((units, len(stays)))
-    for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):  # neurons, then heads
-        units, stay = members[0]
-        if units.kind == "heads":
-            put("num_attention_heads", stay * units.heads)
-            if units.keys:
-                put(next((name for name in _KEY_HEADS if hasattr(text, name)), _KEY_HEADS[0]), stay)
-            put("head_dim", units.columns.shape[1] // units.heads)
-            continue
-        names = next(names for word, names in _WIDTHS if word in role)
-        for name in names:
-            before = getattr(text, name, 0)
-            if isinstance(before, list) and len(units) in before:
-                by_block = {each.block: stays for each, stays in members}
-                put(name, [by_block.get(number, value) for number, value in enumerate(before)])
-                break
-            if before is None or before == len(units):  # None: left to the default of the model
-                put(name, stay)
-                break
-        else:
-            raise _no_number(units)
-    changed = [units for members in roles.values() for units, _ in members]
-    shapes = smaller_model(model.skeleton, stored, changes)
-    if shapes is None:
-        raise _no_number(changed[0])
-    for name, shape in _smaller_shapes(model, kept).items():
-        if shapes.get(name) != shape:
-            owner = next((each for each in changed if name in {t.layer.parameter for t in each.targets}), changed[0])
-            raise _no_number(owner, f" (its model would need another {name})")
-    return changes
-
-
-def field_path(model: UnitModel, name: str) -> tuple[str, ...]:
-    """The path in config.json of a field of the text model."""
-    name = getattr(model.skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
-    return ("text_config", name) if isinstance(model.checkpoint.config.get("text_config"), dict) else (name,)
+def field_path(skeleton: PreTrainedModel, config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The path of a field of the text model in a config.json."""
+    name = getattr(skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
+    return ("text_config", name) if isinstance(config.get("text_config"), dict) else (name,)
 
 
 def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes) -> dict[str, Shape] | None:
@@ -348,13 +99,6 @@ def shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
     return {name: tuple(each.shape) for name, each in model.state_dict().items()}
 
 
-def _no_number(units: Units, why: str = "") -> UserError:
-    return UserError(
-        f"config.json has no number for the {units.kind} of {units.role} in this form{why}. Keep all shapes and set the "
-        "removed ones to zero: --keep-shapes."
-    )
-
-
 def changed_config(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     """A copy of a configuration with some values replaced or added."""
     changed = copy.deepcopy(dict(config))
@@ -364,25 +108,3 @@ def changed_config(config: Mapping[str, Any], changes: Changes) -> dict[str, Any
             part = part[outer]
         part[name] = value
     return changed
-
-
-def _smaller_shapes(model: UnitModel, kept: Sequence[Indices]) -> dict[str, Shape]:
-    """The shape of every parameter of transformers' model after the removal."""
-    wanted = dict(model.architecture.shapes)
-    for units, stays in zip(model.units, kept, strict=True):
-        gone = len(units) - len(stays)
-        assert isinstance(units, Parts)
-        for target in units.targets:
-            layer, expert = target.layer, target.layer.expert
-            if expert is not None and expert.expert > 0:
-                continue  # all experts have the width of the first
-            rows = gone * units.rows[target].shape[1] if target in units.rows else 0
-            columns = gone * units.columns.shape[1] if target is units.output else 0
-            transposed = layer.transposed if expert is None else expert.transposed
-            *stack, first, second = wanted[layer.parameter]
-            first, second = (first - columns, second - rows) if transposed else (first - rows, second - columns)
-            wanted[layer.parameter] = (*stack, first, second)
-            bias = f"{layer.name}.bias"
-            if expert is None and bias in wanted:
-                wanted[bias] = (wanted[bias][0] - rows,)
-    return wanted

@@ -39,7 +39,8 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.experts import Experts, closed_routers
 from emp_llm.structure.layers import Layers, passed_by
-from emp_llm.structure.units import Changes, Parts, UnitModel, changed_config
+from emp_llm.structure.parts import Parts
+from emp_llm.structure.units import Changes, UnitModel, changed_config
 from emp_llm.update.moved import MovedWeights
 
 # Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of its indices stay: bool.
@@ -49,6 +50,11 @@ _ALIGNMENT = 8  # of the first tensor, as in safetensors
 _PROMPT = 512  # tokens
 _ROUNDS = 7
 _SECONDS = 15.0  # no new round of passes begins after this time
+_REMEDIES = {
+    "heads": "Its attention may depend on the number of heads; add --keep-shapes.",
+    "experts": "Its router chooses in a way that is not known here. Please report the class of the model.",
+    "layers": "Its layers depend on their number in a way that is not known here. Please report the class of the model.",
+}
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -284,7 +290,7 @@ def compare(
     if not difference <= _LIMITS.get(dense.dtype, 0.1):
         raise UserError(
             f"the written model does not compute what the dense model does without its removed parts: the logits differ by "
-            f"{difference:.2g} of their norm. Its attention may depend on the number of heads; add --keep-shapes."
+            f"{difference:.2g} of their norm. {_REMEDIES.get(choices[0].units.kind, _REMEDIES['heads'])}"
         )
     record.prompt_tokens, record.difference = length, difference
     seconds: tuple[list[float], list[float]] = ([], [])

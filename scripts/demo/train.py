@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 Tokens = np.ndarray
 
@@ -114,8 +114,8 @@ def _loss_of(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
     return loss
 
 
-def _masters(
-    model: LlamaForCausalLM, weight_decay: float
+def masters_of(
+    model: PreTrainedModel, weight_decay: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
     """The parameters, their float32 masters, and AdamW on the masters (no decay on norms and embeddings)."""
     named = list(model.named_parameters())
@@ -123,32 +123,39 @@ def _masters(
     masters = [p.detach().clone().requires_grad_() for p in weights]
     for weight in weights:  # not model.to(...), which would also round the rotary frequencies, unlike loading
         weight.data = weight.data.to(torch.bfloat16)
-    decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() == 2 and "embed" not in name]
-    rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() != 2 or "embed" in name]
+    decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() >= 2 and "embed" not in name]
+    rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() < 2 or "embed" in name]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return weights, masters, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
 
 
+def step_of(
+    weights: list[torch.Tensor], masters: list[torch.Tensor], optimizer: torch.optim.Optimizer, learning_rate: float
+) -> None:
+    """One step of the masters by the gradients of the weights, of norm 1 at most; the weights follow."""
+    for master, weight in zip(masters, weights, strict=True):
+        assert weight.grad is not None
+        master.grad = weight.grad.float()
+        weight.grad = None
+    torch.nn.utils.clip_grad_norm_(masters, 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    with torch.no_grad():
+        for master, weight in zip(masters, weights, strict=True):
+            weight.copy_(master)
+
+
 def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:
     """Train in place. Returns a record: steps, tokens, seconds, mean loss of the last 100 steps (nats per token)."""
-    weights, masters, optimizer = _masters(model, schedule.weight_decay)
+    weights, masters, optimizer = masters_of(model, schedule.weight_decay)
     loss_of = torch.compile(_loss_of(model), dynamic=False)
     started, losses = time.time(), []
     model.train()
     for step, batch in enumerate(windows(stream, schedule, seed)):
         loss = loss_of(batch)
         torch.autograd.backward(loss)
-        for master, weight in zip(masters, weights, strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-            weight.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        optimizer.step()
-        with torch.no_grad():
-            for master, weight in zip(masters, weights, strict=True):
-                weight.copy_(master)
+        step_of(weights, masters, optimizer, schedule.rate(step))
         losses.append(float(loss.detach()))
         if step % 100 == 99:
             recent = float(np.mean(losses[-100:]))
@@ -164,7 +171,7 @@ def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, tokens: Tokens, block: int) -> float:
+def held_out_loss(model: PreTrainedModel, tokens: Tokens, block: int) -> float:
     """Mean loss over whole blocks, nats per token; no block sees another."""
     count = len(tokens) // block
     total = 0.0
