@@ -69,12 +69,12 @@ class Study:
 
         units, random = self.plan.units, np.random.default_rng(seed)
         if score == "random":
-            scores = [1.0 + random.permutation(len(each)) for each in units]
+            scores = [random.permutation(len(each)).astype(np.float64) + 1 for each in units]
         else:
             scores = unit_scores(units, score, self.sums.get)
         method = f"emp-{score}" if own or kept is None else "mass" if score == "random" else score
-        share = {} if kept is None else {"sparsity": 1 - kept / self.experts}
-        recipe = Recipe(method=method, structure=StructureRecipe(structure="experts", keep_shapes=own), **share)
+        sparsity = None if kept is None else 1 - kept / self.experts
+        recipe = Recipe(method=method, structure=StructureRecipe(structure="experts", keep_shapes=own), sparsity=sparsity)
         return choose_units(units, scores, recipe)
 
     def experts_removed(self, score: str, kept: int | None, own: bool, refit: bool, seed: int = 0) -> Entry:
@@ -125,7 +125,7 @@ class Study:
             how["width_multiple"] = 8  # bfloat16 on a CPU: rows of whole 16 bytes
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
-            report = prune(str(self.folder), output=out, structure=structure, method=method, **how)
+            report: Any = prune(str(self.folder), output=out, structure=structure, method=method, **how)
             losses = self.losses(load_model(out, "cpu"))
         dense = sum(size for size, _ in self.plan.checkpoint.states.values())
         if report.structure is not None:
@@ -164,6 +164,7 @@ def points(study: Study, at_one: dict[str, int]) -> list[Name]:
 def run(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
     """The result of a point."""
     kind, *rest = name
+    size: Any
     if kind == "dense":
         size = sum(size for size, _ in study.plan.checkpoint.states.values())
         every = {score: study.chosen(score, None, False)[0] for score in SCORES}
@@ -222,7 +223,7 @@ def main(line: list[str] | None = None) -> None:
         number += 1
         if name not in done:
             start = time.perf_counter()
-            entry = {"point": name} | _result(study, name, done)
+            entry: Entry = {"point": name} | _result(study, name, done)
             if name == ("dense",):
                 entry |= {"model": options.name or study.folder.name, "block": options.block, "blocks": options.limit}
                 entry["texts"] = options.text_name or [Path(text).name for text in options.text]
@@ -250,8 +251,10 @@ def _result(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
 
 def write_page(folder: Path, done: dict[Name, Entry]) -> None:
     """Write `study.md` and `curve.svg` into a folder."""
-    from emp_llm.common.tables import markdown_table
+    from emp_llm.common.tables import Rows, markdown_table
 
+    name: Name
+    rows: Rows
     folder.mkdir(parents=True, exist_ok=True)
     dense = done["dense",]
     experts, at_one, texts = dense["experts"], dense["at_one"], dense["texts"]
@@ -297,7 +300,9 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
         for place, text in enumerate(texts if number in (quarter, half) else texts[:1]):
             rows = [["score", "own counts", "one number", "own", "one number, refit", "own, refit", "own − one, refit"]]
             for score in SCORES:
-                names = [("experts", score, str(number), counts, refit) for refit in ("", "refit") for counts in ("one", "own")]
+                names: list[Name] = [
+                    ("experts", score, str(number), counts, refit) for refit in ("", "refit") for counts in ("one", "own")
+                ]
                 if names[1] in done:
                     counts = " ".join(map(str, done[names[1]]["counts"]))
                     cells = [_cell(done, dense, name, place) for name in names]
@@ -355,7 +360,8 @@ def _random(done: dict[Name, Entry], dense: Entry, number: int, refit: str, plac
     """The mean of the random choices, and their range."""
     names = [("experts", f"random{seed}", str(number), "one", refit) for seed in range(SEEDS)]
     found = [_increase(done[name], dense, place)[0] for name in names if name in done]
-    return f"{sum(found) / len(found):+.1f} % ({min(found):.1f} to {max(found):.1f})" if found else ""
+    spread = f"{min(found):.1f} to {max(found):.1f}" if len(found) > 1 else "one choice"
+    return f"{sum(found) / len(found):+.1f} % ({spread})" if found else ""
 
 
 def _words(name: Name) -> str:
