@@ -22,6 +22,7 @@ from emp_llm.measure import measure
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
+from emp_llm.report import report
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
@@ -194,6 +195,22 @@ def test_refit_makes_up_for_removed_experts(make: Any, tmp_path: Path) -> None:
     assert not verify(tmp_path / "out", source=str(make("qwen3_moe")), quiet=True).differences
 
 
+def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> None:
+    """A row for each layer, and a figure of the scores that the run's report holds."""
+    record = structure_of(prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **SHORT))
+    kept = load_file(tmp_path / "out" / "emp_llm" / "structure.safetensors")
+    for name, each in record.layers.items():
+        assert each.kept_units == kept[f"{name}.kept"].tolist()
+        np.testing.assert_allclose(each.scores, kept[f"{name}.scores"].numpy(), rtol=1e-5)
+    report([tmp_path / "out"], output=tmp_path / "page", quiet=True)
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "### Experts: " in page
+    assert all(f"| block {each.block} | experts | 8 | 4 |" in page for each in record.layers.values())
+    (figure,) = (tmp_path / "page" / "figures").glob("*-experts-out.svg")
+    assert f"(figures/{figure.name})" in page
+    assert all(f"block {each.block}: 4 of 8" in figure.read_text() for each in record.layers.values())
+
+
 def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> None:
     """One sequence of four tokens reaches at most eight of the eight experts of each layer, two each."""
     text = SHORT | {"samples": 1, "seqlen": 2}
@@ -217,6 +234,10 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ({"structure": "layers", "keep_shapes": True}, "no shape is left to keep"),
         ({"structure": "experts", "width_multiple": 8}, "--width-multiple is for neurons"),
         ({"method": "taylor"}, "--method taylor does not score experts"),
+        (
+            {"structure": "neurons", "method": "magnitude", "width_multiple": 2, "sparsity": 0.1},
+            "--width-multiple 2: the products of all experts at once need a width that is a multiple of 4 in this dtype",
+        ),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: Path) -> None:

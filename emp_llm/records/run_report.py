@@ -147,6 +147,7 @@ class UnitsRecord(Part, kw_only=True):
         n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower bound (order 2 only).
         tokens_lost, mass_lost: of experts, the share of the routed tokens, and of their gates times outputs, that lose theirs.
         n_eff_together: effective number of the scores of all layers with this role, if they are one group.
+        scores, kept_units: of experts, the score of each to six digits, and the numbers of those that stay.
     """
 
     kind: str
@@ -161,6 +162,8 @@ class UnitsRecord(Part, kw_only=True):
     n_eff_together: float | None = None
     tokens_lost: Share | None = None
     mass_lost: Share | None = None
+    scores: list[float] | None = None
+    kept_units: list[Count] | None = None
 
 
 class CostRecord(Part, kw_only=True):

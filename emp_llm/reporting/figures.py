@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -12,6 +12,7 @@ import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.comparison import in_percent
+from emp_llm.records.run_report import UnitsRecord
 from emp_llm.reporting.run_tables import effective_share, main_measures
 from emp_llm.reporting.studies import Curve, Difference, Grid, Study, StudySuite, curves, differences, label_of, lower_is_better
 from emp_llm.selection.effective import effective_mass_bound
@@ -135,6 +136,11 @@ def draw(study: Study, title: str) -> list[Drawing]:
     bounded = [grid for grid in study.measured if any(cell.s_eff_bound_mean is not None for cell in grid.cells.values())]
     if bounded:
         drawings.append(_masses(study, bounded, f"{name}-s-eff"))
+    for point in study.points:
+        layers = [] if point.structure is None else [each for each in point.structure.layers.values() if each.scores]
+        if layers:
+            title = f"{study.title}: experts of {label_of(point)} ({point.name})"
+            drawings.append(_experts(layers[:_MOST_ROWS], title, f"{name}-experts-{slug(point.name)}"))
     return drawings
 
 
@@ -296,7 +302,7 @@ def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
         return drawn(figure, name, f"{study.title}: effective number of weights", caption)
 
 
-def _block_ticks(axes: Any, blocks: list[int | None], offset: float = 0.0) -> None:
+def _block_ticks(axes: Any, blocks: Sequence[int | None], offset: float = 0.0) -> None:
     """Label the axis with the number of every block, or of evenly spaced blocks if there are many."""
     at = range(0, len(blocks), math.ceil(len(blocks) / 24))
     axes.set_xticks([place + offset for place in at], ["none" if blocks[place] is None else str(blocks[place]) for place in at])
@@ -332,6 +338,31 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
         if any("*" in role for role in every.roles):
             caption += " Of the experts of a block, the mean of their quartiles."
         return drawn(figure, name, f"{study.title}: kept weights of each row", caption)
+
+
+def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
+    """The scores of the experts of each layer: in colour where they stay, in grey where they were removed."""
+    with styled():
+        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+
+        cells = np.ones((len(layers), max(each.units for each in layers), 4))
+        for row, each in zip(cells, layers, strict=True):
+            shares = np.array(each.scores) / (max(each.scores or [1]) or 1)
+            row[: each.units] = colormaps["Greys"](0.1 + 0.5 * shares)
+            row[each.kept_units] = colormaps["viridis"](shares[each.kept_units])
+        figure = new_figure(1.9 + 0.24 * len(layers))
+        axes = figure.subplots()
+        axes.grid(visible=False)
+        axes.pcolormesh(cells, edgecolors="white", linewidth=0.3, rasterized=True)  # thousands of cells
+        axes.invert_yaxis()
+        axes.set_yticks(np.arange(len(cells)) + 0.5, [f"block {each.block}: {each.kept} of {each.units}" for each in layers])
+        _block_ticks(axes, range(cells.shape[1]), 0.5)
+        axes.set_xlabel("expert")
+        bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=axes, location="bottom", shrink=0.6, aspect=36, pad=0.02)
+        bar.set_label("score of a kept expert / largest of its layer; grey: removed")
+        caption = "Experts by layer. Colour: they stay. Grey: they were removed; a darker grey is a higher score."
+        return drawn(figure, name, title, caption)
 
 
 def _masses(study: Study, grids: list[Grid], name: str) -> Drawing:

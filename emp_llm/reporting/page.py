@@ -310,7 +310,8 @@ def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches
             found.append(Section(f"Differences, suite {suite.name}", rows=rows, notes=[_DIFFERENCES, *_table_notes(rows)]))
         found.append(Section("Output error of the fitted layers", rows=fit_rows(study), notes=[_ERROR]))
         for name, structure in [(f"{label_of(p)} ({p.name})", p.structure) for p in study.points if p.structure]:
-            found.append(Section(f"Heads and neurons: {name}", rows=structure_rows(structure)))
+            kinds = " and ".join(dict.fromkeys(entry.kind for entry in structure.layers.values())).capitalize()
+            found.append(Section(f"{kinds}: {name}", rows=structure_rows(structure, by_layer=True)))
             found.append(Section(f"Size and speed: {name}", rows=cost_rows(structure), notes=speed_notes(structure)))
         others = [drawing for drawing in drawings if not drawing.answers]
         found.append(Section("Where the model is redundant", rows=role_rows(study), drawings=others))

@@ -172,17 +172,17 @@ def fit_lines(report: RunReport) -> list[str]:
     ]
 
 
-def mean_error(fits: Iterable[FitRecord], name: str) -> float | None:
-    """The mean of an error over the layers for which it is known."""
+def mean_error(fits: Iterable[FitRecord | UnitsRecord], name: str) -> float | None:
+    """The mean of an error or a loss over the layers for which it is known."""
     known = [value for fit in fits if (value := getattr(fit, name)) is not None]
     return sum(known) / len(known) if known else None
 
 
-def structure_rows(structure: StructureRecord) -> Rows:
-    """One row for each role (such as down_proj of all blocks)."""
+def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
+    """One row for each role (such as down_proj of all blocks); with `by_layer`, one for the experts of each block."""
     by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
     for entry in structure.layers.values():
-        by_role[entry.kind, entry.role].append(entry)
+        by_role[entry.kind, f"block {entry.block}" if by_layer and entry.kind == "experts" else entry.role].append(entry)
     routed = any(entry.tokens_lost is not None for entry in structure.layers.values())
     rows = [["layers", "units", "of", "stay", "by the rule", "least", "most", "N_eff/N %", "s_eff", "bound"]]
     rows[0] += ["tokens lost %", "mass lost %"] * routed
@@ -191,7 +191,7 @@ def structure_rows(structure: StructureRecord) -> Rows:
         bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
         rows.append(
             [
-                f"{role} x {len(entries)}",
+                f"{role} x {len(entries)}" if len(entries) > 1 else role,
                 kind,
                 f"{total:,}",
                 f"{kept:,}",
@@ -201,15 +201,10 @@ def structure_rows(structure: StructureRecord) -> Rows:
                 percent_cell(sum(entry.n_eff for entry in entries) / total),
                 number_cell(sum(entry.s_eff for entry in entries) / len(entries)),
                 number_cell(sum(bounds) / len(bounds) if len(bounds) == len(entries) else None),
-                *[percent_cell(_mean_lost(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
+                *[percent_cell(mean_error(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
             ]
         )
     return rows
-
-
-def _mean_lost(entries: list[UnitsRecord], name: str) -> float | None:
-    known = [lost for entry in entries if (lost := getattr(entry, name)) is not None]
-    return sum(known) / len(known) if known else None
 
 
 def cost_rows(structure: StructureRecord) -> Rows:

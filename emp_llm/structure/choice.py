@@ -111,7 +111,7 @@ def choose_units(
                         "Raise --beta, or lower --sparsity."
                     )
                 mask |= _widened(units, row, needed, 1)
-            n_eff = float(Moments.of_rows(row, order).number()[0])
+            n_eff, stays = float(Moments.of_rows(row, order).number()[0]), np.flatnonzero(mask.numpy())
             record = UnitsRecord(
                 kind=kind,
                 role=role,
@@ -123,8 +123,10 @@ def choose_units(
                 s_eff=float(effective_mass(row, order=order)[0]),
                 s_eff_bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
                 n_eff_together=float(moments[0].number()[0]) if structure.structure_group == "all" else None,
+                scores=[float(f"{score:.6g}") for score in row[0].tolist()] if kind == "experts" else None,
+                kept_units=stays.tolist() if kind == "experts" else None,
             )
-            choices[number] = Choice(units, row[0].numpy(), np.flatnonzero(mask.numpy()), record)
+            choices[number] = Choice(units, row[0].numpy(), stays, record)
     return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
 
 

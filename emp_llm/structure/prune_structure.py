@@ -113,6 +113,12 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     routed = next((units for units in plan.units if isinstance(units, Parts) and units.output.layer.routed), None)
     if recipe.name == "taylor" and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
+    if routed is not None and structure.width_multiple and structure.width_multiple * routed.output.matrix.itemsize % 16:
+        needed = 16 // routed.output.matrix.itemsize
+        raise UserError(
+            f"--width-multiple {structure.width_multiple}: the products of all experts at once need a width that is a multiple "
+            f"of {needed} in this dtype. Give {needed}, or a multiple of it."
+        )
     calibrates = recipe.name == "wanda" and norms is None
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data: CalibrationText | None = None
