@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from launch import launch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.report import report
+from emp_llm.structure import experts, prune_structure
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
@@ -274,3 +276,38 @@ def test_measure_shows_the_curve(make: Any, tmp_path: Path) -> None:
     assert at_one.parameters == structure_of(report).pruned.parameters
     assert at_one.active_parameters == structure_of(report).pruned.active_parameters
     assert json.loads((tmp_path / "out/emp_llm/experts.json").read_text())["num_experts"] == 8
+
+
+def test_an_interrupted_run_resumes(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums and the fitted blocks are not made again, and the weights are those of an undisturbed run."""
+    options = SHORT | {"structure": "experts", "sparsity": 0.5, "refit": True, "min_expert_tokens": 1}
+    prune(make("mixtral"), output=tmp_path / "whole", **options)
+    fits = experts._refit_block
+
+    def killed(*args: Any) -> Any:
+        if args[3].index == 2:
+            raise RuntimeError("killed")
+        return fits(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "_refit_block", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            prune(make("mixtral"), output=tmp_path / "out", **options)
+    fitted: list[int] = []
+    monkeypatch.setattr(prune_structure, "unit_sums", None)
+    monkeypatch.setattr(experts, "_refit_block", lambda *args: fitted.append(args[3].index) or fits(*args))
+    prune(make("mixtral"), output=tmp_path / "out", **options)
+    assert fitted == [2]
+    whole, out = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(whole[name], out[name]) for name in whole)
+
+
+def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
+    text = ["--calibration", "demo", "--samples", "4", "--seqlen", "32", "--batch-size", "2", "--dtype", "float32"]
+    line = ["prune", "--model", str(make("mixtral")), "--structure", "experts", "--output", "two", *text]
+    (tmp_path / "logs").mkdir()
+    done = launch(2, tmp_path, tmp_path / "logs", *line)
+    assert done.codes == [0, 0], done.error
+    prune(make("mixtral"), output=tmp_path / "alone", structure="experts", **SHORT)
+    one, two = (load_file(tmp_path / name / "emp_llm" / "structure.safetensors") for name in ("two", "alone"))
+    assert all(torch.equal(one[name], two[name]) for name in one if name.endswith(".kept"))
