@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tiny
 import torch
 import transformers
 from launch import launch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.calibration.data import token_ids
@@ -188,13 +189,18 @@ def test_whole_layers(family: str, models: Any, tmp_path: Path) -> None:
     assert not verify(out, source=str(models(family)), quiet=True).differences
 
 
-def test_refit_makes_up_for_removed_experts(make: Any, tmp_path: Path) -> None:
-    """The error of the blocks' outputs falls on the calibration text."""
-    report = prune(make("qwen3_moe"), output=tmp_path / "out", structure="experts", sparsity=0.5, refit=True, **SHORT)
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", 0), ("qwen2_moe", 0), ("deepseek_v3", 2), ("gpt_oss", 0)])
+def test_refit_makes_up_for_removed_experts(family: str, shared: int, make: Any, tmp_path: Path) -> None:
+    """The error of the blocks' outputs falls on the calibration text. A shared expert with a gate of its own stays."""
+    report = prune(make(family), output=tmp_path / "out", structure="experts", sparsity=0.5, refit=True, **SHORT)
+    assert sum("shared" in name for name in report.fits) == shared
+    difference = structure_of(report).difference
+    assert difference is not None
+    assert difference < 1e-4
     assert report.recipe.method == "emp-reap"
     assert report.fits
     assert all(fit.error_after <= fit.error_before for fit in report.fits.values() if fit.error_before)
-    assert not verify(tmp_path / "out", source=str(make("qwen3_moe")), quiet=True).differences
+    assert not verify(tmp_path / "out", source=str(make(family)), quiet=True).differences
 
 
 def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> None:
@@ -311,3 +317,21 @@ def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
     prune(make("mixtral"), output=tmp_path / "alone", structure="experts", **SHORT)
     one, two = (load_file(tmp_path / name / "emp_llm" / "structure.safetensors") for name in ("two", "alone"))
     assert all(torch.equal(one[name], two[name]) for name in one if name.endswith(".kept"))
+
+
+def test_a_layer_that_predicts_several_tokens(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It follows the blocks, is not loaded by transformers, and loses the experts that the last block loses."""
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(make("deepseek_v3"), source)
+    tensors = load_file(source / "model.safetensors")
+    more = {
+        name.replace(".2.", ".3.", 1): each.clone() + 1 for name, each in tensors.items() if name.startswith("model.layers.2.")
+    }
+    save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
+    prune(source, output=out, structure="experts", method="magnitude", sparsity=0.5, dtype="float32", quiet=True)
+    assert "layer 3, which predicts several tokens, was not scored" in caplog.text
+    small = load_file(out / "model.safetensors")
+    assert not verify(out, source=str(source), quiet=True).differences
+    last = {name: each for name, each in small.items() if name.startswith("model.layers.2.")}
+    assert all(torch.equal(small[name.replace(".2.", ".3.", 1)], each + 1) for name, each in last.items())
+    assert sum(name.startswith("model.layers.3.") for name in small) == len(last)

@@ -12,9 +12,10 @@ man: mean_t ||f_e(x_t)||           frequency: number of tokens     magnitude: ||
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,7 @@ class Experts(Units):
         closes: stored tensors that are added to what the router chooses by; a low value there closes an expert.
         matrices: of all experts.
         outputs: number of an expert -> its last matrix.
+        shared: the last matrix of the expert that all tokens reach; None without one.
     """
 
     module: str
@@ -75,6 +77,7 @@ class Experts(Units):
     closes: tuple[str, ...]
     matrices: list[Target]
     outputs: list[Target]
+    shared: Target | None
 
     @property
     def targets(self) -> list[Target]:
@@ -115,8 +118,9 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     least = top_k if groups == 1 else max(2, -(-top_k // used))  # a group is chosen by its two best
     if number <= least * groups:
         raise UserError(f"--structure experts: each token needs {top_k} of {number} experts, so none can go.")
-    every, of_block = [], dict[int, list[Target]]()
-    for target in architecture.select("all-linear"):
+    every: list[Experts] = []
+    of_block, targets = dict[int, list[Target]](), architecture.select("all-linear")
+    for target in targets:
         if target.layer.expert is not None and target.layer.expert.parameter in parts and target.layer.block is not None:
             of_block.setdefault(target.layer.block, []).append(target)
     for block in range(len(blocks)):
@@ -127,8 +131,11 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         if len(modules) != 1:
             raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
         places = np.arange(number) * groups // number
-        matrices = of_block.get(block, [])
-        every.append(_experts(architecture, matrices, block, modules.pop(), inside, (field, top_k), places, least))
+        matrices, module = of_block.get(block, []), _common(inside)
+        beside = [t for t in targets if t.name.startswith(f"{module}.") and t.layer.kind == "mlp" and not t.layer.routed]
+        shared = [target for target in beside if matrices and target.matrix.rows == matrices[-1].matrix.rows]
+        experts = _experts(architecture, matrices, block, modules.pop(), inside, (field, top_k), places, least)
+        every.append(replace(experts, shared=shared[-1] if shared else None))
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
@@ -197,13 +204,18 @@ def _experts(
         if stored is None or architecture.checkpoint.tensors[stored].shape[dimension] != len(places):
             raise UserError(f"{part}: it has a part for each expert, and is stored in an unknown form, so no expert can go.")
         together[stored] = dimension
-    common = [level[0] for level in zip(*(part.split(".")[:-1] for part in parts), strict=False) if len(set(level)) == 1]
     biases = [architecture.stored_names[part] for part in parts if part not in stacked and part.endswith("bias")]
     closes = [stored for stored in biases if architecture.checkpoint.tensors[stored].numel == len(places)]
     role = matrices[0].layer.role.rpartition(".*.")[0] if matrices else name
     ordered = [outputs[number] for number in sorted(outputs)]
-    where = ("experts", name, role, block, places, least, ".".join(common), *settings)
-    return Experts(*where, parts, own, together, tuple(closes), matrices, ordered)  # type: ignore[arg-type]
+    where = ("experts", name, role, block, places, least, _common(parts), *settings)
+    return Experts(*where, parts, own, together, tuple(closes), matrices, ordered, None)  # type: ignore[arg-type]
+
+
+def _common(parts: Iterable[str]) -> str:
+    """The smallest module that holds some parameters."""
+    levels = zip(*(part.split(".")[:-1] for part in parts), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
@@ -452,7 +464,8 @@ def refit_experts(
     """Move the last matrices of the kept experts, so that each block returns what the dense one does. A collective call.
 
     Dense and smaller model run side by side, block by block. With r_t what is missing in the output of the smaller block for
-    token t, and h_te the inputs of the last matrix of expert e, each of the experts that t reaches takes its share of r_t:
+    token t, and h_te the inputs of the last matrix of expert e, each of the experts that t reaches takes its share of r_t
+    (an expert that all tokens reach is one with g = 1, if its output is added as it is):
 
         min over V of sum_t ||g_te V h_te - g_te W h_te - g_te^2 / (sum_e' g_te'^2) r_t||^2 + lambda ||V - W||^2
 
@@ -479,6 +492,8 @@ def refit_experts(
             step.run()
             units = at_block.get(step.index)
             targets = [] if units is None else [units.outputs[number] for number in kept[units]]
+            if units is not None and units.shared is not None and _is_added(model, units.shared, step, walk):
+                targets.append(units.shared)
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
             with closed_routers(model, {} if units is None else {units: kept[units]}):
                 if ranks().share(moved.has(step.index)):
@@ -496,6 +511,22 @@ def refit_experts(
                 weight_of(model, target.layer).copy_(before[target.name])
 
 
+def _is_added(model: nn.Module, target: Target, step: Step, walk: Walk) -> bool:
+    """Whether a layer's output is added to that of its block as it is: a change of one is a change of the other."""
+    before = step.output(0, walk.hidden)
+    change = torch.randn(before.shape[-1], generator=torch.Generator().manual_seed(0)).to(before) * before.float().std()
+
+    def changed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + change.to(output)
+
+    handle = model.get_submodule(target.name).register_forward_hook(changed)
+    try:
+        seen = step.output(0, walk.hidden).float() - before.float()
+    finally:
+        handle.remove()
+    return all(ranks().gather(float((seen - change.float()).norm()) <= _DIFFERENCE * float(seen.norm())))
+
+
 def _refit_block(
     model: PreTrainedModel,
     units: Experts,
@@ -508,14 +539,21 @@ def _refit_block(
     """Move the last matrices of a block's kept experts, in the model too; returns what became of them, by name."""
     dense = {target.name: weight_of(model, target.layer).float() for target in targets}
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
-    numbers = {units.outputs.index(target): target for target in targets}
+    numbers = {-1 if target is units.shared else units.outputs.index(target): target for target in targets}
     together = max(1, MOMENT_BYTES // (8 * targets[0].matrix.columns ** 2))
     parts = [list(numbers)[first : first + together] for first in range(0, len(numbers), together)]
     for part in parts * _SWEEPS:
         sums: dict[int, list[Tensor]] = {}
         for number in range(len(walk.batches)):
             seen: list[Seen] = []
-            with _expert_hooks(model, [units], seen.append):
+
+            def see_shared(layers: list[Layer], inputs: Tensor, outputs: Any, seen: list[Seen] = seen) -> None:
+                given, returned = inputs.flatten(0, -2), outputs.flatten(0, -2)
+                all_tokens = torch.arange(len(given), device=given.device)
+                seen.append(Seen(units, -1, all_tokens, torch.ones(len(given), device=given.device), given, returned))
+
+            shared = [numbers[-1].layer] if -1 in numbers else []
+            with layer_hooks(model, shared, see_shared), _expert_hooks(model, [units], seen.append):
                 output = step.output(number, pruned)
             missing = (walk.hidden.get(number, output.device).float() - output.float()).flatten(0, -2)
             squares = torch.zeros(len(missing), device=missing.device)

@@ -72,7 +72,7 @@ def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices
     """Compare every tensor with the rows and columns of the dense model. Kept weights of a refitted layer may differ."""
     say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
-    done, refitted = cut_of(model, choices, remove), {name for name, _ in fitted_at(choices)} if recipe.refit else set()
+    done, refitted = cut_of(model, choices, remove), fitted_at(choices).keys() if recipe.refit else set()
     expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
         with safe_open(shard, framework="pt") as source:

@@ -203,16 +203,20 @@ def write_checkpoint(
 
 
 def fitted(choice: Choice) -> list[Target]:
-    """The matrices whose weights a refit moves: those that read heads or neurons, and the last ones of the kept experts."""
+    """The matrices whose weights a refit moves: those that read heads or neurons, and the last ones of the kept experts
+    and of the shared one."""
     if isinstance(choice.units, Experts):
-        return [choice.units.outputs[number] for number in choice.kept]
+        shared = [] if choice.units.shared is None else [choice.units.shared]
+        return [choice.units.outputs[number] for number in choice.kept] + shared
     return [choice.units.output] if isinstance(choice.units, Parts) and len(choice.gone) else []
 
 
-def fitted_at(choices: Sequence[Choice]) -> dict[tuple[str, int | None], Target]:
-    """Stored tensor and number of an expert in it -> the matrix there that a refit moves."""
-    targets = [target for choice in choices for target in fitted(choice)]
-    return {(target.matrix.stored.name, target.matrix.expert): target for target in targets}
+def fitted_at(choices: Sequence[Choice]) -> dict[str, dict[int | None, Target]]:
+    """Stored tensor -> number of an expert in it (None: the tensor is one matrix) -> the matrix there that a refit moves."""
+    found: dict[str, dict[int | None, Target]] = {}
+    for target in (target for choice in choices for target in fitted(choice)):
+        found.setdefault(target.matrix.stored.name, {})[target.matrix.expert] = target
+    return found
 
 
 def write_shard(
@@ -247,18 +251,16 @@ def _content(
     tensors: Sequence[StoredTensor],
     done: Cut,
     remove: bool,
-    moves: Mapping[tuple[str, int | None], Target],
+    moves: Mapping[str, Mapping[int | None, Target]],
     moved: MovedWeights | None,
 ) -> Iterator[memoryview]:
     """The bytes of the tensors of a shard, one matrix at a time. What stays whole is read from the file as it is written."""
     with safe_open(shard, framework="pt") as file:
         for tensor in tensors:
             stored, masks = file.get_tensor(tensor.name), done.kept.get(tensor.name, {None: []})
-            experts = range(len(stored)) if moved is not None and (tensor.name, 0) in moves else []
-            for expert in (None, *experts):
-                target = moves.get((tensor.name, expert))
-                weight = None if moved is None or target is None else moved.rows(target, 0, target.matrix.rows)
-                if weight is not None and target is not None:
+            for expert, target in moves.get(tensor.name, {}).items():
+                weight = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                if weight is not None:
                     (stored if expert is None else stored[expert]).copy_(weight.T if target.matrix.transposed else weight)
             for number, stays in sorted(masks.items(), key=lambda item: item[0] or 0):
                 part = stored if number is None else stored[number]
