@@ -220,7 +220,7 @@ def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> 
 
 
 def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> None:
-    """One sequence of four tokens reaches at most eight of the eight experts of each layer, two each."""
+    """Two tokens reach at most four of the eight experts of a layer."""
     text = SHORT | {"samples": 1, "seqlen": 2}
     report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **text)
     assert any("No token of the calibration reached" in each for each in report.warnings)

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
-from emp_llm.update.least_squares import output_error, refit_rows
+from emp_llm.update.least_squares import add_product, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.update import MOMENT_BYTES
 
@@ -63,7 +63,6 @@ class Experts(Units):
         own: stored tensor of one expert -> its number.
         together: stored tensor of all experts -> its dimension of experts.
         closes: stored tensors that are added to what the router chooses by; a low value there closes an expert.
-        matrices: of all experts.
         outputs: number of an expert -> its last matrix.
         shared: the last matrix of the expert that all tokens reach; None without one.
     """
@@ -75,13 +74,8 @@ class Experts(Units):
     own: dict[str, int]
     together: dict[str, int]
     closes: tuple[str, ...]
-    matrices: list[Target]
     outputs: list[Target]
     shared: Target | None
-
-    @property
-    def targets(self) -> list[Target]:
-        return self.matrices
 
 
 def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[Experts]:
@@ -134,28 +128,44 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         matrices, module = of_block.get(block, []), _common(inside)
         beside = [t for t in targets if t.name.startswith(f"{module}.") and t.layer.kind == "mlp" and not t.layer.routed]
         shared = [target for target in beside if matrices and target.matrix.rows == matrices[-1].matrix.rows]
-        experts = _experts(architecture, matrices, block, modules.pop(), inside, (field, top_k), places, least)
-        every.append(replace(experts, shared=shared[-1] if shared else None))
+        experts = Experts(
+            kind="experts",
+            name=modules.pop(),
+            role=matrices[0].layer.role.rpartition(".*.")[0] if matrices else module,
+            block=block,
+            places=places,
+            least=least,
+            targets=matrices,
+            module=module,
+            field=field,
+            top_k=top_k,
+            parts=inside,
+            **_stored(architecture, matrices, inside, number),
+            shared=shared[-1] if shared else None,
+        )
+        every.append(experts)
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
             f"--structure experts: {shortened_list(outside)} belong to no decoder block, and have a part for each expert."
         )
-    tensors, named = architecture.checkpoint.tensors, {name for each in every for name in (*each.own, *each.together)}
-    for name in (name for name in tensors if ".experts." in name and name not in named):
+    named = {name for each in every for name in (*each.own, *each.together)}
+    others = [name for name in architecture.checkpoint.tensors if name not in named]
+    if any(".experts." in name for name in others):
         # A layer that predicts several tokens follows the blocks. The model of transformers does not load it.
-        last, number_of = every[-1], re.compile(rf"\.{len(blocks)}\.")
-        alike = number_of.sub(f".{last.block}.", name, count=1)
-        if alike not in last.own and alike not in last.together:
-            raise UserError(f"--structure experts: {name} is of no expert that the model loads. Remove it from the checkpoint.")
-        for stored in (last.own, last.together):
-            stored |= {each: stored[number_of.sub(f".{last.block}.", each, count=1)] for each in tensors
-                       if each not in named and number_of.sub(f".{last.block}.", each, count=1) in stored}  # fmt: skip
+        last = every[-1]
+        for name in others:
+            alike = re.sub(rf"\.{len(blocks)}\.", f".{last.block}.", name, count=1)
+            if alike in last.own:
+                last.own[name] = last.own[alike]
+            elif alike in last.together:
+                last.together[name] = last.together[alike]
+            elif ".experts." in name:
+                raise UserError(f"--structure experts: {name} is of no expert that the model loads. Remove it there first.")
         logger.warning(
             "warning: layer %d, which predicts several tokens, was not scored; it loses the experts that the last layer loses.",
             len(blocks),
         )
-        break
     return every
 
 
@@ -173,20 +183,13 @@ def _shrunk(dense: Mapping[str, Shape], smaller: Mapping[str, Shape], number: in
     return parts if smaller.keys() <= dense.keys() else None
 
 
-def _experts(
-    architecture: Architecture,
-    matrices: list[Target],
-    block: int,
-    name: str,
-    parts: dict[str, int],
-    settings: tuple[str, int],
-    places: Indices,
-    least: int,
-) -> Experts:
-    """The experts of a block: where their tensors are stored. UserError if some are not stored as they are or one by one."""
-    own: dict[str, int] = {}
-    together: dict[str, int] = {}
-    outputs: dict[int, Target] = {}
+def _stored(architecture: Architecture, matrices: list[Target], parts: dict[str, int], number: int) -> dict[str, Any]:
+    """Where the tensors of a block's experts are stored: the fields `own`, `together`, `closes` and `outputs`.
+
+    Raises:
+        UserError: some are not stored as they are, or one by one.
+    """
+    own, together, outputs = dict[str, int](), dict[str, int](), dict[int, Target]()
     for target in matrices:
         assert target.layer.expert is not None
         if target.matrix.scales is not None:
@@ -196,20 +199,18 @@ def _experts(
         else:
             together[target.matrix.stored.name] = 0
         outputs[target.layer.expert.expert] = target  # the last one stays
-    stacked = {target.layer.parameter for target in matrices}
+    stacked, closes = {target.layer.parameter for target in matrices}, []
     for part, dimension in parts.items():
         stored = architecture.stored_names.get(part)
         if part in stacked:
             continue
-        if stored is None or architecture.checkpoint.tensors[stored].shape[dimension] != len(places):
+        if stored is None or architecture.checkpoint.tensors[stored].shape[dimension] != number:
             raise UserError(f"{part}: it has a part for each expert, and is stored in an unknown form, so no expert can go.")
         together[stored] = dimension
-    biases = [architecture.stored_names[part] for part in parts if part not in stacked and part.endswith("bias")]
-    closes = [stored for stored in biases if architecture.checkpoint.tensors[stored].numel == len(places)]
-    role = matrices[0].layer.role.rpartition(".*.")[0] if matrices else name
-    ordered = [outputs[number] for number in sorted(outputs)]
-    where = ("experts", name, role, block, places, least, _common(parts), *settings)
-    return Experts(*where, parts, own, together, tuple(closes), matrices, ordered, None)  # type: ignore[arg-type]
+        if part.endswith("bias") and architecture.checkpoint.tensors[stored].numel == number:
+            closes.append(stored)
+    ordered = [outputs[expert] for expert in sorted(outputs)]
+    return {"own": own, "together": together, "closes": tuple(closes), "outputs": ordered}
 
 
 def _common(parts: Iterable[str]) -> str:
@@ -566,8 +567,9 @@ def _refit_block(
                     x = each.inputs.float() * each.gates[:, None]
                     share = each.gates.square() / squares[each.tokens].clamp(min=torch.finfo(torch.float32).tiny)
                     weight = weight_of(model, numbers[each.number].layer).float()
-                    y = x @ weight.T + share[:, None] * missing[each.tokens]
-                    own = [torch.tensor(float(len(x)), device=x.device), x.T @ x, y.T @ x, y.square().sum(0).double()]
+                    y = add_product(x, weight.T) + share[:, None] * missing[each.tokens]
+                    gram, right = (add_product(each.T, x) for each in (x, y))
+                    own = [torch.tensor(float(len(x)), device=x.device), gram, right, y.square().sum(0).double()]
                     sums[each.number] = (
                         [a + b for a, b in zip(sums[each.number], own, strict=True)] if each.number in sums else own
                     )
@@ -586,7 +588,8 @@ def _refit_block(
             except NonFiniteError as error:
                 raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32.") from error
             errors = [
-                float(output_error(each, weight, gram, right, energy).sum() / energy.sum()) for each in (weight, new.weight)
+                float(output_error(each, weight, gram, right, energy).sum() / energy.sum().clamp(min=1e-300))
+                for each in (weight, new.weight)
             ]
             dtype = torch_dtype(target.matrix.stored.dtype)
             most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

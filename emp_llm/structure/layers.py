@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
 from emp_llm.models.offload import execution_device
@@ -30,15 +30,9 @@ class Layers(Units):
     Attributes:
         stored: a stored tensor of a layer -> its number, and the start and end of the number in the name. A layer that predicts
             several tokens follows the others, has a higher number, and stays.
-        matrices: of all layers.
     """
 
     stored: dict[str, tuple[int, int, int]]
-    matrices: list[Target]
-
-    @property
-    def targets(self) -> list[Target]:
-        return self.matrices
 
     def new_name(self, tensor: str, kept: Sequence[int]) -> str | None:
         """The name of a stored tensor if only some layers stay; None if it goes."""
@@ -73,7 +67,7 @@ def find_layers(skeleton: PreTrainedModel, architecture: Architecture, blocks: s
     matrices = [target for target in architecture.select("all-linear") if target.layer.block is not None]
     if len(modules) < 2:
         raise UserError(f"--structure layers: {type(skeleton).__name__} has {len(modules)} decoder layer; none can go.")
-    return Layers("layers", path, path, 0, np.zeros(len(modules), dtype=np.int64), 1, stored_at, matrices)
+    return Layers("layers", path, path, 0, np.zeros(len(modules), dtype=np.int64), 1, matrices, stored_at)
 
 
 def layer_changes(model: UnitModel, kept: Indices) -> Changes:
@@ -138,7 +132,8 @@ def layer_sums(runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_siz
                 entered = walk.hidden.get(number, execution_device(step.block)).clone()
                 left = step.output(number, walk.hidden, isolated=False)
                 change = (1 - functional.cosine_similarity(entered.float(), left.float(), dim=-1)).clamp(min=0)
-                sums[:, step.index] += torch.stack([change.double().sum(), torch.tensor(float(change.numel()))]).cpu()
+                sums[0, step.index] += change.double().sum().cpu()
+                sums[1, step.index] += change.numel()
                 walk.hidden.put(number, left)
                 walk.bar.update(batch.numel())
     total = sum(ranks().gather(sums))

@@ -69,12 +69,8 @@ class Parts(Units):
         """The units that a layer reads; arguments are the attributes."""
         layer, one = output.layer, np.zeros(len(columns), dtype=np.int64)
         where = one if places is None else places
-        return cls(kind, output.name, layer.role, layer.block or 0, where, 1, output, columns, rows, heads, keys)
-
-    @property
-    def targets(self) -> list[Target]:
-        """All layers with rows or columns of the units; the output last."""
-        return [*self.rows, self.output]
+        targets = [*rows, output]
+        return cls(kind, output.name, layer.role, layer.block or 0, where, 1, targets, output, columns, rows, heads, keys)
 
 
 def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure: StructureRecipe) -> list[Parts]:

@@ -76,7 +76,7 @@ def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str],
     with FilePool() as files, progress_bar(sum(target.matrix.numel for target in read), "scores", "W") as bar:
         for experts in (units for units in every if isinstance(units, Experts)):
             sums = np.zeros(len(experts))
-            for target in experts.matrices:
+            for target in experts.targets:
                 assert target.layer.expert is not None
                 sums[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
             scores.append(_finite(experts, np.sqrt(sums)))

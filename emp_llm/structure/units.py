@@ -33,6 +33,7 @@ class Units:
         places: number of the group to which each belongs, shape (units,). Where units are removed, as many stay in every
             group. All 0 if units are taken from all.
         least: how many stay at least in every group.
+        targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that reads them is the last.
     """
 
     kind: Literal["heads", "neurons", "experts", "layers"]
@@ -41,14 +42,10 @@ class Units:
     block: int
     places: Indices
     least: int
+    targets: list[Target]
 
     def __len__(self) -> int:
         return len(self.places)
-
-    @property
-    def targets(self) -> list[Target]:
-        """All matrices of which a part goes with a unit."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

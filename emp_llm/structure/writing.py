@@ -151,7 +151,7 @@ def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: i
     stay = {choice.units: len(choice.kept) for choice in choices}
     for units in model.units:
         if isinstance(units, Experts):
-            each = sum(target.matrix.numel for target in units.matrices) // len(units)
+            each = sum(target.matrix.numel for target in units.targets) // len(units)
             parameters -= (stay.get(units, len(units)) - units.top_k) * each
     return parameters
 
