@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
-from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
@@ -40,8 +39,9 @@ from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
 from emp_llm.update.least_squares import add_product, output_error, refit_rows
-from emp_llm.update.moved import Moved, MovedWeights
+from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.update import MOMENT_BYTES
+from emp_llm.update.walk import is_added
 
 logger = logging.getLogger(__name__)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -493,8 +493,9 @@ def refit_experts(
             step.run()
             units = at_block.get(step.index)
             targets = [] if units is None else [units.outputs[number] for number in kept[units]]
-            if units is not None and units.shared is not None and _is_added(model, units.shared, step, walk):
-                targets.append(units.shared)
+            if units is not None and units.shared is not None:
+                added = is_added(model, units.shared, lambda step=step: step.output(0, walk.hidden))  # type: ignore[misc]
+                targets += [units.shared] if all(ranks().gather(added)) else []
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
             with closed_routers(model, {} if units is None else {units: kept[units]}):
                 if ranks().share(moved.has(step.index)):
@@ -510,22 +511,6 @@ def refit_experts(
                     pruned.put(number, step.output(number, pruned))
             for target in targets:
                 weight_of(model, target.layer).copy_(before[target.name])
-
-
-def _is_added(model: nn.Module, target: Target, step: Step, walk: Walk) -> bool:
-    """Whether a layer's output is added to that of its block as it is: a change of one is a change of the other."""
-    before = step.output(0, walk.hidden)
-    change = torch.randn(before.shape[-1], generator=torch.Generator().manual_seed(0)).to(before) * before.float().std()
-
-    def changed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output + change.to(output)
-
-    handle = model.get_submodule(target.name).register_forward_hook(changed)
-    try:
-        seen = step.output(0, walk.hidden).float() - before.float()
-    finally:
-        handle.remove()
-    return all(ranks().gather(float((seen - change.float()).norm()) <= _DIFFERENCE * float(seen.norm())))
 
 
 def _refit_block(
@@ -591,9 +576,7 @@ def _refit_block(
                 float(output_error(each, weight, gram, right, energy).sum() / energy.sum().clamp(min=1e-300))
                 for each in (weight, new.weight)
             ]
-            dtype = torch_dtype(target.matrix.stored.dtype)
-            most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-            stored = new.weight.clamp(-most, most).to(dtype)
+            stored = in_stored_dtype(new.weight, target)
             weight_of(model, target.layer).copy_(stored)
             record = FitRecord(
                 tokens=count, damping=new.damping, error_before=max(0.0, errors[0]), error_after=max(0.0, errors[1])

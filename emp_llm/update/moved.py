@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.matrices import WORD, Words
+from emp_llm.checkpoint.matrices import WORD, Words, torch_dtype
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
@@ -35,6 +35,13 @@ class Moved:
     weight: Tensor | None
     record: FitRecord
     kept_mass: float | None = None
+
+
+def in_stored_dtype(weight: Tensor, target: Target) -> Tensor:
+    """A float32 weight in the dtype in which its target is stored; values beyond the range of the dtype become its largest."""
+    dtype = torch_dtype(target.matrix.stored.dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return weight.clamp(-most, most).to(dtype)
 
 
 class _About(msgspec.Struct):

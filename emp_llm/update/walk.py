@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
-from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
@@ -29,7 +28,7 @@ from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import add_product, full_float32, output_error, refit_rows
-from emp_llm.update.moved import Moved, MovedWeights
+from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import MOMENT_BYTES, updatable
 
@@ -276,7 +275,9 @@ def _levels(block: _Block, number: int, recipe: Recipe) -> list[_Level]:
             levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(first_name, []).append(target)
     found = list(levels.values())
     if found and recipe.refit_target != "layer":
-        found[-1].closing = all(ranks().gather(_is_added(block, found[-1], number)))
+        end, one = found[-1].targets[0], not found[-1].routed and len(found[-1].targets) == 1
+        added = one and is_added(block.model, end, lambda: block.step.output(number, block.dense))
+        found[-1].closing = all(ranks().gather(added))
     return found
 
 
@@ -286,15 +287,17 @@ def _stack(target: Target) -> str:
     return layer.expert.parameter if layer.expert is not None else layer.role
 
 
-def _is_added(block: _Block, level: _Level, number: int) -> bool:
-    """Whether a level is one layer, called once, whose output is added to the block's as it is.
+def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> bool:
+    """Whether a layer is called once in its block, and its output is added to the block's as it is.
 
     It is found by a change of the layer's output in a batch, which must change the block's by as much.
+
+    Args:
+        model: with the weights of the block.
+        target: the layer.
+        run: returns the block's output for a batch, shape (sequences, length, hidden).
     """
-    if level.routed or len(level.targets) != 1:
-        return False
-    target, calls = level.targets[0], list[Tensor]()
-    before = block.step.output(number, block.dense)
+    calls, before = list[Tensor](), run()
     if target.matrix.rows != before.shape[-1]:
         return False
     change = float(before.float().std()) * torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
@@ -304,9 +307,9 @@ def _is_added(block: _Block, level: _Level, number: int) -> bool:
         calls.append(output)
         return output + change.view(output.shape)
 
-    handle = block.model.get_submodule(target.layer.name).register_forward_hook(add)
+    handle = model.get_submodule(target.layer.name).register_forward_hook(add)
     try:
-        after = block.step.output(number, block.dense)
+        after = run()
     except RuntimeError:  # another shape
         return False
     finally:
@@ -477,9 +480,7 @@ def _updated(
                 found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
     except NonFiniteError as error:
         raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or prune without a fit.") from error
-    dtype = torch_dtype(target.matrix.stored.dtype)
-    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # values beyond the dtype's range become its largest
-    stored = found.weight.clamp(-most, most).to(dtype).masked_fill_(~found.mask, 0).cpu()  # not -0.0
+    stored = in_stored_dtype(found.weight, target).masked_fill_(~found.mask, 0).cpu()  # not -0.0
     before, after = _errors(block, target, found.mask, stored, moments) or (0.0, 0.0)
     record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
     return Moved(stored, record, kept_mass), searched
