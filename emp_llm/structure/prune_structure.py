@@ -22,7 +22,7 @@ from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.common.machine import Stopwatch, command_line, versions
+from emp_llm.common.machine import Stopwatch, command_line, machine_name, versions
 from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
@@ -147,7 +147,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
-                out.begin(signature)
+                out.begin(signature, machine_name())
                 keep_generated(out.files / SELF_NAME, data)
 
             # What the scores need: sums over the text, or the norms of the inputs of last layers.
