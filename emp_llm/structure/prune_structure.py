@@ -147,7 +147,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
-                out.begin(signature, machine_name())
+                out.begin(signature, "" if data is None else machine_name())
                 keep_generated(out.files / SELF_NAME, data)
 
             # What the scores need: sums over the text, or the norms of the inputs of last layers.
