@@ -158,6 +158,12 @@ def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
     prunes = {each.id: each for each in jobs if each.kind == "prune"}
     assert list(prunes) == ["llama.sparsegpt-2of4.prune", "llama.admm-2of4.prune"]
     assert all("--calibration demo" in each.command and not each.after for each in prunes.values())
+    how |= {"patterns": None, "sparsities": "0.5", "prune_options": "--heal"}
+    (healed,) = (each for each in planned(models, tmp_path, methods="wanda", overwrite=True, **how) if each.kind == "prune")
+    assert "--calibration demo" in healed.command
+    assert "--heal" in healed.command
+    assert not healed.after  # it reads the text itself
+    how["prune_options"] = "--propagate pruned"
     with pytest.raises(UserError, match="a sweep only sets weights to zero"):
         planned(models, tmp_path, methods="sparsegpt", per="model", overwrite=True)
 

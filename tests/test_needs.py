@@ -125,6 +125,13 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
     assert hours("evaluate", replace(short, suite=own)) > 50 * hours("evaluate", short)
 
 
+def test_healing_needs_room_for_the_optimiser(seven: ModelSize) -> None:
+    heals = Work(gpu_gb=80, calibrates=True, heals=300)
+    needs, without = (estimated_needs("prune", seven, work) for work in (heals, replace(heals, heals=0)))
+    assert (needs.gpus, without.gpus) == (2, 1)
+    assert needs.hours > 2 * without.hours
+
+
 def test_assumptions_are_said(seven: ModelSize) -> None:
     said = "\n".join(assumptions(seven, Work(gpu_gb=80, suite=find_suite("demo"))))
     assert "6,738,415,616 parameters" in said

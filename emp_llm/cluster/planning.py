@@ -141,6 +141,7 @@ class Work:
         calibrates: it collects norms; false if it is given an activations file, or needs none.
         samples, seqlen, batch_size: of the calibration text.
         updates: it moves the kept weights (--refit, SparseGPT or ADMM).
+        heals: the steps of --heal.
         propagates: --propagate pruned.
         suite: that is evaluated.
         limit: of --limit.
@@ -155,6 +156,7 @@ class Work:
     seqlen: int = 2048
     batch_size: int = 4
     updates: bool = False
+    heals: int = 0
     propagates: bool = False
     suite: Suite | None = None
     limit: int | None = None
@@ -172,12 +174,15 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     Raises:
         UserError: the model does not fit on one GPU, and each of several processes needs it whole.
     """
-    reads_text, judges = work.calibrates or work.updates, kind in ("evaluate", "sweep") and work.suite is not None
+    reads_text, judges = (
+        work.calibrates or work.updates or work.heals > 0,
+        kind in ("evaluate", "sweep") and work.suite is not None,
+    )
     runs_model = reads_text or kind != "prune"
     tokens = work.samples * work.seqlen if reads_text else 0
     judged = judged_tokens(size, work) if judges else 0.0
     item = size.itemsize(work.dtype)
-    weights = size.parameters * item
+    weights = size.parameters * (item + (16 if work.heals else 0))  # healing: float32 weights, gradients, states of Adam
 
     # A pass over so many tokens: what a block holds at its widest, inputs and outputs in float32, and the logits.
     width = item * (4 * size.widest + 6 * size.hidden_size) + 8 * (size.widest + size.hidden_size)
@@ -208,6 +213,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
 
     times = 1 + work.points  # an evaluation of the dense model, and of each point
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
+    forward += 4 * work.heals * 4 * work.seqlen  # steps of four sequences, as long as four forward passes
     moved = size.file_bytes * (reads_text + (2 if kind == "prune" else times if judges else 0))
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
@@ -350,12 +356,13 @@ class Norms(NamedTuple):
     Attributes:
         shared: from the model's calibration job.
         reads_text: it reads the calibration text itself.
-        updates: it moves the kept weights. propagates: --propagate pruned.
+        updates: it moves the kept weights. heals: the steps of --heal. propagates: --propagate pruned.
     """
 
     shared: bool
     reads_text: bool
     updates: bool
+    heals: int
     propagates: bool
 
 
@@ -393,9 +400,10 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
             command = parsed("prune", ["--model", "model", *words])
             check_options(**command.groups)
             recipe = command.groups["recipe"]
-            reads = recipe.updates or (recipe.needs_activations and command.activations is None)
-            shared = reads and not recipe.updates and command.propagate == "dense"
-            known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
+            reads = recipe.moves or (recipe.needs_activations and command.activations is None)
+            shared = reads and not recipe.moves and command.propagate == "dense"
+            heals = recipe.heal_steps or 0
+            known[form] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
         recipes[point] = known[form]
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
@@ -449,7 +457,7 @@ def model_jobs(
         output = f"runs/{slug}.{point.name}"
         words = [*start, *_recipe_words(point), *targets]
         words += ["--activations", activations] if norms.shared else text if norms.reads_text else []
-        own = replace(work, calibrates=norms.reads_text, updates=norms.updates, propagates=norms.propagates)
+        own = replace(work, calibrates=norms.reads_text, updates=norms.updates, heals=norms.heals, propagates=norms.propagates)
         own = own if norms.reads_text else replace(own, processes=1)
         add(f"{point.name}.prune", "prune", words, [f"{slug}.calibrate"] if norms.shared else [], output, own)
         judged = ["--model", output, *start[2:], *evaluation]

@@ -6,6 +6,7 @@ on the calibration text, without labels or further data. `transformers.Trainer` 
 where the processor has instructions for them, a checkpoint at every measurement of the loss on held-out sequences.
 """
 
+import logging
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
 from emp_llm.update.moved import MovedWeights, in_stored_dtype, words_of
 from emp_llm.update.update import check_update, updatable
 
+logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _MEASURES = 10  # of the held-out loss
 _HELD_OUT = 16  # one sequence of this many

@@ -168,6 +168,7 @@ def cells_of(command: str) -> tuple[str, str]:
     """Method and sparsity of a command, as cells."""
     words = shlex.split(command)
     method = _NAMES.get(name := words[words.index("--method") + 1], name) + (", refit" if "--refit" in words else "")
+    method += ", healed" if "--heal" in words else ""
     return method, "2:4" if "--pattern" in words else f"{float(words[words.index('--sparsity') + 1]):.0%}".replace("%", " %")
 
 
