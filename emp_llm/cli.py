@@ -326,7 +326,7 @@ def _completions(line: str) -> list[str]:
         given = flags.get(words[-2])
         found = [*flags, "--help"] if given is None or given.kind is bool else given.choices
         if given is not None and given.parameter.name == "method":
-            found = [f"{prefix}{name}" for prefix in ("emp-", "") for name in METHODS]
+            found = ["best", *(f"{prefix}{name}" for prefix in ("emp-", "") for name in METHODS)]
     return [each for each in found if each.startswith(words[-1]) and (words[-1] or not each.startswith("-"))]
 
 

@@ -23,6 +23,7 @@ from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.push import method_words
+from emp_llm.sweep import sweep
 from emp_llm.update import blocks
 from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify
@@ -296,6 +297,20 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     }.items():
         with pytest.raises(UserError, match=match):
             prune(models("llama"), output=tmp_path / "out", **given | how)
+
+
+def test_the_best_method_is_one_word(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    report = prune(models("llama"), method="best", heal_steps=1, output=tmp_path / "out", **given)
+    assert isinstance(report, RunReport)
+    recipe = report.recipe
+    assert (recipe.method, recipe.refit, recipe.heal) == ("emp-admm", True, True)
+    assert report.fits
+    assert report.healing is not None
+    pattern = Recipe(method="best", pattern="2:4")
+    pattern.check()
+    assert (pattern.method, pattern.refit, pattern.heal) == ("admm", True, True)
+    with pytest.raises(UserError, match="best is for prune"):
+        sweep(models("llama"), methods="best,wanda", output=tmp_path / "sweep", **given)
 
 
 def test_a_dry_run_says_what_it_takes(models: Models, given: dict[str, Any], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         method: "wanda", "magnitude", "relative", "ria", "sparsegpt", "admm", the name of a criterion of your own, or "scores".
+            "best" is emp-admm (admm, for a pattern or a match) with refit and heal.
             With the prefix "emp-", the effective number sets the number of kept weights; without it, the sparsity is fixed.
             None: "emp-" and the criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods. None: 1, 2, float64.
@@ -128,7 +129,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     method: Annotated[
         str,
         Opt(
-            "wanda, magnitude, relative, ria, sparsegpt, admm, own; taylor (heads, neurons), reap, man, frequency, mass "
+            "best (emp-admm --refit --heal), wanda, magnitude, relative, ria, sparsegpt, admm, own; taylor (heads, neurons), "
+            "reap, man, frequency, mass "
             "(experts), cosine (layers); emp-NAME: N_eff sets counts; default: emp-wanda, emp-reap, emp-cosine."
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
@@ -204,6 +206,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             fill(self, "method", f"emp-{own_name(self.criterion, self.scores) or 'wanda'}")
         if not isinstance(self.method, str):
             return  # `check` says what is wrong
+        if self.method == "best":  # by docs/heal.md
+            fill(self, "method", "admm" if (self.pattern, self.match) != (None, None) else "emp-admm")
+            fill(self, "refit", True)
+            fill(self, "heal", True)
         if self.adaptive:
             used: dict[str, Any] = {"order": 2.0}
             if self.sparsity is None:

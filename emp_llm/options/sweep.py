@@ -68,6 +68,8 @@ def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> lis
     """
     own = f",emp-{shared.name},{shared.name}" if shared.criterion is not None or shared.scores is not None else ""
     methods = parse_words(how.methods or f"{METHODS}{own}", "--methods")
+    if "best" in methods:
+        raise UserError("--methods: best is for prune; plan --methods emp-admm --prune-options '--refit --heal'.")
     for method in methods:
         check_method(shared.with_method(method), "--methods:")
     adaptive = [method for method in methods if method.startswith("emp-")]
