@@ -304,7 +304,7 @@ def tables(entries: list[dict[str, Any]]) -> str:
     from emp_llm.common.tables import markdown_table
     from emp_llm.evaluation.comparison import Value, change_of
 
-    parts = ["# Prune or quantise?\n\nBy `scripts/study_quantise.py`, which says what each row is."]
+    parts = ["# Prune or quantise?\n\n`python scripts/study_quantise.py tables`: its beginning says what each row is."]
     for model in dict.fromkeys(entry["model"] for entry in entries):
         found: dict[str, dict[str, Any]] = {}
         for entry in entries:
