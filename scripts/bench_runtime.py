@@ -133,19 +133,18 @@ def model_table(folder: Path, options: argparse.Namespace) -> str:
     shutil.rmtree(folder / "dense")
     run("pack", folder / "pruned", folder / "packed", "-q")
     copies = [copy_time(folder) for _ in range(3)]
-    run("bench", folder / "packed", "--prompt-tokens", 256, "--new-tokens", 16, "--device", "cpu", "--output",
-        folder / "bench.json", threads=options.threads)  # fmt: skip
+    run("bench", folder / "packed", "--prompt-tokens", 256, "--new-tokens", 16, "--batch-sizes", 1, "--device", "cpu",
+        "--output", folder / "bench.json", threads=options.threads)  # fmt: skip
     found = json.loads((folder / "bench.json").read_text())
-    dense, sparse = found["dense"], found["sparse"]
+    dense, sparse, (batch,) = found["dense"], found["sparse"], found["batches"]
+    prefill, decode = batch["prefill"], batch["decode"]
     copy = statistics.median(copies)
     return (
         f"A Llama of TinyLlama's shape with tied embeddings ({dense['weight_bytes'] / 1e9:.2f} GB), 50 % of all linear layers "
         "zero, bfloat16, by `emp-llm bench`:\n\n"
         "| | dense, torch | sparse | ratio |\n|---|---:|---:|---:|\n"
-        f"| prefill of 256 tokens, tokens/s | {dense['prefill_tokens_per_second']:.1f} "
-        f"| {sparse['prefill_tokens_per_second']:.1f} | {found['prefill_ratio']:.2f} |\n"
-        f"| decode, tokens/s | {dense['decode_tokens_per_second']:.2f} | {sparse['decode_tokens_per_second']:.2f} "
-        f"| {found['decode_ratio']:.2f} |\n"
+        f"| prefill of 256 tokens, tokens/s | {prefill['dense']:.1f} | {prefill['sparse']:.1f} | {prefill['ratio']:.2f} |\n"
+        f"| decode, tokens/s | {decode['dense']:.2f} | {decode['sparse']:.2f} | {decode['ratio']:.2f} |\n"
         f"| weights in memory | {dense['weight_bytes'] / 1e9:.2f} GB | {sparse['weight_bytes'] / 1e9:.2f} GB "
         f"| {sparse['weight_bytes'] / dense['weight_bytes']:.2f} |\n"
         f"| memory that the process grew by | {dense['memory_bytes'] / 1e9:.2f} GB | {sparse['memory_bytes'] / 1e9:.2f} GB "

@@ -1,16 +1,20 @@
-"""Fuzzing of the readers of safetensors headers, indexes and configs with damaged and hostile model folders.
+"""Fuzzing of the readers of model folders and of packed folders, with damaged and hostile files.
 
-    python scripts/fuzz_checkpoint.py [--executions 1000000] [--minutes 30] [--seed 0] [--folder DIR] [--write]
+    python scripts/fuzz_checkpoint.py [--reader NAME] [--executions 800000] [--minutes 15] [--write]
 
 Each execution damages a valid safetensors file, index or config (bytes, JSON values, lengths, structure) and reads it. Two
 outcomes are right: a UserError on one line, or tensors that tile the file exactly and have the names that the safetensors
-library reads. Anything else is a crash, and more than 5 seconds are a hang. The table shows the peak of Python's allocations in
-one execution. The exit code is 1 after a crash or a hang.
+library reads. In packed folders, values, masks, lengths, names and original headers change, and all hashes are computed again.
+The weights of each layer that the runtime takes must be those that `unpack` writes, and the positions of its rows the counts of
+its bits; then it is multiplied. Anything else is a crash, and more than 5 seconds are a hang. A read outside a mapping may end
+the script. The table shows the peak of Python's allocations in one execution. The exit code is 1 after a crash or a hang.
 """
 
 import argparse
 import json
+import math
 import random
+import shutil
 import signal
 import string
 import sys
@@ -22,11 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.headers import read_header
+from emp_llm.checkpoint.files import file_hash
+from emp_llm.checkpoint.headers import StoredTensor, read_header
+from emp_llm.checkpoint.packed_format import PackedShard, PackLayout
+from emp_llm.checkpoint.packing import pack_checkpoint
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import PACK_NAME
+from emp_llm.runtime.loader import StoredWeights
+from emp_llm.runtime.sparse_linear import products_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -164,6 +176,157 @@ def fuzz_folder(folder: Path, rng: random.Random) -> None:
     assert {shard.parent for shard in checkpoint.shards} == {folder}, "no shard lies outside of the folder"
 
 
+def fuzz_packed(folder: Path, rng: random.Random) -> None:
+    """Read a packed folder, damaged or not, and multiply its layers."""
+    model, packed = folder / "model", folder / "packed"
+    for each in (model, packed):
+        shutil.rmtree(each, ignore_errors=True)
+        each.mkdir()
+    header, data = sparse_shard(rng)
+    write_shard(model / "model.safetensors", header, data)
+    layout = PackLayout("weights", rng.choice(["raw", "raw", "raw", "zstd"]), rng.choice([64, 128, 1 << 20]))
+    pack_checkpoint(Checkpoint(model), layout, [], packed)
+    told = json.loads((packed / PACK_NAME).read_text())
+    raw = (packed / "model.packed.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:end]), bytearray(raw[end:])
+    odd = 0
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        what = rng.randrange(10)
+        if what < 4:
+            header, data = other_numbers(header, data, rng)
+        elif what < 6:
+            other_original(told, header, rng)
+        elif what == 6:
+            odd = rng.randint(1, 7)
+        elif what == 7:
+            header = damaged_value(header, rng)
+        elif what == 8:
+            told = damaged_value(told, rng)
+        else:
+            told["shards"]["more.safetensors"] = told["shards"].get("model.safetensors")
+        if not isinstance(header, dict) or not isinstance(told, dict) or not isinstance(told.get("shards"), dict):
+            break
+    for name, entry in told["shards"].items() if isinstance(told, dict) and isinstance(told.get("shards"), dict) else ():
+        if name in ("model.safetensors", "more.safetensors"):
+            path = packed / name.replace(".", ".packed.")
+            write_shard(path, header, data, odd)
+            if isinstance(entry, dict) and isinstance(entry.get("packed"), dict):
+                entry["packed"]["blake3"] = file_hash(path)
+    (packed / PACK_NAME).write_text(json.dumps(told))
+    weights = StoredWeights(packed)
+    assert weights.packed is not None
+    found = [(shard, tensor) for shard in weights.packed.shards.values() for tensor in shard.tensors]
+    assert len({tensor.name for _, tensor in found}) == len(found), "a name has one tensor"
+    used = [(shard, name) for shard, each in found for name in shard.layout.entries(each, shard.forms[each.name])]
+    assert len(set(used)) == len(used), "no two tensors share bytes"
+    for shard, tensor in found:
+        check_weights(weights, shard, tensor)
+
+
+def check_weights(weights: StoredWeights, shard: PackedShard, tensor: StoredTensor) -> None:
+    """Both readers of a tensor refuse it, or have the same words; and the places of a layer's values lie within them."""
+
+    def refused(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except UserError as error:
+            return error
+
+    words = refused(lambda: b"".join(each.tobytes() for each in shard.words(tensor)))
+    if len(tensor.shape) != 2 or tensor.dtype not in ("BF16", "F16", "F32"):
+        if isinstance(words, UserError):
+            raise words
+        return
+    rows = refused(lambda: weights.rows(tensor.name, 0))
+    dense = refused(lambda: weights.dense(tensor.name)) if rows is None else rows
+    assert isinstance(dense, UserError) == isinstance(words, UserError), f"unpack: {words}; the runtime: {dense}"
+    if isinstance(dense, UserError):
+        raise dense
+    if rows is not None:
+        counts = np.bitwise_count(rows.mask.numpy()).sum(axis=1, dtype=np.int64)
+        assert rows.offsets.tolist() == [0, *counts.cumsum().tolist()], "the offsets count the bits of the rows"
+        assert rows.offsets[-1] == rows.values.numel(), "the values are as many as the bits"
+        assert rows.mask.shape == (tensor.shape[0], -(-tensor.shape[1] // 64) * 8), "rows begin with a word"
+        assert rows.values.data_ptr() % rows.values.element_size() == 0, "values are aligned"
+        dense = rows.dense()
+        for tokens in (1, 3):
+            products_of(rows)(torch.ones(tokens, tensor.shape[1]))
+    assert dense.shape == tensor.shape
+    assert dense.contiguous().view(torch.uint8).numpy().tobytes() == words, "the runtime has the words that unpack writes"
+
+
+def sparse_shard(rng: random.Random) -> tuple[dict[str, Any], bytearray]:
+    """The header and the data of a file with a few tensors, in which many words are zero."""
+    header: dict[str, Any] = {}
+    data = bytearray()
+    for i in range(rng.randint(1, 3)):
+        dtype, size = rng.choice([("BF16", 2), ("BF16", 2), ("F16", 2), ("F32", 4), ("I64", 8), ("U8", 1)])
+        shape = rng.choice([[rng.randint(1, 6), rng.choice([0, 1, 50, 64, 100, 128])]] * 4 + [[130], [2, 3, 64]])
+        zeros, words = rng.random(), bytearray()
+        for _ in range(math.prod(shape)):
+            words += bytes(size) if rng.random() < zeros else rng.randbytes(size)
+        header[f"layers.{i}.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(words)]}
+        data += words
+    return header, data
+
+
+def write_shard(path: Path, header: Any, data: bytearray, odd: int = 0) -> None:
+    """A safetensors file; `odd` bytes more in its header shift the data."""
+    raw = json.dumps(header).encode()
+    raw = raw.ljust(-(-len(raw) // 8) * 8 + odd)
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+
+
+def other_numbers(header: dict[str, Any], data: bytearray, rng: random.Random) -> tuple[dict[str, Any], bytearray]:
+    """A packed file with other bits, lengths or names of its entries, whose header fits its data."""
+    entries = {name: entry for name, entry in header.items() if isinstance(entry, dict) and "data_offsets" in entry}
+    if not entries:
+        return header, data
+    name = rng.choice([*entries, *(each for each in entries if not each.endswith("weight"))])
+    try:
+        start, end = entries[name]["data_offsets"]
+        what = rng.randrange(4)
+        if what < 2 and end > start:  # of a mask or of values, often the last ones
+            for _ in range(rng.choice([1, 1, 8])):
+                data[rng.choice([end - 1, rng.randrange(start, end)])] = rng.choice([0, 255, rng.randrange(256)])
+        elif what == 2:
+            size = max(1, (end - start) // max(1, math.prod(entries[name]["shape"])))
+            more = max(rng.choice([-8, -1, 1, 8]), -len(data[start:end]) // size)
+            data[end:end] = bytes(max(0, more) * size)
+            del data[end + more * size : end]
+            for other in entries.values():
+                other["data_offsets"] = [at + more * size * (at >= end and at > start) for at in other["data_offsets"]]
+            entries[name]["data_offsets"][0] = start
+            entries[name]["shape"] = [(end - start) // size + more]
+        else:
+            twin = rng.choice(list(entries))
+            header[name], header[twin] = header[twin], header[name]
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError):  # damaged before
+        pass
+    return header, data
+
+
+def other_original(told: dict[str, Any], header: dict[str, Any], rng: random.Random) -> None:
+    """Another header of the original shard: larger shapes, or tensors with the names of entries of others."""
+    try:
+        entry = told["shards"]["model.safetensors"]
+        original = json.loads(entry["header"])
+        name, what = rng.choice(list(original)), rng.randrange(3)
+        if what == 0:
+            original = damaged_value(original, rng)
+        else:
+            other = rng.choice(list(header)) if what == 1 else name
+            length = max(each["data_offsets"][1] for each in original.values())
+            copy = dict(header.get(other, original[name]), shape=rng.choice([[64, 64], original[name]["shape"]]))
+            size = math.prod(copy["shape"]) * {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "U8": 1}[copy["dtype"]]
+            original[other] = copy | {"data_offsets": [length, length + size]}
+        entry["header"] = json.dumps(original)
+        entry["bytes"] = 8 + len(entry["header"]) + max(each["data_offsets"][1] for each in original.values())
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):  # damaged before
+        pass
+
+
 def outcome_of(fuzz: Callable[[Path, random.Random], None], folder: Path, rng: random.Random) -> str:
     """ "accepted", "refused", "hang", or the message of the crash."""
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
@@ -184,55 +347,61 @@ def outcome_of(fuzz: Callable[[Path, random.Random], None], folder: Path, rng: r
 def main(line: list[str] | None = None) -> None:
     """Run, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--executions", type=int, default=1_000_000, help="default: 1,000,000")
-    parser.add_argument("--minutes", type=float, default=30, help="time limit; default: 30")
+    parser.add_argument("--reader", choices=list(READERS), action="append", help="default: all of them")
+    parser.add_argument("--executions", type=int, default=800_000, help="of each reader; default: 800,000")
+    parser.add_argument("--minutes", type=float, default=15, help="time limit of each reader; default: 15")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="working folder; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/fuzz_checkpoint.md")
+    parser.add_argument("--write", action="store_true", help="write their rows to scripts/results/fuzz_checkpoint.md")
     arguments = parser.parse_args(line)
 
     def on_alarm(*_: object) -> None:
         raise Hang
 
     signal.signal(signal.SIGALRM, on_alarm)
-    lines = [
-        "| reader | executions | accepted | refused | crashes | hangs | peak allocation |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows: dict[str, str] = {}
     bad: list[str] = []
-    start = time.monotonic()
     tracemalloc.start()
-    parts = {"safetensors header": (fuzz_header, 0.8), "folder: index, config and shards": (fuzz_folder, 0.2)}
-    for name, (fuzz, share) in parts.items():
+    for name in arguments.reader or READERS:
         counts: Counter[str] = Counter()
-        peak = 0
-        until = time.monotonic() + 60 * arguments.minutes * share
+        peak, start = 0, time.monotonic()
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            for number in range(int(arguments.executions * share)):
-                if time.monotonic() > until:
+            for number in range(arguments.executions):
+                if time.monotonic() > start + 60 * arguments.minutes:
                     break
                 before = tracemalloc.get_traced_memory()[0]
                 tracemalloc.reset_peak()
-                outcome = outcome_of(fuzz, Path(folder), random.Random(f"{arguments.seed} {name} {number}"))
+                outcome = outcome_of(READERS[name], Path(folder), random.Random(f"{arguments.seed} {name} {number}"))
                 peak = max(peak, tracemalloc.get_traced_memory()[1] - before)
                 kind = outcome if outcome in ("accepted", "refused", "hang") else "crash"
                 counts[kind] += 1
                 if kind in ("hang", "crash") and len(bad) < 20:
                     bad.append(f"{name}, number {number}: {outcome}")
-        done = (
-            f"{sum(counts.values()):,} | {counts['accepted']:,} | {counts['refused']:,} | {counts['crash']} | {counts['hang']}"
-        )
-        lines.append(f"| {name} | {done} | {peak / 1e6:.1f} MB |")
+        figures = [sum(counts.values()), *(counts[kind] for kind in ("accepted", "refused", "crash", "hang"))]
+        cells = [*(f"{figure:,}" for figure in figures), f"{peak / 1e6:.1f} MB", f"{(time.monotonic() - start) / 60:.0f}"]
+        rows[name] = f"| {' | '.join([name, *cells])} |\n"
     tracemalloc.stop()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    table = "\n".join(lines)
-    about = f"seed {arguments.seed}, {(time.monotonic() - start) / 60:.0f} minutes on one core"
-    print(f"{about}\n\n{table}\n", *bad, sep="\n")
+    print(HEAD + "".join(rows.values()), *bad, sep="\n")
     if arguments.write:
-        text = f"# Damaged and hostile model folders\n\n`python scripts/fuzz_checkpoint.py --write`: {about}.\n\n{table}\n"
-        (Path(__file__).parent / "results" / "fuzz_checkpoint.md").write_text(text, encoding="utf-8")
+        old = {row.split(" | ")[0].removeprefix("| "): row for row in RESULTS.read_text(encoding="utf-8").splitlines(True)}
+        RESULTS.write_text(HEAD + "".join(rows.get(name, old.get(name, "")) for name in READERS), encoding="utf-8")
     sys.exit(1 if bad else 0)
 
+
+READERS = {
+    "safetensors header": fuzz_header,
+    "folder: index, config and shards": fuzz_folder,
+    "packed folder": fuzz_packed,
+}
+RESULTS = Path(__file__).parent / "results" / "fuzz_checkpoint.md"
+HEAD = """# Damaged and hostile model folders
+
+`python scripts/fuzz_checkpoint.py --write`, on one core. The last row multiplies the layers of the folders that are accepted.
+
+| reader | executions | accepted | refused | crashes | hangs | peak allocation | minutes |
+|---|---:|---:|---:|---:|---:|---:|---:|
+"""
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -10,14 +11,20 @@ from typing import Any
 
 import fuzz_checkpoint as fuzz
 import pytest
+import torch
 from conftest import Run
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import read_json
-from emp_llm.checkpoint.headers import read_header
+from emp_llm.checkpoint.files import file_hash, read_json
+from emp_llm.checkpoint.headers import header_text, read_header
+from emp_llm.checkpoint.packed_format import packed_name
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import PACK_NAME
+from emp_llm.pack import pack
+from emp_llm.prune import prune
+from emp_llm.runtime import load
+from emp_llm.runtime.loader import StoredWeights, sparse_layers
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
@@ -98,9 +105,6 @@ def test_huge_header_in_a_sparse_file(tmp_path: Path) -> None:
 
 def test_all_dtypes_of_the_library(tmp_path: Path) -> None:
     """A checkpoint is read even if only some of its dtypes can be pruned."""
-    import torch
-    from safetensors.torch import save_file
-
     kinds = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
     kinds += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint16, torch.uint32]
     tensors = {str(dtype): torch.zeros((3, 5), dtype=dtype) for dtype in kinds} | {"empty": torch.zeros((0, 5))}
@@ -232,9 +236,156 @@ def test_links_of_the_hub_cache(model: Path, tmp_path: Path) -> None:
         assert len(Checkpoint(folder).shards) == 2
 
 
-@settings(max_examples=400, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_readers_accept_or_refuse(tmp_path: Path, rng: Any, whole_folder: bool) -> None:
+@pytest.mark.parametrize(("reader", "number"), [("fuzz_header", 200), ("fuzz_folder", 200), ("fuzz_packed", 100)])
+def test_readers_accept_or_refuse(tmp_path: Path, reader: str, number: int) -> None:
     """A short run of scripts/fuzz_checkpoint.py."""
-    reader = fuzz.fuzz_folder if whole_folder else fuzz.fuzz_header
-    assert fuzz.outcome_of(reader, tmp_path, rng) in ("accepted", "refused")
+    for seed in range(number):
+        assert fuzz.outcome_of(getattr(fuzz, reader), tmp_path, random.Random(seed)) in ("accepted", "refused"), seed
+
+
+class TestPacked:
+    """Packed folders by an author who computes the hashes again."""
+
+    @pytest.fixture(scope="class")
+    def packed(self, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("packed")
+        how: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
+        prune(models("llama"), method="magnitude", sparsity=0.5, output=folder / "pruned", **how)
+        pack(folder / "pruned", folder / "packed")
+        return folder / "packed"
+
+    @pytest.fixture
+    def folder(self, packed: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(packed, tmp_path / "packed"))
+
+    def change(self, folder: Path, change: Callable[..., object], odd: int = 0) -> None:
+        """Apply `change(header, data, entry of emp_pack.json)` to the first packed shard."""
+        told = json.loads((folder / PACK_NAME).read_text())
+        path, entry = folder / packed_name(SHARD), told["shards"][SHARD]
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8:end]), bytearray(content[end:])
+        change(header, data, entry)
+        fuzz.write_shard(path, header, data, odd)
+        entry["packed"]["blake3"] = file_hash(path)
+        (folder / PACK_NAME).write_text(json.dumps(told))
+
+    @staticmethod
+    def mask(header: dict[str, Any]) -> tuple[str, slice]:
+        """The name of the first packed weight, and where its mask lies."""
+        name = next(name for name in header if name.endswith(".mask"))
+        return name.removesuffix(".mask"), slice(*header[name]["data_offsets"])
+
+    def more_bits(self, header: Any, data: bytearray, entry: Any) -> None:
+        place = self.mask(header)[1]
+        data[place] = b"\xff" * (place.stop - place.start)
+
+    def fewer_bits(self, header: Any, data: bytearray, entry: Any) -> None:
+        place = self.mask(header)[1]
+        data[place] = bytes(place.stop - place.start)
+
+    def one_entry_of_two_tensors(self, header: Any, data: bytearray, entry: Any) -> None:
+        name = f"{self.mask(header)[0]}.values"
+        original, size = json.loads(entry["header"]), header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+        end = max(each["data_offsets"][1] for key, each in original.items() if key != "__metadata__")
+        original[name] = header[name] | {"data_offsets": [end, end + size]}
+        entry["header"] = json.dumps(original)
+        entry["bytes"] = 8 + len(entry["header"]) + end + size
+
+    def shared_bytes(self, header: Any, data: bytearray, entry: Any) -> None:
+        name, place = self.mask(header)
+        header[f"{name}.values"]["data_offsets"][0] = place.start
+
+    def values_of_another_dtype(self, header: Any, data: bytearray, entry: Any) -> None:
+        header[f"{self.mask(header)[0]}.values"]["dtype"] = "F16"
+
+    def more_rows(self, header: Any, data: bytearray, entry: Any) -> None:
+        original = json.loads(entry["header"])
+        original[self.mask(header)[0]]["shape"][0] *= 2
+        entry["header"] = json.dumps(original)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ("more_bits", r"its mask has 2,560 bits set for 1,280 values"),
+            ("fewer_bits", r"its mask has 0 bits set for 1,280 values"),
+            ("one_entry_of_two_tensors", r"weight\.values belongs to two tensors"),
+            ("shared_bytes", r"weight\.values (overlaps|does not have the bytes)"),
+            ("values_of_another_dtype", r"weight\.values does not have the dtype and the shape"),
+            ("more_rows", r"does not have the bytes that its dtype and shape need"),
+        ],
+    )
+    def test_crafted(self, folder: Path, change: str, match: str, command: Run) -> None:
+        self.change(folder, getattr(self, change))
+        for check in (True, False):
+            with pytest.raises(UserError, match=match):
+                load(folder, check=check)
+        done = command("generate", "--model", folder, "--prompt", "a", "--device", "cpu")
+        assert (done.returncode, done.stderr.count("\n"), done.stderr[:7]) == (2, 1, "error: ")
+
+    def test_a_tensor_in_two_shards(self, folder: Path) -> None:
+        told = json.loads((folder / PACK_NAME).read_text())
+        told["shards"]["again.safetensors"] = told["shards"][SHARD]
+        shutil.copy(folder / packed_name(SHARD), folder / "again.packed.safetensors")
+        (folder / PACK_NAME).write_text(json.dumps(told))
+        with pytest.raises(UserError, match=rf"{PACK_NAME}: not a sound packed file \(model\..* is in two shards\)"):
+            load(folder)
+
+    def test_a_header_of_2_gb(self, folder: Path) -> None:
+        """In a file that takes no space."""
+        path = folder / packed_name(SHARD)
+        path.write_bytes((2 << 30).to_bytes(8, "little") + b"{")
+        os.truncate(path, (2 << 30) + 8)
+
+        def read() -> None:
+            with pytest.raises(UserError, match="claims 2,147,483,648 bytes, and 100,000,000 are allowed"):
+                load(folder, check=False)
+
+        assert peak_of(read) < 5e6
+
+    def test_values_at_odd_bytes(self, packed: Path, folder: Path) -> None:
+        self.change(folder, lambda *_: None, odd=1)
+        found, expected = load(folder), load(packed)
+        ids = torch.arange(3, 9)[None]
+        for name, layer in sparse_layers(found).items():
+            assert layer.values.data_ptr() % 2 == 0, name
+        with torch.no_grad():
+            assert torch.equal(found(ids).logits, expected(ids).logits)
+
+    def test_a_file_that_shrinks(self, folder: Path) -> None:
+        """Before it is opened, and between the check of its header and its mapping."""
+        path = folder / packed_name(SHARD)
+        weights, name = StoredWeights(folder), self.mask(json.loads(header_text(path)))[0]
+        os.truncate(path, path.stat().st_size - 2)
+        with pytest.raises(UserError, match=rf"{path.name}: .*weight.mask cannot be mapped"):
+            weights.rows(name, 0.2)
+        with pytest.raises(UserError, match=rf"{path.name}: not a complete safetensors file"):
+            load(folder)
+
+    def test_another_file_in_its_place(self, folder: Path) -> None:
+        weights = StoredWeights(folder)
+        path = folder / packed_name(SHARD)
+        name = self.mask(json.loads(header_text(path)))[0]
+        save_file({f"{name}.mask": torch.zeros(8, dtype=torch.uint8), f"{name}.values": torch.zeros(0)}, path)
+        with pytest.raises(UserError, match=rf"{path.name}: it changed while it was read"):
+            weights.rows(name, 0.2)
+
+    def test_a_matrix_of_odd_width(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its bits are moved, as bytes, if there is room; none lies behind the last weight."""
+        (tmp_path / "model").mkdir()
+        save_file({"a": torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]] * 5)}, tmp_path / "model" / "model.safetensors")
+        pack(tmp_path / "model", tmp_path / "packed")
+        rows = StoredWeights(tmp_path / "packed").rows("a", 0.2)
+        assert rows is not None
+        assert rows.offsets.tolist() == [0, 1, 2, 3, 4, 5]
+        monkeypatch.setattr("emp_llm.runtime.loader.available_memory", lambda: 300)
+        with pytest.raises(UserError, match=r"a needs 370 B of memory, and 300 B are free"):
+            StoredWeights(tmp_path / "packed").rows("a", 0.2)
+        monkeypatch.undo()
+        path = tmp_path / "packed" / "model.packed.safetensors"
+        content = bytearray(path.read_bytes())
+        (place,) = (tensor.end for tensor in read_header(path) if tensor.name == "a.mask")
+        content[place - 1] = 128
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"a: a mask does not fit its numbers"):
+            StoredWeights(tmp_path / "packed").rows("a", 0.2)

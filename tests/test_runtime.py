@@ -23,7 +23,7 @@ from llvmlite import binding as llvm
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import emp_llm
 from emp_llm.checkpoint.headers import StoredTensor
@@ -305,6 +305,9 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
         ("evaluate --model {}-packed --suite perplexity", "a packed checkpoint. Unpack it first: emp-llm unpack"),
         ("bench {}-t5", "bench measures models that continue their prompt"),
         ("bench {}-dense --prompt-tokens 8 --new-tokens 2", "no layer has enough zeros to be packed"),
+        ("bench {} --batch-sizes 1,1", "expected different whole numbers from 1 on"),
+        ("bench {} --batch-sizes 0.5", "expected different whole numbers from 1 on"),
+        ("bench {} --batch-sizes a", "expected numbers separated by commas"),
     ],
 )
 def test_wrong_input(line: str, message: str, models: Models, sparse_models: Models, command: Run, tmp_path: Path) -> None:
@@ -372,25 +375,46 @@ def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
 def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     output, pruned = tmp_path / "bench.json", sparse_models("llama")
     line = ("--prompt-tokens", 16, "--new-tokens", 4, "--repeats", 3, "--device", "cpu", "--output", output)
-    done = command("bench", f"{pruned}-packed", *line)
+    done = command("bench", f"{pruned}-packed", *line, "--batch-sizes", "3,1")
     assert done.returncode == 0, done.stderr
     record = read_record(output, Bench)
     assert record.layers == 14
     assert record.sparsity == pytest.approx(0.5, abs=0.02)
     assert record.sparse.weight_bytes < record.dense.weight_bytes
-    assert record.equal_tokens is not None
-    assert f"{record.decode_ratio:.2f}" in done.stdout
-    ratios = [d / s for d, s in zip(record.dense.decode_seconds, record.sparse.decode_seconds, strict=True)]
-    assert record.decode_ratio == pytest.approx(sorted(ratios)[1], rel=1e-2)
+    assert record.text == "eval/demo/heldout.txt"
+    assert record.text in done.stdout
+    assert [batch.batch_size for batch in record.batches] == [1, 3]
+    for batch in record.batches:
+        assert batch.equal_tokens is not None
+        for name, speed in (("prefill", batch.prefill), ("decode", batch.decode)):
+            ratios = sorted(d / s for d, s in zip(speed.dense_seconds, speed.sparse_seconds, strict=True))
+            assert [speed.lowest_ratio, speed.ratio, speed.highest_ratio] == pytest.approx(ratios, rel=2e-2)
+            assert f"{name} x {batch.batch_size}, tokens/s" in done.stdout
+            assert f"{speed.ratio:.2f}  {speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}" in done.stdout
     assert "exists" in command("bench", f"{pruned}-packed", *line).stderr
     assert command("report", output, "--output", tmp_path / "report", "--no-plots").returncode == 0
     page = (tmp_path / "report" / "report.md").read_text()
     assert "## Speed and memory" in page
-    assert f"({record.decode_ratio:.2f} x)" in page
-    assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 2
+    assert f"({speed.ratio:.2f} x, {speed.lowest_ratio:.2f} to {speed.highest_ratio:.2f})" in page
+    assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 3
     pushed = ("user/name", "--results", output, "--base-model", "user/base", "--dry-run")
     assert command("push", pruned, *pushed).returncode == 0
     assert "is of other weights than those in" in command("push", sparse_models("opt"), *pushed).stderr
+
+
+def test_bench_prompts(sparse_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first tokens of a text; random ones without a tokenizer."""
+    model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
+    prompts = partial(emp_llm.bench._prompts, model, sequences=4)
+    options = emp_llm.bench.BenchOptions(str(model), prompt_tokens=100, new_tokens=1)
+    text, ids = prompts(options)
+    assert AutoTokenizer.from_pretrained(model).decode(ids.view(-1)) == (Path(__file__).parents[1] / text).read_text()[:400]
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    text, random = prompts(options)
+    assert text is None
+    assert random.shape == ids.shape == (4, 100)
+    assert "no tokenizer, so the prompts are random tokens" in caplog.text
 
 
 class TestMemory:
@@ -483,7 +507,7 @@ def test_a_bench_on_a_failing_disk(
     """A failure is told before the measurement; one after it still shows the figures."""
     output = tmp_path / "results" / "bench.json"
     line = (f"{sparse_models('llama')}-packed", "--prompt-tokens", 8, "--new-tokens", 2, "--repeats", 1, "--device", "cpu")
-    save = emp_llm.bench._Measured.round
+    run = emp_llm.bench._run
 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -491,13 +515,13 @@ def test_a_bench_on_a_failing_disk(
     for moment in ("before", "after"):
         if moment == "before":
             monkeypatch.setattr("emp_llm.bench.write_bytes", fail)
-            monkeypatch.setattr(emp_llm.bench._Measured, "round", None)
+            monkeypatch.setattr(emp_llm.bench, "_run", None)
         else:
             monkeypatch.undo()
-            assert emp_llm.bench._Measured.round is save
+            assert emp_llm.bench._run is run
             monkeypatch.setattr(Bench, "save", fail)
         done = command("bench", *line, "--output", output)
         assert done.returncode == 2
         assert f"error: --output {output}: cannot be written there ({os.strerror(number).lower()})" in done.stderr
-        assert ("prefill, tokens/s" in done.stderr) == (moment == "after")
+        assert ("prefill x 1, tokens/s" in done.stderr) == (moment == "after")
         assert not list(output.parent.glob("*"))

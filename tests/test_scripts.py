@@ -14,6 +14,7 @@ from pathlib import Path
 import bench_evaluate
 import bench_prune
 import pytest
+import torch
 import zoo
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -89,6 +90,21 @@ def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
 def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: str) -> None:
     assert run(monkeypatch, name, *arguments.split()) == 0
     assert capsys.readouterr().out
+
+
+def test_pruned_or_quantised() -> None:
+    """The tables are those of the measurements."""
+    study, results = import_module("study_quantise"), SCRIPTS / "results"
+    entries = [json.loads(line) for line in (results / "prune_or_quantise.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert study.tables(entries) == (results / "prune_or_quantise.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("Eight", 0.01), ("Four", 0.1)])
+def test_products_of_quantised_weights(kind: str, error: float) -> None:
+    """They are near the products of the weights, and the words are in the right places."""
+    weight, x = torch.randn(32, 128).bfloat16(), torch.randn(2, 3, 128).bfloat16()
+    exact, found = x.double() @ weight.double().T, getattr(import_module("study_quantise"), kind)(weight)(x)
+    assert (found.double() - exact).norm() < error * exact.norm()
 
 
 @pytest.fixture

@@ -23,9 +23,15 @@ than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a
   written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first: its index in that list, or 15
   for a byte that is not in the list and for the missing half of a last pair; then the bytes that are not in the list.
 - in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros has no entry.
+
+What an author of a folder can get wrong is refused here, before a word is read: headers that leave gaps, overlap or do not fit
+their file (`read_header`); entries without the dtype and the shape of their tensor, of no tensor, or of two; a tensor in two
+shards. A mask is counted when it is read, here by `chunks` and by the runtime in `StoredWeights.rows`. Positions of rows are
+never read from a file: they are sums of these counts.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -157,12 +163,14 @@ class PackedShard:
             for tensor in self.tensors:
                 entries = layout.entries(tensor, self.forms[tensor.name])
                 for name, (dtype, shape) in entries.items():
-                    found = self._entry(name)
+                    found = self.entry(name)
                     alike = len(found.shape) == len(shape) and all(
                         a in (None, b) for a, b in zip(shape, found.shape, strict=True)
                     )
                     if found.dtype != dtype or not alike:
                         raise ValueError(f"{quotable(name)} does not have the dtype and the shape that its original requires")
+                if used & entries.keys():
+                    raise ValueError(f"{quotable(min(used & entries.keys()))} belongs to two tensors")
                 used |= entries.keys()
             if used != self._entries.keys():
                 raise ValueError(f"{quotable(min(self._entries.keys() - used))} belongs to no tensor of the original")
@@ -171,7 +179,7 @@ class PackedShard:
 
     def zeros_in(self, tensor: StoredTensor) -> int:
         """The number of words of a tensor that are not stored; 0 if it is dense. For raw weights."""
-        return words_in(tensor) - words_in(self._entry(f"{tensor.name}.values")) if self.forms[tensor.name] == "sparse" else 0
+        return words_in(tensor) - words_in(self.entry(f"{tensor.name}.values")) if self.forms[tensor.name] == "sparse" else 0
 
     def chunks(self, tensor: StoredTensor) -> Iterator[Chunk]:
         """(first word, number of words, mask, values) of each chunk of a tensor.
@@ -208,7 +216,7 @@ class PackedShard:
 
     def _raw_chunks(self, tensor: StoredTensor, file: FileReader) -> Iterator[Chunk]:
         """`chunks` of a tensor that is not compressed; ValueError for an unsound mask."""
-        mask_entry = self._entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
+        mask_entry = self.entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
         values_entry = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
         used, mask, values = 0, None, None
         for first, count in self.layout.chunks(tensor):
@@ -237,7 +245,7 @@ class PackedShard:
             values = join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
             return first, count, mask, values
 
-        start = self._entry(f"{tensor.name}.frames").start
+        start = self.entry(f"{tensor.name}.frames").start
         for chunk, sizes in zip(self.layout.chunks(tensor), self._frame_sizes(tensor, file), strict=True):
             raw = memoryview(bytearray(sum(sizes)))
             file.read(raw, start)
@@ -246,10 +254,10 @@ class PackedShard:
 
     def _frame_sizes(self, tensor: StoredTensor, file: FileReader) -> list[list[int]]:
         """The sizes of the frames of each chunk; ValueError for impossible ones."""
-        entry = self._entry(f"{tensor.name}.sizes")
+        entry = self.entry(f"{tensor.name}.sizes")
         sizes = read_words(file, entry, 0, entry.numel).reshape(entry.shape).astype(np.int64)
         total = int(sizes.sum())
-        if total + -total % 8 != self._entry(f"{tensor.name}.frames").numel:
+        if total + -total % 8 != self.entry(f"{tensor.name}.frames").numel:
             raise ValueError("its frames do not have the announced length")
         if sizes.size and int(sizes.max()) > 2 * self.layout.chunk + 1024:
             raise ValueError("a frame is too long for a chunk")
@@ -268,7 +276,7 @@ class PackedShard:
             return "dense" if weights else "base"
         return "sparse" if sizes.shape[1:] == (self.layout.frames(tensor, "sparse"),) else "dense"
 
-    def _entry(self, name: str) -> StoredTensor:
+    def entry(self, name: str) -> StoredTensor:
         """An entry of the packed file; ValueError if there is none."""
         if name not in self._entries:
             raise ValueError(f"it holds no {quotable(name)}")
@@ -311,6 +319,9 @@ class PackedFolder:
         if self.layout.codec == "zstd":
             need_zstandard(str(folder))
         self.shards = {name: PackedShard(folder / packed_name(name), self.layout, each) for name, each in shards.items()}
+        for name, times in Counter(tensor.name for shard in self.shards.values() for tensor in shard.tensors).items():
+            if times > 1:
+                damaged(path, f"{quotable(name)} is in two shards")
 
     @property
     def bytes(self) -> int:

@@ -7,18 +7,16 @@ import msgspec
 from emp_llm.records.base import FileRecord, Part
 
 
-class Speed(Part, kw_only=True, omit_defaults=False):
-    """The measurements of one model.
+class LoadedModel(Part, kw_only=True, omit_defaults=False):
+    """One of the two models.
 
     Attributes:
         model: its name; revision: its commit on the Hub; null for a folder.
         runtime: "dense" or "sparse".
         load_seconds: from the files, which were read before.
         weight_bytes: of its weights in memory.
-        memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and ran for the first time.
-        prefill_seconds: of the prompt, in each round.
-        decode_seconds: of all new tokens, in each round.
-        prefill_tokens_per_second, decode_tokens_per_second: from the medians, over all sequences.
+        memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and ran for the first time, on
+            the smallest batch.
     """
 
     model: str
@@ -27,10 +25,40 @@ class Speed(Part, kw_only=True, omit_defaults=False):
     load_seconds: float
     weight_bytes: int
     memory_bytes: int
-    prefill_seconds: list[float]
-    decode_seconds: list[float]
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
+
+
+class Speed(Part, kw_only=True, omit_defaults=False):
+    """The speed of both models at one thing.
+
+    Attributes:
+        dense_seconds, sparse_seconds: in each round; both models run in it, one after the other.
+        dense, sparse: tokens per second over all sequences, from the medians of the seconds.
+        ratio, lowest_ratio, highest_ratio: speed of sparse over that of dense in the rounds: their median, and their range.
+    """
+
+    dense_seconds: list[float]
+    sparse_seconds: list[float]
+    dense: float
+    sparse: float
+    ratio: float
+    lowest_ratio: float
+    highest_ratio: float
+
+
+class Batch(Part, kw_only=True, omit_defaults=False):
+    """Both models with some sequences at a time.
+
+    Attributes:
+        batch_size: the number of sequences.
+        prefill: of the prompts; decode: of all new tokens.
+        equal_tokens: the share of new tokens that are the same in both, with the same model and greedy choice; null with
+            another baseline.
+    """
+
+    batch_size: int
+    prefill: Speed
+    decode: Speed
+    equal_tokens: float | None = None
 
 
 class Bench(FileRecord, kw_only=True, omit_defaults=False):
@@ -40,15 +68,15 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
         model: the pruned one; revision: its commit on the Hub; identity: of its checkpoint, as in results files.
         sparsity: the share of zeros in its packed layers; layers: their number.
         processor, threads, device: where; versions, command: how.
-        prompt_tokens, new_tokens, batch_size, repeats: as for the command.
-        dense, sparse: the measurements.
-        prefill_ratio, decode_ratio: speed of sparse over that of dense, the medians of the rounds.
+        text: the file of the prompts; null: random tokens, because the model has no tokenizer.
+        prompt_tokens, new_tokens, repeats: as for the command.
+        dense, sparse: the models.
         memory_ratio: memory of sparse over that of dense.
-        equal_tokens: the share of new tokens that are the same in both, with the same model and greedy choice; null with
-            another baseline.
+        batches: their speeds.
     """
 
     KIND: ClassVar[str] = "bench"
+    VERSION: ClassVar[int] = 2
 
     model: str
     revision: str | None = None
@@ -58,15 +86,13 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     processor: str
     threads: int
     device: str
+    text: str | None = None
     prompt_tokens: int
     new_tokens: int
-    batch_size: int
     repeats: int
-    dense: Speed
-    sparse: Speed
-    prefill_ratio: float
-    decode_ratio: float
+    dense: LoadedModel
+    sparse: LoadedModel
     memory_ratio: float
-    equal_tokens: float | None = None
+    batches: list[Batch]
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     command: str = ""

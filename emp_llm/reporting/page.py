@@ -433,7 +433,7 @@ def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], ti
         ("differences.csv", [record for study in found for record in difference_records(study)]),
         ("matrices.csv", [record for study in found for record in matrix_records(study)]),
         ("fits.csv", [record for study in found for record in fit_records(study)]),
-        ("speeds.csv", [flat(bench.as_dict()) for bench in benches]),
+        ("speeds.csv", [flat(values | batch) for values in map(Bench.as_dict, benches) for batch in values.pop("batches")]),
     ):
         if records:
             files[name] = _csv(records)

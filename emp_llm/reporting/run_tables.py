@@ -14,7 +14,7 @@ from emp_llm.evaluation.comparison import change_notes, compare, formatted, in_p
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
-from emp_llm.records.bench import Bench
+from emp_llm.records.bench import Bench, Speed
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import FitRecord, MatrixRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
@@ -384,7 +384,8 @@ def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float 
 
 SPEED_NOTE = (
     "The pruned model from packed weights (a bit for each weight, and the weights that are not zero), and the same model or a "
-    "baseline dense. Both are measured in turn in one process; medians. Memory is what the process grew by."
+    "baseline dense. Both are measured in turn in one process: medians, and the range of the ratios of the rounds. Tokens: "
+    "sequences x tokens of a prompt + new tokens. Memory is what the process grew by, with one batch of the smallest size."
 )
 
 
@@ -408,30 +409,32 @@ def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
 
 
 def speed_rows(benches: Sequence[Bench]) -> Rows:
-    """A row for each bench."""
+    """A row for each batch size of each bench."""
     rows = [
         ["model", "zeros in packed layers", "machine", "tokens", "prefill, tokens/s", "decode, tokens/s", "memory", "weights"]
     ]
     for bench in benches:
         dense, sparse = bench.dense, bench.sparse
         threads = f", {bench.threads} threads" if bench.device == "cpu" else ""
-        rows.append(
+        rows += [
             [
                 printable(bench.model if dense.model == bench.model else f"{bench.model}, dense: {dense.model}"),
                 f"{bench.sparsity:.1%}",
                 printable(bench.processor if bench.device == "cpu" else bench.device) + threads,
-                f"{bench.batch_size} x {bench.prompt_tokens} + {bench.new_tokens}",
-                _change(dense.prefill_tokens_per_second, sparse.prefill_tokens_per_second, bench.prefill_ratio),
-                _change(dense.decode_tokens_per_second, sparse.decode_tokens_per_second, bench.decode_ratio),
+                f"{batch.batch_size} x {bench.prompt_tokens}{'' if bench.text else ' at random'} + {bench.new_tokens}",
+                _change(batch.prefill),
+                _change(batch.decode),
                 _smaller(dense.memory_bytes, sparse.memory_bytes),
                 _smaller(dense.weight_bytes, sparse.weight_bytes),
             ]
-        )
+            for batch in bench.batches
+        ]
     return rows
 
 
-def _change(dense: float, sparse: float, ratio: float) -> str:
-    return f"{dense:.1f} → {sparse:.1f} ({ratio:.2f} x)"
+def _change(speed: Speed) -> str:
+    spread = f"{speed.lowest_ratio:.2f} to {speed.highest_ratio:.2f}"
+    return f"{speed.dense:.1f} → {speed.sparse:.1f} ({speed.ratio:.2f} x, {spread})"
 
 
 def _smaller(dense: int, sparse: int) -> str:

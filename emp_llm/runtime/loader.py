@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import transformers
 from blake3 import blake3
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as safetensors_load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from emp_llm.checkpoint.bits import ones_in
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
@@ -29,7 +30,7 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows, pack_words, rows_of
+from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pack_words, rows_of
 from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def load(
     if semi_structured:
         check_semi_structured(torch.device(device))
     folder = find_model(str(model), revision, trust_remote_code).folder
-    weights = _StoredWeights(folder)
+    weights = StoredWeights(folder)
     _refuse_quantised(weights.checkpoint)
     if check and weights.packed is not None:
         _check(weights.packed)
@@ -126,7 +127,7 @@ class _LinearLayer:
     transposed: bool
 
 
-class _StoredWeights:
+class StoredWeights:
     """The weights of a pruned or packed folder, each packed or dense, as tensors in memory or mapped from the files."""
 
     def __init__(self, folder: Path) -> None:
@@ -142,27 +143,38 @@ class _StoredWeights:
         self._mapped: dict[Path, Any] = {}
 
     def rows(self, name: str, least_zeros: float) -> PackedRows | None:
-        """The rows of a matrix as it is stored; None if fewer of its weights are zero."""
+        """The rows of a matrix as it is stored; None if it has no weights, or fewer of them are zero.
+
+        Loops in machine code rely on these rows. Lengths and dtypes of mask and values are those that the matrix requires, or
+        the folder would not be open. The bits are counted here, in every load.
+
+        Raises:
+            UserError: the mask has another number of bits than there are values, or bits behind the last weight; or the file
+                has changed; or there is not enough memory.
+        """
         tensor, shard = self.checkpoint.tensors[name], self._shards.get(name)
-        words = words_in(tensor)
+        words, (rows, columns) = words_in(tensor), tensor.shape
         if shard is not None and shard.layout.codec == "raw":
-            if shard.forms[name] != "sparse" or shard.zeros_in(tensor) < least_zeros * words:
+            if not words or shard.forms[name] != "sparse" or shard.zeros_in(tensor) < least_zeros * words:
                 return None
-            mask, values = self._map(shard.path, f"{name}.mask"), self._map(shard.path, f"{name}.values")
+            mask, values = self._map(shard.entry(f"{name}.mask")), self._map(shard.entry(f"{name}.values"))
         else:
             mask, values = pack_words(self._words(tensor), _DTYPES[tensor.dtype])
-            if words - values.numel() < least_zeros * words:
+            if not words or words - values.numel() < least_zeros * words:
                 return None
+        if columns % WORD_COLUMNS:  # the bits of a row do not begin a word, so they are moved, as bytes
+            self._check_free(rows * (2 * columns + WORD_COLUMNS), quotable(name))
         try:
-            return rows_of(mask, values, *tensor.shape)
+            ones_in(mask.numpy(), words)
+            return rows_of(mask, values, rows, columns)
         except ValueError as error:
-            raise UserError(f"{self.checkpoint.folder}: {quotable(name)} is damaged ({reason(error)}).") from error
+            damaged(tensor.shard, f"{quotable(name)}: {error}")
 
     def dense(self, name: str) -> Tensor:
         """A tensor with its zeros."""
         tensor = self.checkpoint.tensors[name]
         if not self._expands(tensor):
-            return self._map(tensor.shard, name)
+            return self._map(tensor)
         raw = b"".join(words.tobytes() for words in self._words(tensor))
         header = json.dumps({name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}).encode()
         tensors: dict[str, Tensor] = safetensors_load(len(header).to_bytes(8, "little") + header + raw)
@@ -171,9 +183,11 @@ class _StoredWeights:
     def check_memory(self, names: Collection[str], copies: int = 1) -> None:
         """Raise UserError if the tensors that are expanded, with their copies for a while, need more than the free memory."""
         tensors = [tensor for tensor in map(self.checkpoint.tensors.__getitem__, names) if self._expands(tensor)]
-        needed, free = copies * sum(tensor.end - tensor.start for tensor in tensors), available_memory()
-        if needed > free:
-            what = quotable(tensors[0].name) if len(tensors) == 1 else count_of(len(tensors), "tensor")
+        what = quotable(tensors[0].name) if len(tensors) == 1 else count_of(len(tensors), "tensor")
+        self._check_free(copies * sum(tensor.end - tensor.start for tensor in tensors), what)
+
+    def _check_free(self, needed: int, what: str) -> None:
+        if needed > (free := available_memory()):
             raise OutOfMemory(
                 f"{self.checkpoint.folder}: {what} needs {format_bytes(needed)} of memory, and {format_bytes(free)} are free."
             )
@@ -191,12 +205,23 @@ class _StoredWeights:
         with FileReader(tensor.shard) as file:
             yield from (read_words(file, tensor, *chunk) for chunk in PackLayout().chunks(tensor))
 
-    def _map(self, shard: Path, name: str) -> Tensor:
-        """A tensor of a safetensors file, mapped into memory."""
-        if shard not in self._mapped:
-            self._mapped[shard] = safe_open(shard, framework="pt")
-        tensor: Tensor = self._mapped[shard].get_tensor(name)
-        return tensor
+    def _map(self, stored: StoredTensor) -> Tensor:
+        """A tensor of a safetensors file, mapped into memory; a copy if it begins within a number.
+
+        Raises:
+            UserError: the file is not the one whose header was checked.
+        """
+        try:
+            if stored.shard not in self._mapped:
+                self._mapped[stored.shard] = safe_open(stored.shard, framework="pt")
+            tensor: Tensor = self._mapped[stored.shard].get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{stored.shard}: {quotable(stored.name)} cannot be mapped ({reason(error)}).") from error
+        if tuple(tensor.shape) != stored.shape or tensor.nbytes != stored.end - stored.start:
+            raise UserError(
+                f"{stored.shard}: it changed while it was read. Make sure that nothing writes there, and run again."
+            )
+        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
 def _check(packed: PackedFolder) -> None:
