@@ -5,7 +5,8 @@
 Layer: a bfloat16 matrix of rows x 4096 with random zeros. "copy" is the time in which torch copies the dense matrix: a dense
 product at the bandwidth of a copy (bytes copied per second) takes as long. Reading alone may be up to twice as fast. "torch" is
 torch's own bfloat16 linear. "limit" is the ratio of the bytes: no product can be faster than a dense one by more, if both read
-at full bandwidth. All runs use the same weights in turn; ratios are medians of the rounds.
+at full bandwidth. The runs of a table take turns; ratios are medians of the rounds. One thread is timed by its processor time,
+which other programs on the machine do not lengthen as they do the time of the clock.
 
 Model: a random Llama of TinyLlama's shape with tied embeddings, pruned to 50 % of all linear layers by magnitude, packed, and
 measured by `emp-llm bench`, each in a process of its own so that its memory is its own.
@@ -28,12 +29,14 @@ import torch
 from bench_helpers import hardware, in_turn, make_llama, wall_time
 from torch.nn import functional
 
+from emp_llm.common.machine import processor_name
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.sparse_linear import products_of
 
 COLUMNS = 4096
 ZEROS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 512)
+PRUNED = (0.4, 0.5, 0.6)
+TOKENS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512)
 MODEL = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -53,7 +56,7 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=22016)
     parser.add_argument("--layer-only", action="store_true", help="leave out the model of 1 billion weights")
     parser.add_argument("--folder", type=Path, help="where to make that model (6 GB); default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"add the tables to {RESULTS.name}")
     options = parser.parse_args(line)
     torch.set_num_threads(options.threads)
     parts = [zeros_table(options), tokens_table(options)]
@@ -61,10 +64,10 @@ def main(line: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             parts.append(model_table(Path(folder), options))
     command = f"python scripts/bench_runtime.py --threads {options.threads} --repeats {options.repeats} --rows {options.rows}"
-    page = "\n\n".join([f"# The sparse runtime\n\n`{command}`: {hardware('cpu')}; {options.threads} threads.", *parts]) + "\n"
+    page = "\n\n".join([f"## {processor_name()}\n\n`{command}`: {hardware('cpu')}; {options.threads} threads.", *parts]) + "\n"
     print(page)
     if options.write:
-        RESULTS.write_text(page, encoding="utf-8")
+        RESULTS.write_text(f"{RESULTS.read_text(encoding='utf-8')}\n{page}", encoding="utf-8")
 
 
 def random_weight(rows: int, zeros: float) -> torch.Tensor:
@@ -101,26 +104,22 @@ def zeros_table(options: argparse.Namespace) -> str:
 
 
 def tokens_table(options: argparse.Namespace) -> str:
-    """50 % zeros, by the number of tokens."""
+    """By the number of tokens, for each share of zeros of a pruned model."""
     lines = [
-        f"50 % zeros, {options.rows} x {COLUMNS}, by the number of tokens:\n",
-        "| tokens | sparse | torch bfloat16 | torch float32 | bfloat16 / sparse | float32 / sparse |",
-        "|---:|---:|---:|---:|---:|---:|",
+        f"{options.rows} x {COLUMNS}, by the number of tokens and the share of zeros; torch is its bfloat16 linear:\n",
+        "| tokens | torch |" + "".join(f" {zeros:.0%} | torch / sparse |" for zeros in PRUNED),
+        "|---:" * (2 + 2 * len(PRUNED)) + "|",
     ]
     weight = random_weight(options.rows, 0.5)
-    product, wide = products_of(pack_rows(weight)), weight.float()
+    products = {zeros: products_of(pack_rows(random_weight(options.rows, zeros))) for zeros in PRUNED}
     for tokens in TOKENS:
         x = torch.randn(tokens, COLUMNS).bfloat16()
-        runs = {
-            "sparse": partial(product, x),
-            "bfloat16": partial(functional.linear, x, weight),
-            "float32": partial(functional.linear, x.float(), wide),
-        }
-        times = rounds(runs, max(3, options.repeats // (1 + tokens // 16)))
-        lines.append(
-            f"| {tokens} | {shown(times['sparse'])} | {shown(times['bfloat16'])} | {shown(times['float32'])} "
-            f"| {ratio(times['bfloat16'], times['sparse'])} | {ratio(times['float32'], times['sparse'])} |"
-        )
+        runs = {"torch": partial(functional.linear, x, weight)}
+        runs |= {f"{zeros:.0%}": partial(product, x) for zeros, product in products.items()}
+        times = rounds(runs, max(5, options.repeats // (1 + tokens // 32)))
+        dense = times.pop("torch")
+        cells = [f"{shown(sparse)} | {ratio(dense, sparse)}" for sparse in times.values()]
+        lines.append(f"| {tokens} | {shown(dense)} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)
 
@@ -169,11 +168,18 @@ def run(*line: object, threads: int = 2) -> None:
 
 def rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run in each round; one round more warms up."""
-    times, failed = in_turn(runs, repeats, warm_up=True)
+    times, failed = in_turn(runs, repeats, measure=processor_time if torch.get_num_threads() == 1 else wall_time, warm_up=True)
     if failed:
         raise SystemExit(str(failed))
     time.sleep(0.05)
     return times
+
+
+def processor_time(run: Callable[[], object]) -> float:
+    """Seconds of the processor that a call takes on this thread."""
+    begin = time.thread_time()
+    run()
+    return time.thread_time() - begin
 
 
 def shown(seconds: list[float]) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from llvmlite import binding as llvm
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_model
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import emp_llm
@@ -33,7 +35,7 @@ from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
 from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
-from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, instructions_for, product_module
+from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, Instructions, instructions_for, product_module
 from emp_llm.runtime.loader import sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 from emp_llm.runtime.sparse_linear import products_of
@@ -43,7 +45,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # of a sum that is rounded once
 # The instructions of this processor and torch alone.
 WAYS = [*(each.name for each in instructions_for(torch.bfloat16)), "torch"]
-Product = Callable[[Tensor], Tensor]
+Product = Callable[..., Tensor]
 
 
 def product_by(rows: PackedRows, way: str) -> Product:
@@ -104,15 +106,17 @@ def test_special_numbers_survive() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_threads_change_no_bit(way: str) -> None:
+def test_threads_change_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack_rows(sparse_matrix(3000, 200, 0.6, torch.bfloat16))
-    x = torch.randn(3, 200).bfloat16()
+    x = torch.randn(30, 200).bfloat16()
     threads = torch.get_num_threads()
     results = []
+    monkeypatch.setattr(cpu_kernel, "most_own_tokens", lambda how: 30)
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            results.append(product_by(packed, way)(x))
+            product = product_by(packed, way)
+            results.append(torch.cat([product(x), product(x[:3])]))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in pairwise(results))
@@ -137,27 +141,68 @@ def test_every_instruction_set_compiles() -> None:
     """For processors that are not here, to assembly: it must hold the instruction that spreads the values."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    wanted = {"avx512": ("skylake-avx512", "vpexpandd"), "avx2": ("haswell", "vpermd")}
-    for how in INSTRUCTIONS:
-        processor, instruction = wanted[how.name]
-        for dtype in cpu_kernel.NAMES.values():
-            module = product_module(dtype, how, 2)
+    wanted = {
+        "avx512bf16": ("sapphirerapids", ["vpexpandw", "vdpbf16ps"]),
+        "avx512": ("skylake-avx512", ["vpexpandd", "vfmadd"]),
+        "avx2": ("haswell", ["vpermd", "vfmadd"]),
+    }
+    for how, tiles in itertools.product(INSTRUCTIONS, (False, True)):
+        processor, instructions = wanted[how.name]
+        for dtype in ("BF16",) if how.dot else cpu_kernel.NAMES.values():
+            module = product_module(dtype, how, 2, tiles)
             module.triple = "x86_64-unknown-linux-gnu"
             parsed = llvm.parse_assembly(str(module))
             parsed.verify()
             machine = llvm.Target.from_triple(module.triple).create_target_machine(processor, opt=3)
             text = machine.emit_assembly(parsed)
-            assert instruction in text
-            assert "vfmadd" in text
+            assert all(instruction in text for instruction in instructions)
 
 
 @pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
-def test_bfloat16_products_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of processors that multiply bfloat16 matrices."""
-    weight, x = sparse_matrix(90, 200, 0.5, torch.bfloat16), torch.randn(40, 200).bfloat16()
-    for fast in (True, False):
-        monkeypatch.setattr(cpu_kernel, "multiplies_bfloat16", lambda fast=fast: fast)
-        check_product(product_by(pack_rows(weight), WAYS[0])(x), x, weight)
+@pytest.mark.parametrize("way", WAYS[:-1])
+@pytest.mark.parametrize("columns", [203, 256])
+def test_both_ways_at_every_number_of_tokens(way: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops here and torch's product, around their limits, with a bias that is added before the rounding."""
+    monkeypatch.setattr(cpu_kernel, "_FEW", 16)  # tokens at a time
+    monkeypatch.setattr(cpu_kernel, "_TILE", 1 << 12)  # weights that are dense at a time
+    weight, bias = sparse_matrix(91, columns, 0.5, torch.bfloat16), torch.randn(91).bfloat16()
+    x = torch.randn(40, columns).bfloat16()
+    wide_x, wide_weight = functional.pad(x, (0, 1), value=1), torch.cat([weight, bias[:, None]], 1)
+    for limit, counts in ((1 << 62, range(41)), (8, (0, 8, 9, 16, 17, 40)), (20, (20, 21))):
+        monkeypatch.setattr(cpu_kernel, "most_own_tokens", lambda how, limit=limit: limit)
+        product = product_by(pack_rows(weight), way)
+        for tokens in counts:
+            check_product(product(x[:tokens]), x[:tokens], weight)
+            check_product(product(x[:tokens], bias), wide_x[:tokens], wide_weight)
+
+
+@pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
+def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The faster way is taken; a torch or a processor that was not measured before is measured."""
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path))
+    (how,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
+    measure, slow, measured = cpu_kernel.most_own_tokens.__wrapped__, [""], []
+
+    def timed(name: str) -> Callable[..., None]:
+        def run(self: CpuProducts, x: Tensor, how: Instructions) -> None:
+            measured.append(x.shape[0])
+            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "own") * 9
+
+        return run
+
+    clock = [0.0]
+    monkeypatch.setattr(cpu_kernel.time, "perf_counter", lambda: clock[0])
+    for name in ("own", "by_torch"):
+        monkeypatch.setattr(CpuProducts, name, timed(name))
+    for slow[0], limit in (("own", 8), ("by_torch", 64)):
+        monkeypatch.setattr(torch, "__version__", f"one in which {slow[0]} is slow")
+        for _ in range(2):
+            measured.clear()
+            assert measure(how) == limit
+        assert not measured
+    monkeypatch.setenv("EMP_LLM_CACHE", "/proc/none")  # no such folder can be made
+    assert measure(how) == 64
+    assert measured
 
 
 def test_it_is_a_linear_layer() -> None:

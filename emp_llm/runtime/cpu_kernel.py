@@ -6,8 +6,12 @@ results do not depend on the number of threads.
 """
 
 import ctypes
+import hashlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,32 +23,34 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn import functional
 
+from emp_llm.checkpoint.files import write_bytes
+from emp_llm.common.paths import cache_folder
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FLOAT = ir.FloatType()
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _WORD = {"BF16": I16, "F16": I16, "F32": I32}
-_LONGEST_LOAD = 16  # values that one load reads
-_AHEAD = 4096  # bytes of values to ask for in advance
-_REGISTERS = 16  # vectors of sums; the weights and the inputs need the others
-_MOST_VECTORS = 8  # that one product takes; more leave no registers for their sums
-_FEW = 32  # vectors up to which rows are not made dense
-_PART = 1 << 16  # weights in a part of the work
-_TILE = 1 << 19  # weights of rows that are dense at a time
+_LONGEST_LOAD = 32  # values that one load reads
+_AHEAD = 4096  # bytes of values of each row to ask for in advance
+_MOST_VECTORS = 8  # of inputs that are multiplied together; more leave no registers for their sums
+_FEW = 192  # tokens whose inputs stay in the cache while many rows pass
+_CACHED = 9 << 16  # bytes of dense rows that stay in a thread's cache
+_MARGIN = 1.15  # by which torch must be faster; the matrix that is measured is small, which favours it
+_TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
-Spread = Callable[[int, int], Any]  # the words of the columns of a chunk, by the place of the row and the number of the chunk
+Weights = Callable[[int, int], Any]  # those of a chunk, by the place of the row and the number of the chunk
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the next part of the rows until
 # none is left. next: the number of the next part, which threads raise; parts: their number; first, last: rows from first to
-# last - 1; height: rows in a part; values, mask, offsets: addresses; tail: address of the values for the rows from `safe` on,
-# which are followed by enough others for the widest load; words: mask words of a row; inputs, results: addresses, and numbers
-# from one row of each to the next.
+# last - 1; height: rows in a part; slot: the number of the next thread; values, mask, offsets: addresses; tail: address of the
+# values for the rows from `safe` on, which are followed by enough others for the widest load; words: mask words of a row;
+# tokens: rows of inputs; tile, inputs, results: addresses, and numbers from one row of each to the next.
 _TASK = (
-    *("next", "parts", "first", "last", "height", "values", "tail", "safe", "mask", "offsets", "words"),
-    *("inputs", "inputs_stride", "results", "results_stride"),
+    *("next", "parts", "first", "last", "height", "slot", "values", "tail", "safe", "mask", "offsets", "words", "tokens"),
+    *("tile", "tile_stride", "inputs", "inputs_stride", "results", "results_stride"),
 )
 _Task = ctypes.c_int64 * len(_TASK)
 _engines: list[Any] = []  # they own the compiled code
@@ -52,20 +58,29 @@ _engines: list[Any] = []  # they own the compiled code
 
 @dataclass(frozen=True, eq=False)
 class Instructions:
-    """How a processor spreads the values of a chunk over its columns.
+    """How a processor spreads the values of a chunk over its columns, and multiplies.
 
     Attributes:
         name: of the set of instructions.
         features: names in LLVM of what a processor needs for it.
-        lanes: float32 numbers in a vector, and columns of a chunk.
+        lanes: columns of a chunk.
+        sums: vectors of sums that leave enough registers for weights and inputs.
         spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the words of the columns, in 32
-            bits each.
+            bits each; for `dot`, in 16.
+        dot: weights and inputs are multiplied in bfloat16. Otherwise they become float32 numbers.
     """
 
     name: str
     features: tuple[str, ...]
     lanes: int
+    sums: int
     spread: Callable[[Any, Any, Any, Any, str], Any]
+    dot: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which weights and inputs are multiplied."""
+        return torch.bfloat16 if self.dot else torch.float32
 
 
 class CpuProducts:
@@ -85,41 +100,78 @@ class CpuProducts:
         tail = self._tail.data_ptr() - before * rows.values.element_size()  # so that the same positions hold
         self._weights = (rows.values.data_ptr(), tail, safe, rows.mask.data_ptr(), rows.offsets.data_ptr(), rows.words)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x @ W.T for x of shape (tokens, inputs), in float32 sums, rounded to the dtype of x; shape (tokens, outputs)."""
-        if x.shape[0] > _FEW:
-            return self._by_tiles(x)
-        if x.shape[0] > _MOST_VECTORS:
-            return torch.cat([self(x[:_MOST_VECTORS]), self(x[_MOST_VECTORS:])])
-        function = _compiled(product_module, self._dtype, self._how, x.shape[0])
-        result = torch.empty(x.shape[0], self._rows.rows)
-        self._run(function, 0, self._rows.rows, max(1, _PART // self._padded), self._inputs(x), result)
-        return result if x.dtype == torch.float32 else result.to(x.dtype)
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ W.T + bias for x of shape (tokens, inputs), in float32 sums, rounded once to the dtype of x.
 
-    def _inputs(self, x: Tensor) -> Tensor:
-        """The inputs in float32, with zeros up to whole mask words."""
-        if self._padded != x.shape[1]:
-            x = functional.pad(x, (0, self._padded - x.shape[1]))
-        return x.float().contiguous()
+        Returns:
+            Shape (tokens, outputs).
+        """
+        how = AVX512 if self._how.dot and x.dtype != torch.bfloat16 else self._how
+        own = x.shape[0] <= _MOST_VECTORS or x.shape[0] <= most_own_tokens(how)
+        return (self.own if own else self.by_torch)(x, how, bias)
 
-    def _by_tiles(self, x: Tensor) -> Tensor:
-        """As `__call__`, by dense rows that stay in the cache and matrix products of torch."""
-        fast = x.dtype == self._rows.values.dtype == torch.bfloat16 and multiplies_bfloat16()
-        dtype, rows = torch.bfloat16 if fast else torch.float32, self._rows.rows
-        inputs, result = x.to(dtype).T, torch.empty(rows, x.shape[0], dtype=dtype)
-        tile = torch.empty(max(16, min(rows, _TILE // max(1, self._padded))), self._padded, dtype=self._rows.values.dtype)
+    def own(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
+        """The products by the loops here: of packed rows, or of a few rows at a time that are dense in a thread's cache."""
+        tokens, rows, threads = x.shape[0], self._rows.rows, torch.get_num_threads()
+        inputs, result, tiles = self._room(tokens, how).zero_(), x.new_empty(tokens, rows), tokens > _MOST_VECTORS
+        inputs[:, : x.shape[1]] = x
+        height = max(12, min(_CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12, rows // (4 * threads)))
+        tile, sums = self._room(threads * height if tiles else 0, how), torch.empty(min(_FEW, tokens), rows)
+        for first in range(0, tokens if rows else 0, _FEW):
+            some, part = inputs[first : first + _FEW], sums[: tokens - first]
+            vectors = -(-some.shape[0] // -(-some.shape[0] // _MOST_VECTORS))
+            self._run(_compiled(product_module, self._dtype, how, vectors, tiles), 0, rows, height, tile, some, part)
+            result[first : first + _FEW] = part if bias is None else part.add_(bias)
+        return result
+
+    def by_torch(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
+        """The products by torch, with rows that are dense for a while, in `how.dtype`."""
+        tokens, rows, threads = x.shape[0], self._rows.rows, torch.get_num_threads()
+        inputs, result, dense = x.to(how.dtype), x.new_empty(tokens, rows), _compiled(dense_module, self._dtype, how)
+        tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), how)
         for first in range(0, rows, tile.shape[0]):
             last = min(first + tile.shape[0], rows)
-            height = -(-(last - first) // (4 * torch.get_num_threads()))
-            self._run(_compiled(dense_module, self._dtype, self._how), first, last, height, None, tile)
-            torch.mm(tile[: last - first, : x.shape[1]].to(dtype), inputs, out=result[first:last])
-        return torch.empty(x.shape[0], rows, dtype=x.dtype).copy_(result.T)
+            self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
+            part = None if bias is None else bias[first:last].to(how.dtype)
+            result[:, first:last] = functional.linear(inputs, tile[: last - first, : x.shape[1]], part)
+        return result
 
-    def _run(self, function: int, first: int, last: int, height: int, inputs: Tensor | None, results: Tensor) -> None:
-        parts = -(-(last - first) // height)
-        source = (0, 0) if inputs is None else (inputs.data_ptr(), self._padded)
-        task = _Task(0, parts, first, last, height, *self._weights, *source, results.data_ptr(), results.stride(0))
+    def _room(self, rows: int, how: Instructions) -> Tensor:
+        """Rows of whole mask words, one word apart, or many would lie on the same lines of the cache."""
+        return torch.empty(rows, self._padded + WORD_COLUMNS, dtype=how.dtype)[:, : self._padded]
+
+    def _run(self, function: int, first: int, last: int, height: int, tile: Tensor, *inputs_and_results: Tensor) -> None:
+        matrices = [number for each in (tile, *inputs_and_results) for number in (each.data_ptr(), each.stride(0))]
+        parts, tokens = -(-(last - first) // height), inputs_and_results[0].shape[0] if inputs_and_results else 0
+        task = _Task(0, parts, first, last, height, 0, *self._weights, tokens, *matrices)
         _run_on_threads(function, ctypes.addressof(task), min(parts, torch.get_num_threads()))
+
+
+@cache
+def most_own_tokens(how: Instructions) -> int:
+    """The most tokens with which the loops here are faster than torch on dense rows, by a measurement of milliseconds.
+
+    It is made once for a processor and a version of torch; the result is in the folder of cached results.
+    """
+    machine = (llvm.get_host_cpu_name(), sorted(processor_features()), how.name, torch.__version__)
+    path = cache_folder() / "products" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    rows, columns, counts, gains = 512 * torch.get_num_threads(), 2048, (16, 32, 64, 128, 256), [0.0]
+    offsets = torch.arange(0, rows * columns // 2 + 1, columns // 2)
+    mask, values = torch.full((rows, columns // 8), 0x55, dtype=torch.uint8), torch.ones(rows * columns // 2, dtype=how.dtype)
+    products = CpuProducts(PackedRows(mask, values, offsets, columns), how)
+    for tokens in counts:
+        x, seconds = torch.ones(tokens, columns, dtype=how.dtype), []
+        for run in 5 * (products.own, products.by_torch):
+            begin = time.perf_counter()
+            run(x, how)
+            seconds.append(time.perf_counter() - begin)
+        gains.append(gains[-1] + math.log(_MARGIN * min(seconds[1::2]) / min(seconds[::2])))
+    most = (_MOST_VECTORS, *counts[:-1], 1 << 62)[gains.index(max(gains))]  # one wrong time does not decide
+    with suppress(OSError):
+        write_bytes(path, str(most).encode())
+    return most
 
 
 @cache
@@ -128,92 +180,117 @@ def processor_features() -> frozenset[str]:
     return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
 
 
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions that multiply bfloat16 matrices."""
-    return bool(processor_features() & {"avx512bf16", "amx-bf16", "bf16"})
-
-
 def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     """The instructions of this processor for weights of a dtype, the fastest first."""
-    return [each for each in INSTRUCTIONS if dtype in NAMES and processor_features().issuperset(each.features)]
+    fitting = [each for each in INSTRUCTIONS if dtype == torch.bfloat16 or (dtype in NAMES and not each.dot)]
+    return [each for each in fitting if processor_features().issuperset(each.features)]
 
 
-def product_module(dtype: str, how: Instructions, vectors: int) -> ir.Module:
-    """Products of rows with vectors, in float32: results[j, row] = the sum over the columns of row * inputs[j].
+def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> ir.Module:
+    """Products of rows with inputs, in float32: results[token, row] = the sum over the columns of row * inputs[token].
 
-    inputs: float32, shape (vectors, inputs_stride), zero beyond the columns. results: float32, shape (vectors,
-    results_stride). No dense row is written to memory.
+    inputs: in the dtype of `how`, zero beyond the columns. results: float32. So many `vectors` of inputs are taken at a time;
+    the last ones end with the last token, so some of them may be taken twice.
+
+    Args:
+        tiles: the rows of a part are made dense in `tile`, which has room for a part of each thread. Otherwise no dense row
+            is written to memory.
     """
-    kind = ir.VectorType(FLOAT, how.lanes)
+    word = ir.VectorType(I16 if how.dot else FLOAT, how.lanes)
+    kind = ir.VectorType(FLOAT, how.lanes // 2 if how.dot else how.lanes)
+    shared = min(4, how.sums // vectors) if vectors > 1 else 1  # rows that share their loads of the inputs
+    many = 2 if vectors == 1 else 1  # two sums for one product, or each addition would wait for the last
 
-    def product(b: Any, task: dict[str, Any], row: Any, together: int) -> None:
-        """Rows that share their loads of the inputs."""
-        many = 2 if vectors * together == 1 else 1  # two sums for one product, or each addition would wait for the last
+    def product(b: Any, task: dict[str, Any], tile: Any, token: Any, row: Any, together: int) -> None:
         rows = [b.add(row, number(i)) for i in range(together)]
+        tokens = [b.add(token, number(j)) for j in range(vectors)]
+        inputs = [b.mul(each, task["inputs_stride"]) for each in tokens]
+        dense = [b.mul(b.add(tile, each), task["tile_stride"]) for each in rows]
 
-        def add_word(at: Any, spread: Spread, sums: list[Any]) -> list[Any]:
+        def add_word(at: Any, weights: Weights, sums: list[Any]) -> list[Any]:
             for chunk in range(WORD_COLUMNS // how.lanes):
-                weights = [_floats(b, spread(i, chunk), dtype, how.lanes) for i in range(together)]
-                column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
+                factors, column = [weights(i, chunk) for i in range(together)], _column(b, how, at, chunk)
                 for j in range(vectors):
-                    x = fetch(b, task["inputs"], b.add(column, b.mul(task["inputs_stride"], number(j))), kind)
+                    x = fetch(b, task["inputs"], b.add(column, inputs[j]), word)
                     for i in range(together):
                         k = (i * vectors + j) * many + chunk % many
-                        sums[k] = intrinsic(b, f"llvm.fma.v{how.lanes}f32", kind, [weights[i], x, sums[k]])
+                        sums[k] = _multiply_add(b, sums[k], factors[i], x)
             return sums
 
-        sums = _each_mask_word(b, task, how, dtype, rows, [ir.Constant(kind, None)] * (together * vectors * many), add_word)
+        def add_dense(at: Any, sums: list[Any]) -> list[Any]:
+            return add_word(
+                at, lambda i, chunk: fetch(b, task["tile"], b.add(dense[i], _column(b, how, at, chunk)), word), sums
+            )
+
+        sums = [ir.Constant(kind, None)] * (together * vectors * many)
+        if tiles:
+            sums = _count(b, number(0), task["words"], 1, sums, add_dense)
+        else:
+            sums = _each_mask_word(b, task, how, dtype, rows, sums, add_word)
         for i in range(together):
             for j in range(vectors):
                 lanes = sums[(i * vectors + j) * many]
                 lanes = lanes if many == 1 else b.fadd(lanes, sums[1])
                 zero = ir.Constant(FLOAT, -0.0)
-                total = intrinsic(b, f"llvm.vector.reduce.fadd.v{how.lanes}f32", FLOAT, [zero, lanes], ("reassoc",))
-                store(b, total, task["results"], b.add(rows[i], b.mul(task["results_stride"], number(j))))
+                total = intrinsic(b, f"llvm.vector.reduce.fadd.v{kind.count}f32", FLOAT, [zero, lanes], ("reassoc",))
+                store(b, total, task["results"], b.add(rows[i], b.mul(task["results_stride"], tokens[j])))
 
     def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        together = max(1, min(4, _REGISTERS // vectors)) if vectors > 1 else 1
-        middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(together)), number(together)))
-        _count(b, first, middle, together, [], lambda row, _: product(b, task, row, together))
-        if together > 1:
-            _count(b, middle, last, 1, [], lambda row, _: product(b, task, row, 1))
+        tile = b.sub(b.mul(task["slot"], task["height"]), first)  # what a row's number lacks to its place in the tile
+        if tiles:
+            _make_dense(b, task, how, dtype, tile, first, last)
+        middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(shared)), number(shared)))
 
-    return _module(dtype, FLOAT, rows_of_part)
+        def of_tokens(token: Any, _: Any) -> None:
+            latest = b.sub(task["tokens"], number(vectors))
+            token = b.select(b.icmp_signed("<", token, latest), token, latest)
+            _count(b, first, middle, shared, [], lambda row, _: product(b, task, tile, token, row, shared))
+            if shared > 1:
+                _count(b, middle, last, 1, [], lambda row, _: product(b, task, tile, token, row, 1))
+
+        _count(b, number(0), task["tokens"], vectors, [], of_tokens)
+
+    return _module(rows_of_part)
 
 
 def dense_module(dtype: str, how: Instructions) -> ir.Module:
-    """Rows with their zeros: results[row - first, column], the words of the weights, for all columns of their mask words."""
+    """Rows with their zeros: tile[row - first, column], in the dtype of `how`, for all columns of their mask words."""
 
-    def dense(b: Any, task: dict[str, Any], row: Any) -> None:
-        start = b.mul(b.sub(row, task["first"]), task["results_stride"])
+    def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
+        _make_dense(b, task, how, dtype, b.neg(task["first"]), first, last)
 
-        def put_word(at: Any, spread: Spread, _: list[Any]) -> None:
+    return _module(rows_of_part)
+
+
+def _make_dense(b: Any, task: dict[str, Any], how: Instructions, dtype: str, tile: Any, first: Any, last: Any) -> None:
+    """tile[row + tile] for each row from first to last - 1."""
+
+    def dense(row: Any, _: Any) -> None:
+        start = b.mul(b.add(row, tile), task["tile_stride"])
+
+        def put_word(at: Any, weights: Weights, _: list[Any]) -> None:
             for chunk in range(WORD_COLUMNS // how.lanes):
-                words = spread(0, chunk)
-                words = words if dtype == "F32" else b.trunc(words, ir.VectorType(I16, how.lanes))
-                column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
-                store(b, words, task["results"], b.add(start, column))
+                store(b, weights(0, chunk), task["tile"], b.add(start, _column(b, how, at, chunk)))
 
         _each_mask_word(b, task, how, dtype, [row], [], put_word)
 
-    def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        _count(b, first, last, 1, [], lambda row, _: dense(b, task, row))
-
-    return _module(dtype, _WORD[dtype], rows_of_part)
+    _count(b, first, last, 1, [], dense)
 
 
-def _module(dtype: str, result: Any, rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
+def _column(b: Any, how: Instructions, at: Any, chunk: int) -> Any:
+    """The first column of a chunk of the mask word at a place."""
+    return b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
+
+
+def _module(rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
     """A function "run" of a task that calls `rows_of_part(builder, task, first, last)` for parts until none is left."""
     module = ir.Module("rows")
     run = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer()]), "run")
     b = ir.IRBuilder(run.append_basic_block("entry"))
-    word = _WORD[dtype]
-    addresses = {"values": word, "tail": word, "mask": I64, "offsets": I64, "inputs": FLOAT, "results": result}
-    task = {}
-    for place, name in enumerate(_TASK):
-        value = b.load(b.gep(run.args[0], [number(place)]))
-        task[name] = b.inttoptr(value, addresses[name].as_pointer()) if name in addresses else value
+    task = {name: b.load(b.gep(run.args[0], [number(place)])) for place, name in enumerate(_TASK)}
+    task["slot"] = b.atomic_rmw("add", b.gep(run.args[0], [number(_TASK.index("slot"))]), number(1), "monotonic")
+    for name in ("values", "tail", "mask", "offsets", "tile", "inputs", "results"):
+        task[name] = b.inttoptr(task[name], I8.as_pointer())
 
     def take() -> Any:
         return b.atomic_rmw("add", run.args[0], number(1), "monotonic")
@@ -236,9 +313,9 @@ def _each_mask_word(
     dtype: str,
     rows: Values,
     initial: Values,
-    body: Callable[[Any, Spread, list[Any]], Values | None],
+    body: Callable[[Any, Weights, list[Any]], Values | None],
 ) -> list[Any]:
-    """Walk some rows together: `values = body(at, spread, values)` for each place `at` of a mask word."""
+    """Walk some rows together: `values = body(at, weights, values)` for each place `at` of a mask word."""
     word = _WORD[dtype]
     starts = [fetch(b, task["offsets"], row, I64) for row in rows]
     masks = [b.mul(row, task["words"]) for row in rows]
@@ -248,17 +325,28 @@ def _each_mask_word(
         places, others = carried[: len(rows)], carried[len(rows) :]
         bits = [fetch(b, task["mask"], b.add(mask, at), I64) for mask in masks]
         for base, place in zip(values, places, strict=True):
-            _ask_for(b, base, b.add(place, number(_AHEAD * 8 // word.width)), word)
+            _ask_for(b, base, b.add(place, number(_AHEAD * len(rows) * 8 // word.width)), word)
 
-        def spread(i: int, chunk: int) -> Any:
+        def weights(i: int, chunk: int) -> Any:
             first = chunk * how.lanes
             below = _ones(b, b.and_(bits[i], number((1 << first) - 1)))
-            return how.spread(b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype)
+            words = how.spread(b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype)
+            return words if how.dot else _floats(b, words, dtype, how.lanes)
 
-        following = body(at, spread, others) or []
+        following = body(at, weights, others) or []
         return [*(b.add(place, _ones(b, mask)) for place, mask in zip(places, bits, strict=True)), *following]
 
     return _count(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
+
+
+def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """`sums` and the products of weights with inputs; two adjacent ones of bfloat16 words go to one sum."""
+    kind = sums.type
+    if weights.type == kind:
+        return intrinsic(b, f"llvm.fma.v{kind.count}f32", kind, [weights, x, sums])
+    pairs = ir.VectorType(I32, kind.count)
+    arguments = [sums, b.bitcast(weights, pairs), b.bitcast(x, pairs)]
+    return intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", kind, arguments)
 
 
 def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
@@ -285,6 +373,14 @@ def _expand(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     return intrinsic(b, "llvm.x86.avx512.mask.expand.v16i32", words.type, arguments)
 
 
+def _expand_words(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
+    """By vpexpandw."""
+    words = fetch(b, values, at, ir.VectorType(I16, 32))
+    lanes = b.bitcast(b.trunc(bits, I32), ir.VectorType(I1, 32))
+    arguments = [words, ir.Constant(words.type, None), lanes]
+    return intrinsic(b, "llvm.x86.avx512.mask.expand.v32i16", words.type, arguments)
+
+
 def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     """By vpermd: for each mask of eight bits, a table has the number of set bits below each bit."""
     words, lanes = _next_values(b, values, at, 8, dtype), ir.VectorType(I32, 8)
@@ -303,10 +399,12 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     return b.select(b.icmp_unsigned("!=", own, zero), moved, zero)
 
 
-# The fastest first. AVX-512's VBMI2 spreads twice as many words of 16 bits at once, and was no faster where it was measured.
-INSTRUCTIONS = (
-    Instructions("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt"), 16, _expand),
-    Instructions("avx2", ("avx2", "fma", "f16c", "bmi", "popcnt"), 8, _permute),
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt")
+AVX512 = Instructions("avx512", _AVX512, 16, 24, _expand)
+INSTRUCTIONS = (  # the fastest first
+    Instructions("avx512bf16", (*_AVX512, "avx512vbmi2", "avx512bf16"), 32, 24, _expand_words, dot=True),
+    AVX512,
+    Instructions("avx2", ("avx2", "fma", "f16c", "bmi", "popcnt"), 8, 16, _permute),
 )
 
 

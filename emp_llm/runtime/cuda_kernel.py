@@ -81,8 +81,10 @@ class CudaProducts:
         """Bytes that it adds to the packed rows."""
         return self._matrix.starts.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x @ W.T for x of shape (tokens, inputs), in float32 sums, rounded to the dtype of x; shape (tokens, outputs)."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ W.T, in float32 sums, rounded to the dtype of x, + bias; x: shape (tokens, inputs), result: (tokens, outputs)."""
+        if bias is not None:
+            return self(x).add_(bias)
         if x.shape[0] <= MOST_TOKENS:
             return multiply(self._matrix, x)
         dtype = x.dtype if x.dtype == self._matrix.values.dtype else torch.float32
@@ -191,8 +193,15 @@ def _words(mask, starts, row, word, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _four(own, place, left, CHECK: tl.constexpr):
-    """The four values from a place. CHECK: only `left` values follow the first one of the row."""
+def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr):
+    """The values of the four columns of each group, and their bits. A value without its bit is any number.
+
+    CHECK: only `left` values follow the first one of the row.
+    """
+    shift = (tl.arange(0, GROUPS) % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
+    below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
+    mine = (bits >> shift).to(tl.int32)
+    place = before + _ones(bits & below)
     if CHECK:
         a = tl.load(own + place, mask=place < left, other=0)
         b = tl.load(own + place + 1, mask=place + 1 < left, other=0)
@@ -201,16 +210,6 @@ def _four(own, place, left, CHECK: tl.constexpr):
     else:
         a, b = tl.load(own + place), tl.load(own + place + 1)
         c, d = tl.load(own + place + 2), tl.load(own + place + 3)
-    return a, b, c, d
-
-
-@triton.jit
-def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr):
-    """The values of the four columns of each group, and their bits. A value without its bit is any number."""
-    shift = (tl.arange(0, GROUPS) % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
-    below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
-    mine = (bits >> shift).to(tl.int32)
-    a, b, c, d = _four(own, before + _ones(bits & below), left, CHECK)
     first, second, third = (mine & 1) != 0, (mine & 2) != 0, (mine & 4) != 0
     at_1, next_1, last_1 = tl.where(first, b, a), tl.where(first, c, b), tl.where(first, d, c)
     at_2, next_2 = tl.where(second, next_1, at_1), tl.where(second, last_1, next_1)
@@ -218,40 +217,32 @@ def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr)
 
 
 @triton.jit
-def _inputs(x, token, tokens, column, columns, stride, INSIDE: tl.constexpr):
-    """Inputs of columns, shape (tokens, columns). INSIDE: there are so many columns."""
-    inside = (token < tokens)[:, None] & (column < columns)[None, :]
-    if INSIDE:
-        inside = (token < tokens)[:, None] & (column >= 0)[None, :]
-    return tl.load(x + token[:, None] * stride + column[None, :], mask=inside, other=0)
-
-
-@triton.jit
-def _add(total, values, inputs, bit, DOT: tl.constexpr, WIDEN: tl.constexpr):
+def _add(total, values, bit, x, token, tokens, column, columns, stride, DOT: tl.constexpr, WIDEN: tl.constexpr):
     """`total` and the products of one column of each group."""
+    inside = (token < tokens)[:, None] & (column < columns)[None, :]
+    inputs = tl.load(x + token[:, None] * stride + column[None, :], mask=inside, other=0)
+    if WIDEN or not DOT:
+        values, inputs = values.to(tl.float32), inputs.to(tl.float32)
     if DOT:
-        if WIDEN:
-            values, inputs = values.to(tl.float32), inputs.to(tl.float32)
         tile = tl.where(bit != 0, values, tl.zeros_like(values))
         total = tl.dot(tile, tl.trans(inputs), total, input_precision="ieee")
     else:
-        product = values.to(tl.float32)[None, :, :] * inputs.to(tl.float32)[:, None, :]
-        total = tl.where((bit != 0)[None, :, :], total + product, total)
+        total = tl.where((bit != 0)[None, :, :], total + values[None, :, :] * inputs[:, None, :], total)
     return total
 
 
 @triton.jit
 def _tile(
     total, bits, before, own, left, x, token, tokens, base, columns, stride,
-    GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
+    GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """`total` and the products of a tile of columns from `base`."""
     a, b, c, d, mine = _columns(bits, before, own, left, GROUPS, CHECK)
     column = tl.arange(0, GROUPS) * WIDTH + base
-    total = _add(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), mine & 1, DOT, WIDEN)
-    total = _add(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), mine & 2, DOT, WIDEN)
-    total = _add(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), mine & 4, DOT, WIDEN)
-    return _add(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), mine & 8, DOT, WIDEN)
+    total = _add(total, a, mine & 1, x, token, tokens, column, columns, stride, DOT, WIDEN)
+    total = _add(total, b, mine & 2, x, token, tokens, column + 1, columns, stride, DOT, WIDEN)
+    total = _add(total, c, mine & 4, x, token, tokens, column + 2, columns, stride, DOT, WIDEN)
+    return _add(total, d, mine & 8, x, token, tokens, column + 3, columns, stride, DOT, WIDEN)
 
 
 @triton.jit
@@ -275,12 +266,12 @@ def _sums(
         word += GROUPS // GROUPS_IN_WORD
         bits, before = _words(mask, starts, row, word, WORDS)
         total = _tile(
-            total, these, places, own, left, x, token, tokens, base, columns, stride, GROUPS, DOT, WIDEN, CHECK, True
+            total, these, places, own, left, x, token, tokens, base, columns, stride, GROUPS, DOT, WIDEN, CHECK
         )  # fmt: skip
     if whole < end:
         bits = tl.where((word < WORDS)[None, :], bits, tl.zeros_like(bits))
         total = _tile(
-            total, bits, before, own, left, x, token, tokens, whole, columns, stride, GROUPS, DOT, WIDEN, CHECK, False
+            total, bits, before, own, left, x, token, tokens, whole, columns, stride, GROUPS, DOT, WIDEN, CHECK
         )  # fmt: skip
     if DOT:
         result = tl.trans(total)

@@ -93,6 +93,9 @@ def load(
     if least_zeros <= 1:
         _say(folder, len(layers), list(packed.values()))
     loaded = loaded.to(device).eval()
+    if packed and loaded.device.type == "cpu":
+        least = min(sparse_layers(loaded).values(), key=lambda layer: layer.values.numel())
+        least(torch.zeros(9, least.in_features, dtype=loaded.dtype))  # measures the ways to multiply, once for a processor
     if semi_structured:
         make_semi_structured(loaded)
     return loaded

@@ -112,12 +112,13 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
     return PackedRows(of_rows, values, offsets, columns)
 
 
-def torch_product(rows: PackedRows, x: Tensor) -> Tensor:
-    """x @ W.T by torch alone, for any device: rows are made dense a few at a time. Slow.
+def torch_product(rows: PackedRows, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ W.T + bias by torch alone, for any device: rows are made dense a few at a time. Slow.
 
     Args:
         rows: W, on the device of x.
         x: shape (tokens, inputs).
+        bias: shape (outputs,).
 
     Returns:
         Summed in float32, in the dtype of x, shape (tokens, outputs).
@@ -134,7 +135,7 @@ def torch_product(rows: PackedRows, x: Tensor) -> Tensor:
             stored = (rows.mask[first:last, :, None] & bits).ne(0).flatten(1)[:, : rows.columns]
             tile = torch.zeros(stored.shape, dtype=torch.float32, device=x.device)
             tile.masked_scatter_(stored, rows.values[offsets[first] : offsets[last]].float())
-        result[:, first:last] = x.float() @ tile.T
+        result[:, first:last] = x.float() @ tile.T + (0 if bias is None else bias[first:last].float())
     return result
 
 
