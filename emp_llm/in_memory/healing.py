@@ -346,7 +346,7 @@ class _Healer(Trainer):  # type: ignore[misc]
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Shows progress; ends a training whose held-out loss rises three times in turn, or a hundredfold."""
+    """Shows progress; ends a training whose held-out loss rises a hundredfold, or late and three times in turn."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -356,7 +356,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         losses = list(_curve(state).values())
-        rising = len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
+        late = 2 * state.global_step > state.max_steps  # before, a rate that is still high may lift the loss for a while
+        rising = late and len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
         if losses and (not losses[-1] < 100 * losses[0] or rising):
             control.should_training_stop = True
 
