@@ -3,17 +3,18 @@
     python scripts/study_basis.py MODEL --calibration demo --text eval/demo/heldout.txt --output docs/basis/demo.jsonl
     python scripts/study_basis.py --write docs/basis docs/basis/*.jsonl
 
-The first command adds one line of JSON for each basis and each point to its output and skips what it holds already, so it can be
-stopped and started again. The second writes the tables and the figure.
+The first command adds one line of JSON for each basis and each point to its output and skips what it holds already, so that it
+can be stopped and started again. The second writes the tables and the figure.
 
 The weights of the RMSNorms are folded into the layers that read them, and the head is untied. Then the residual stream may be
 turned by any orthogonal Q: embeddings and readers become W Q, writers Q^T W. The values of each head may be turned by an
 orthogonal R: R^T W_v and W_o R. The turned model is an ordinary checkpoint of the same shapes and dtype.
 
 A basis is "asis", "folded" (no turn), "random", "moments" (eigenvectors of the inputs' second moments), or the loss for which
-Q and R were found, from there, by Adam on the parameters of Cayley transforms: "neff" (N_eff/N), "half" (the energy of the lower
-half), "entropy", "2:4" (the energy of the two smaller of four), all as means over rows. After a plus: the columns' order, which is
-else random: "dealt" (the large columns are spread over the fours) or "swapped" (pairs of columns swap while that helps 2:4).
+Q and R were found, from there, by Adam on the parameters of Cayley transforms: "neff" (N_eff/N), "half" (the energy of the
+lower half), "entropy", "2:4" (the energy of the two smaller of four), all as means over rows. After a plus: the order of the
+columns, which is else random: "dealt" (the large columns are spread over the fours) or "swapped" (pairs of columns swap while
+that helps 2:4).
 
 A point is BASIS/BUDGET/METHOD. A budget is a sparsity, "2:4" or "beta1". A method is that of `prune`, then after pluses
 "refit", "matrix" (group), "magnitude" (counts), "owl" (shares), "heal".
@@ -82,7 +83,7 @@ class Folded:
                 if name == "neurons":
                     found = x.square().sum(0)
                 elif name == "heads":
-                    by_head = x.unflatten(1, (self.heads, -1)).transpose(0, 1)
+                    by_head = x.view(len(x), self.heads, -1).transpose(0, 1)
                     found = by_head.mT @ by_head
                 else:
                     found = x.T @ x
@@ -96,7 +97,7 @@ class Folded:
             watch(block.mlp.gate_proj, own, "mlp")
             watch(block.mlp.down_proj, own, "neurons")
         with torch.no_grad():
-            for batch in tokens.split(4):
+            for batch in torch.split(tokens, 4):
                 self.model(batch, use_cache=False)
         for hook in hooks:
             hook.remove()
@@ -113,7 +114,7 @@ class Folded:
             turns = torch.linalg.qr(torch.randn(shape, generator=made))[0]
             return torch.linalg.qr(torch.randn(width, width, generator=made))[0], list(turns), neurons
         every = [own[name] / own[name].trace() for own in self.moments for name in ("attention", "mlp")]
-        heads = [own["heads"].unflatten(0, (self.values, -1)).sum(1) for own in self.moments]
+        heads = [own["heads"].view(self.values, -1, dim, dim).sum(1) for own in self.moments]
         q, *turns = [torch.linalg.eigh(each).eigenvectors for each in (torch.stack(every).sum(0), *heads)]
         order, inner = torch.randperm(width, generator=made), torch.randperm(dim, generator=made)
         return q[:, order], [each[..., inner] for each in turns], neurons
@@ -126,8 +127,8 @@ class Folded:
             first = (q * (own["attention"] @ q)).sum(0)
             second = (q * (own["mlp"] @ q)).sum(0)
             by_head = r.repeat_interleave(self.heads // self.values, 0)
-            values = r.mT @ (attention.v_proj.weight @ q).unflatten(0, (self.values, -1))
-            outputs = (q.T @ attention.o_proj.weight).unflatten(1, (self.heads, -1)).transpose(0, 1) @ by_head
+            values = r.mT @ (attention.v_proj.weight @ q).view(self.values, -1, len(q))
+            outputs = (q.T @ attention.o_proj.weight).view(len(q), self.heads, -1).transpose(0, 1) @ by_head
             yield {
                 "self_attn.q_proj": (attention.q_proj.weight @ q, first),
                 "self_attn.k_proj": (attention.k_proj.weight @ q, first),
@@ -175,7 +176,7 @@ class Folded:
                 if isinstance(layer, torch.nn.Linear):
                     layer.weight.data.normal_(generator=made)
         if even:
-            ones = {"attention": torch.eye, "mlp": torch.eye, "neurons": torch.ones}
+            ones: dict[str, Any] = {"attention": torch.eye, "mlp": torch.eye, "neurons": torch.ones}
             heads = torch.eye(self.moments[0]["heads"].shape[-1]).repeat(self.heads, 1, 1)
             other.moments = [
                 {name: heads if name == "heads" else ones[name](len(value)) for name, value in own.items()}
@@ -192,7 +193,7 @@ class Folded:
             shares = {name: (weight.square() * norms) for name, (weight, norms) in layers.items()}
             shares = {name: each / each.sum(1, keepdim=True) for name, each in shares.items()}
             orders[number] = orders[number][order_of(shares.pop("mlp.down_proj"), how)]
-            outputs = shares.pop("self_attn.o_proj").unflatten(1, (self.values, self.heads // self.values, -1))
+            outputs = shares.pop("self_attn.o_proj").view(len(q), self.values, self.heads // self.values, -1)
             found = [order_of(outputs[:, value].flatten(0, 1), how) for value in range(self.values)]
             turns[number] = torch.stack([r[:, order] for r, order in zip(turns[number], found, strict=True)])
             rows += shares.values()
@@ -212,7 +213,8 @@ class Folded:
 def cayley(free: Tensor) -> Tensor:
     """An orthogonal matrix (I + A)^-1 (I - A) with A = (F - F^T) / 2, or one of each matrix of a stack."""
     skew, one = (free - free.mT) / 2, torch.eye(free.shape[-1])
-    return torch.linalg.solve(one + skew, one - skew)
+    turned: Tensor = torch.linalg.solve(one + skew, one - skew)
+    return turned
 
 
 def measure(scores: Tensor, name: str) -> Tensor:
@@ -223,10 +225,9 @@ def measure(scores: Tensor, name: str) -> Tensor:
     if name == "half":
         return (scores * (scores <= scores.median(1, keepdim=True).values)).sum(1) / total
     if name == "2:4":
-        fours = scores.unflatten(1, (-1, 4))
-        return least_two(*fours.unbind(2)).sum(1) / total
+        return least_two(*scores.view(len(scores), -1, 4).unbind(2)).sum(1) / total
     shares = scores / total[:, None]
-    return torch.special.entr(shares).sum(1) / math.log(scores.shape[1])
+    return -torch.xlogy(shares, shares.clamp(min=1e-30)).sum(1) / math.log(scores.shape[1])
 
 
 def least_two(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
@@ -479,6 +480,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
     """Write `tables.md` and `scores.svg` into a folder."""
     from emp_llm.common.tables import Rows, markdown_table
 
+    folder.mkdir(parents=True, exist_ok=True)
     parts, rows = ["# Bases: all points"], Rows()
     for path in results:
         entries = read(path)
@@ -487,8 +489,8 @@ def write_tables(folder: Path, results: list[Path]) -> None:
         parts.append(
             f"## {dense['model']}\n\nCalibrated on {dense['samples']} sequences of {dense['calibration']}, judged on "
             f"{dense['text']}, {len(dense['losses'])} blocks of {dense['block']} tokens: perplexity "
-            f"{math.exp(mean(dense['losses'])):.3f}. Measures are means over the rows of all linear layers. The last columns are "
-            "the dense model: perplexity of 16 blocks in float32, and the increase of all in the checkpoint's dtype."
+            f"{math.exp(mean(dense['losses'])):.3f}. Measures are means over the rows of all linear layers. The last columns "
+            "are the dense model: perplexity of 16 blocks in float32, and the increase of all in the checkpoint's dtype."
         )
         rows = [["basis", "N_eff/N", "lower half", "entropy", "two of four", "float32", "as written"]]
         for run, entry in runs.items():
@@ -526,7 +528,6 @@ def write_tables(folder: Path, results: list[Path]) -> None:
         pictures = {run[1]: entry for run, entry in runs.items() if run[0] == "picture"}
         if pictures:
             draw(folder / "scores.svg", pictures)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
