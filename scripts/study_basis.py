@@ -28,6 +28,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,11 @@ class Study:
         self.tokenizer = load_tokenizer(self.folder)
         self.model = load_model(self.folder)
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
-        self.tokens = read_text(wanted, self.tokenizer, max_context(self.model.config)).tokens
+        context = max_context(self.model.config)
+        self.tokens = read_text(wanted, self.tokenizer, context).tokens
+        self.more_tokens = self.tokens
+        if options.heal_samples:
+            self.more_tokens = read_text(replace(wanted, samples=options.heal_samples), self.tokenizer, context).tokens
         self.text = text_tokens(find_corpus(options.text), self.tokenizer)
         with torch.no_grad():
             self.folded = Folded(self.model, self.tokens)
@@ -351,8 +356,9 @@ class Study:
 
     def run_picture(self, basis: str) -> Entry:
         """The scores of one layer: 96 of its rows, and the energy of the smallest weights of a row, a mean over all rows."""
+        turn = self.turn(basis)
         with torch.no_grad():
-            scores = dict(self.folded.scores(self.turn(basis)))[self.options.picture]
+            scores = dict(self.folded.scores(turn))[self.options.picture]
             shares = scores / scores.sum(1, keepdim=True)
             image = shares[:96, shares.sum(0).argsort(descending=True)].sqrt()
             image = (image / image.amax(1, keepdim=True).median() * 255).clamp(max=255).byte()
@@ -408,8 +414,9 @@ class Study:
         start, layers = time.perf_counter(), model.model.layers.named_modules(prefix="model.layers")
         masks = {f"{name}.weight": layer.weight != 0 for name, layer in layers if isinstance(layer, torch.nn.Linear)}
         dense, steps = load_model(self.dense(basis)), self.options.heal_steps
-        record = heal_model(model, dense, self.tokens, masks=masks, steps=steps, samples=len(self.tokens))
-        return {"heal_steps": steps, "curve": record.curve, "heal_seconds": round(time.perf_counter() - start, 1)}
+        tokens = self.more_tokens
+        record = heal_model(model, dense, tokens, masks=masks, steps=steps, samples=len(tokens))
+        return {"heal_steps": steps, "heal_samples": len(tokens), "curve": record.curve, "heal_seconds": round(time.perf_counter() - start, 1)}
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
@@ -444,6 +451,7 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=120, help="of the search for a turn")
     parser.add_argument("--rate", type=float, default=0.02)
     parser.add_argument("--heal-steps", type=int, default=300)
+    parser.add_argument("--heal-samples", type=int, help="sequences to heal on; default: those of the calibration")
     parser.add_argument("--bases", default=BASES)
     parser.add_argument("--controls", default="", help="noise, even, both")
     parser.add_argument("--picture", help="the layer of the figure, such as 2.mlp.up_proj")
@@ -535,7 +543,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
                 rows.append([method, *(cell(of_budget, (basis, budget, method), dense) for basis in shown)])
             parts.append(markdown_table(rows))
         pictures = {run[1]: entry for run, entry in runs.items() if run[0] == "picture"}
-        if pictures:
+        if len(pictures) == 2:
             draw(folder / "scores.svg", pictures)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
