@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from emp_llm.env import env as env
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
+    from emp_llm.heal import heal as heal
+    from emp_llm.in_memory.healing import heal_model as heal_model
     from emp_llm.in_memory.masks import Masks as Masks
     from emp_llm.in_memory.prune_model import masks_of as masks_of
     from emp_llm.in_memory.prune_model import prune_model as prune_model
@@ -49,6 +51,7 @@ COMMANDS = {
     "env": "Show versions, processor and kernels, for a report of an error.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
     "generate": "Continue a text with a pruned model, computed from its packed weights.",
+    "heal": "Train the kept weights of a pruned checkpoint on the dense model's probabilities.",
     "measure": "Measure the redundancy of a model; no weights are written.",
     "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
     "plan": "Plan a study of models x methods as a file of jobs.",
@@ -65,6 +68,7 @@ COMMANDS = {
 # The other public names, by their modules.
 _MODULES = {
     "in_memory.prune_model": ("masks_of", "prune_model"),
+    "in_memory.healing": ("heal_model",),
     "options.recipe": ("Recipe",),
     "in_memory.masks": ("Masks",),
     "in_memory.reapply": ("SparsityCallback", "reapply_mask"),

@@ -28,7 +28,7 @@ _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
 # Of a command with many options, --help shows these.
 _FIRST = (
     *("model", "output", "method", "methods", "criteria", "beta", "betas", "sparsity", "sparsities", "emp_sparsities"),
-    *("pattern", "patterns", "orders", "matched_baselines", "targets", "refit", "calibration", "evaluate", "suite"),
+    *("pattern", "patterns", "orders", "matched_baselines", "targets", "refit", "heal", "calibration", "evaluate", "suite"),
     *("push_to_hub", "dry_run", "overwrite", "verbose", "quiet"),
 )
 _MANY = 30
@@ -39,6 +39,7 @@ _GROUPS = {
     "criterion": "Scores",
     "shares": "Shares of the blocks",
     "refit": "Refit",
+    "heal": "Healing",
     "targets": "Layers",
     "structure": "Heads and neurons",
     "calibration": "Calibration",

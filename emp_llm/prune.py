@@ -98,7 +98,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     # What is needed later is checked now: the text, the suite, the output.
     quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
     models, data = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch), None
-    if recipe.updates or (recipe.needs_activations and calibrates):
+    if recipe.moves or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
         from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
@@ -112,6 +112,10 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         from emp_llm.update.walk import update_model
 
         check_updatable(recipe, chosen, data)
+    if recipe.heal:
+        from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
+
+        check_healable(data, targets)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
         how = calibration_signature(data, options, options.propagate, quantization)
@@ -186,14 +190,22 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
 
                 moved = moved_weights(source.folder, models, out, stopwatch, update)
                 about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
-            if prepared is None:
+            if prepared is None or recipe.heal:
                 models.free()  # the dense model is no longer needed
 
-            # The first rank writes.
-            report = None
+            # The first rank writes. Healing trains what was written.
+            report, healing = None, None
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
                     written = write_checkpoint(pruner, out.files, out, moved)
+            if recipe.heal:
+                assert isinstance(data, CalibrationText)
+                ranks().share(None)
+                with stopwatch("heal"):
+                    healing = heal_folder(out, source.folder, recipe, data, options)
+                origin = model_origin(source.name, source.revision, checkpoint)
+                healing.origin, about = fit_origin(data, options, origin), about or fit_origin(data, options, origin)
+            if ranks().main:
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, written.identity, source.folder)
                 made_of = ModelSource(model=source.name, revision=source.revision, identity=written.identity)
@@ -202,10 +214,13 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
                 if moved is not None:
                     report.fits = moved.records()
                     report.warnings = [*update_warnings(report.fits, targets, recipe), *report.warnings]
+                if healing is not None:
+                    report.healing = healing
+                    report.warnings += healing_warnings(healing)
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
-                digest = None if norms is None else norms.digest
-                write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, written.hashes)
+                digest, hashes = None if norms is None else norms.digest, {} if recipe.heal else written.hashes
+                write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
@@ -230,13 +245,13 @@ def _pushed(report: RunReport, path: Path, destination: "Destination | None") ->
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, healing_lines, pruning_table
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))
         return
     print(pruning_table(result))
-    for line in fit_lines(result):
+    for line in [*fit_lines(result), *healing_lines(result)]:
         print(line)
     if result.evaluation is not None:
         print(evaluation_table(result))

@@ -73,7 +73,7 @@ def verify(options: VerifyOptions) -> "Findings":
 
 def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings") -> None:
     """Compare bytes and masks with the dense model."""
-    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.architecture import Architecture, healed_tensors
     from emp_llm.pruning import verification as check
     from emp_llm.pruning.scores import Scores, input_norms
 
@@ -102,7 +102,8 @@ def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, mani
         names = {name: name for name in dense.tensors}
         check.check_headers(dense, pruned, findings)
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    tensors = check.check_tensors(dense, pruned, names, targets, findings)
+    healed = healed_tensors(architecture, recipe)
+    tensors = check.check_tensors(dense, pruned, names, targets, findings, healed)
     if any(target.matrix.stored.name not in tensors for target in targets):
         return
     try:

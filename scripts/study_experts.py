@@ -12,6 +12,7 @@ experts can be removed at random. Neurons, layers and weights are pruned by `pru
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -49,10 +50,23 @@ class Study:
         self.model = load_model(self.folder, "cpu")
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
         self.tokens = read_text(wanted, tokenizer, options.seqlen).tokens
+        self.tokenizer, self.wanted = tokenizer, wanted
         self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
         self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
         self.sums = unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8)
         self.experts = len(self.plan.units[0])
+
+    def on_own_text(self) -> tuple[Any, dict[str, Any]]:
+        """The text that the dense mixture writes, continuing prompts, and what its experts did on it."""
+        from emp_llm.calibration.data import read_text
+        from emp_llm.models.blockwise import BlockwiseModel
+        from emp_llm.models.one_model import OneModel
+        from emp_llm.structure.scores import unit_sums
+
+        wanted = dataclasses.replace(self.wanted, calibration=f"self:{self.options.prompts}")
+        how = wanted, self.plan.checkpoint, OneModel("cpu"), None
+        tokens = read_text(wanted, self.tokenizer, self.options.seqlen, how).tokens
+        return tokens, unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8)
 
     def losses(self, model: Any) -> list[list[float]]:
         """The mean loss of each block of each text."""
@@ -157,6 +171,8 @@ def points(study: Study, at_one: dict[str, int]) -> list[Name]:
             ("experts", score, str(number), "one", "refit") for score in SCORES if number in (quarter, half, at_one[score])
         ]
     names += [("experts", randoms[0], str(number), "one", "refit") for number in (quarter, half)]
+    if study.options.prompts is not None:
+        names += [("experts", "reap self", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")]
     names += [("experts", score, str(number), "own", "refit") for number in (quarter, half) for score in SCORES]
     return list(dict.fromkeys(names))
 
@@ -175,6 +191,13 @@ def run(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
         return about | {"parameters": _parameters(study), "bytes": size, "losses": study.losses(study.model)}
     if kind == "experts":
         score, number, counts, refit = rest
+        if score.endswith(" self"):
+            text = study.tokens, study.sums
+            study.tokens, study.sums = study.on_own_text()
+            try:
+                return study.experts_removed(score.removesuffix(" self"), int(number), counts == "own", bool(refit))
+            finally:
+                study.tokens, study.sums = text
         seed = int(score[6:]) if score.startswith("random") else 0
         return study.experts_removed(score.rstrip("012"), int(number), counts == "own", bool(refit), seed)
     method, size, refit = rest
@@ -203,6 +226,9 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--calibration-name")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=256)
+    parser.add_argument(
+        "--prompts", type=Path, help="prompts for a text of the mixture's own, a JSON object with text in a line"
+    )
     parser.add_argument("--text", nargs="+", default=["eval/demo/heldout.txt"], help="text files or recipes to judge on")
     parser.add_argument("--text-name", nargs="+")
     parser.add_argument("--block", type=int, default=512)
@@ -311,6 +337,18 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
             random = [_random(done, dense, number, refit, place) for refit in ("", "refit")]
             rows.append(["random", "", random[0], "", random[1], "", ""])
             parts += [f"{number} of {experts} experts, {text}:", markdown_table(rows)]
+    parts.append("## Calibrated on the mixture's own text")
+    parts.append(
+        "`--calibration self:PROMPTS`: the dense mixture continues the first words of articles of the calibration text, and "
+        "its experts are scored and refitted on what it writes, as many tokens. Experts by reap:"
+    )
+    rows = [["experts", "refit", *(f"{text}, {how}" for text in texts for how in ("given text", "own text"))]]
+    for number in (quarter, half):
+        for refit in ("", "refit"):
+            of = [("experts", score, str(number), "one", refit) for score in ("reap", "reap self")]
+            cells = [_cell(done, dense, name, place) for place in range(len(texts)) for name in of]
+            rows.append([str(number), refit, *cells])
+    parts.append(markdown_table(rows))
     parts.append("## Neurons, layers, weights")
     wanted: list[Name] = [
         ("experts", "reap", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")

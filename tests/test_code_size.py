@@ -8,8 +8,8 @@ import pytest
 
 from emp_llm.prune import prune
 
-LINES, FILES, FOLDERS = 19_687, 151, 17
-ENTERED = {"prune": (48, 350), "data-free prune": (37, 250), "prune_model": (39, 230), "perplexity": (35, 150)}
+LINES, FILES, FOLDERS = 20_360, 154, 17  # 670 for healing
+ENTERED = {"prune": (48, 352), "data-free prune": (37, 250), "prune_model": (39, 230), "perplexity": (35, 150)}
 
 
 def test_the_package() -> None:

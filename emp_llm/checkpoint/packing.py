@@ -60,7 +60,8 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
     folder, found = checkpoint.folder, []
     if layout.kind == "mask" and _is_updated(folder):
         raise UserError(
-            f"{folder}: its kept weights were fitted, so the dense model and a mask do not make it. Leave out --mask-only."
+            f"{folder}: its kept weights were fitted or healed, so the dense model and a mask do not make it. Leave out "
+            "--mask-only."
         )
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -123,8 +124,10 @@ def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path
 
 def _is_updated(folder: Path) -> bool:
     """Whether a run moved kept weights of a checkpoint."""
-    fits = read_json(folder / REPORT_NAME).get("fits") if (folder / REPORT_NAME).is_file() else None
-    return isinstance(fits, dict) and any(isinstance(fit, dict) and fit.get("error_after") is not None for fit in fits.values())
+    report = read_json(folder / REPORT_NAME) if (folder / REPORT_NAME).is_file() else {}
+    fits = report.get("fits")
+    every = [report.get("healing"), *(fits.values() if isinstance(fits, dict) else ())]
+    return any(isinstance(each, dict) and (each.get("error_after") or each.get("steps")) is not None for each in every)
 
 
 def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, target: Path, bar: Any) -> list[Form]:

@@ -71,7 +71,7 @@ def _reads_text(kind: str, options: Any) -> bool:
     if kind == "sweep":
         return not all(method.strip().endswith("magnitude") for method in (options.methods or METHODS).split(","))
     recipe: Recipe = options.groups["recipe"]
-    return recipe.needs_activations or recipe.updates
+    return recipe.needs_activations or recipe.moves
 
 
 def download(wanted: Wanted, study: Path, cache: str | None) -> None:

@@ -1,5 +1,6 @@
 """Pruning of a model in memory, by the recipes of the command and with the same bits."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -89,12 +90,24 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report, moved = _decide(model, _recipe_of(recipe), data, tokenizer, **how)
+    recipe = _recipe_of(recipe)
+    report, moved = _decide(model, recipe, data, tokenizer, **how)
+    dense = copy.deepcopy(report.model) if recipe.heal else None
     report.masks.apply(report.model)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
         if parameter is not None:
             rows_in(parameter, target.layer).copy_(weight)  # type: ignore[arg-type, attr-defined]
+    if dense is not None:
+        from emp_llm.in_memory.healing import heal_model, healing_warnings
+
+        text: Any = {name: how[name] for name in ("samples", "seqlen", "batch_size", "seed") if name in how}
+        if tokenizer is None and isinstance(model, str | Path):
+            tokenizer = find_model(str(model)).folder
+        which, steps = recipe.heal_weights or "targets", recipe.heal_steps or 1
+        healing = heal_model(report.model, dense, data, tokenizer, masks=report.masks, weights=which, steps=steps, **text)
+        report.record.healing = healing
+        report.record.warnings += healing_warnings(healing)
     return report
 
 
@@ -111,7 +124,8 @@ def masks_of(
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
     recipe = _recipe_of(recipe)
-    if recipe.refit and recipe.name not in SEARCHES:  # the masks do not depend on it
+    recipe = recipe.but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
+    if recipe.refit and recipe.name not in SEARCHES:  # nor on it
         recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, data, tokenizer, **how)[0].masks
 
@@ -157,7 +171,7 @@ def _decide(
         logger.warning(PRUNED_BEFORE, name_of(model))
     check_groups(recipe, targets)
     scores = Scores(weights, targets, recipe)
-    if recipe.updates:
+    if recipe.moves:
         _check_updatable(model, recipe, targets, data, images or holds_images(data, tokenizer))
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
@@ -171,7 +185,7 @@ def _decide(
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
-    elif not recipe.updates and (data is not None or activations is not None):
+    elif not recipe.moves and (data is not None or activations is not None):
         logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
 
     # How many weights of each group stay, which ones, and their values.
@@ -209,16 +223,18 @@ def _decide(
 
 def _check_updatable(model: nn.Module, recipe: Recipe, targets: list[Target], data: Any, images: bool) -> None:
     """Raise UserError if the weights of a model cannot be fitted to calibration data."""
-    flag = "Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"
+    flag, does = ("Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"), "block by block"
+    if not recipe.updates:
+        flag, does = "Recipe(heal=True)", "as a whole"
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{flag} runs a model of transformers block by block; {type(model).__name__} is none.")
-    if reads_twice(model):
+        raise UserError(f"{flag} runs a model of transformers {does}; {type(model).__name__} is none.")
+    if recipe.updates and reads_twice(model):
         raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
     if data is None:
         raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
     if images:
-        raise UserError(f"{flag} runs block by block, on text alone; give data without images.")
-    check_update(targets, recipe.update_flag, recipe.without_update)
+        raise UserError(f"{flag} runs {does}, on text alone; give data without images.")
+    check_update(targets, *((recipe.update_flag, recipe.without_update) if recipe.updates else ("--heal", "Leave out --heal")))
 
 
 def _calibrated(

@@ -47,10 +47,18 @@ def masks_in(
     packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
     checkpoint = Checkpoint(folder) if packed is None else PackedCheckpoint(packed)
     recipe = _recipe(folder, targets, blocks)
+    architecture = Architecture.of_model(checkpoint, model, recipe.blocks)
+    chosen = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
+    return stored_masks(checkpoint, chosen, model, packed)
+
+
+def stored_masks(
+    checkpoint: Checkpoint, targets: list[Target], model: PreTrainedModel, packed: PackedFolder | None = None
+) -> Masks:
+    """The masks of some targets of a checkpoint, for a model in memory; arguments and errors are those of `masks_in`."""
     by_tensor: dict[str, list[Target]] = defaultdict(list)
     parameters: dict[str, NDArray[np.bool_]] = {}
-    architecture = Architecture.of_model(checkpoint, model, recipe.blocks)
-    for target in architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language"):
+    for target in targets:
         layer = target.layer
         check_whole(layer.name, weight_of(model, layer), (target.matrix.rows, target.matrix.columns))
         by_tensor[target.matrix.stored.name].append(target)

@@ -23,6 +23,8 @@ from emp_llm.records.run_report import TargetsRecord
 if TYPE_CHECKING:
     from torch import nn
 
+    from emp_llm.options.recipe import Recipe
+
 logger = logging.getLogger(__name__)
 
 _SCOPES: dict[str, tuple[Kind, ...]] = {
@@ -45,6 +47,15 @@ class Target:
     @property
     def name(self) -> str:
         return self.layer.name
+
+
+def healed_tensors(architecture: "Architecture", recipe: "Recipe") -> set[str]:
+    """The stored tensors of a dense model that healing by a recipe may change; none if it does not heal."""
+    if recipe.heal_weights == "all":
+        stored = {architecture.stored_names[name] for name in architecture.block_shapes if name in architecture.stored_names}
+        return stored | {matrix.stored.name for matrix in architecture.experts.values()}
+    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower) if recipe.heal else []
+    return {target.matrix.stored.name for target in targets}
 
 
 def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_partial: bool) -> None:

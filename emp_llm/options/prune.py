@@ -82,18 +82,18 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
         if quantised:
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         recipe.check_propagated()
-    if recipe.updates:
-        searches = recipe.name in SEARCHES
+    if recipe.moves:
+        searches, flag = recipe.name in SEARCHES, recipe.update_flag if recipe.updates else "--heal"
         if quantised:
-            raise UserError(f"{recipe.update_flag} cannot change quantised weights; {leave_out}")
+            raise UserError(f"{flag} cannot change quantised weights; {leave_out}")
         if options.calibration is None and options.activations is not None:
             raise UserError(
-                f"{recipe.update_flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
-                f"--activations{'' if searches else ', or --refit'}; or name the text with --calibration."
+                f"{flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
+                f"--activations{'' if searches else f', or {flag}'}; or name the text with --calibration."
             )
         if options.calibration is None and not searches and not recipe.needs_activations:
             raise UserError(
-                f"--refit fits weights to a calibration text, and method {recipe.method} needs none. Leave out --refit, or "
+                f"{flag} fits weights to a calibration text, and method {recipe.method} needs none. Leave out {flag}, or "
                 "name the text with --calibration."
             )
 
@@ -130,6 +130,7 @@ def _check_structured(given: Recipe, recipe: Recipe, options: PruneOptions) -> N
         raise UserError("--refit moves weights within layers, and --structure layers removes whole ones. Leave it out.")
     if options.activations is not None and recipe.name == "taylor":
         raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
-    if options.activations is not None and recipe.refit:
-        raise UserError("--activations holds norms, and --refit needs a text. Leave out one of them.")
+    if options.activations is not None and recipe.moves:
+        flag = "--refit" if recipe.refit else "--heal"
+        raise UserError(f"--activations holds norms, and {flag} needs a text. Leave out one of them.")
     recipe.check()

@@ -118,6 +118,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         shares, owl_lambda, owl_m: the sparsities of the blocks, for methods with a fixed sparsity and activations.
             None: uniform; 0.08; 5.
         refit, refit_weighting, refit_target, refit_damping: the kept weights move to the least-squares optimum.
+        heal, heal_steps, heal_weights: then they are trained on the dense model's probabilities. None: 300, targets.
         targets, ignore, tower, blocks: the layers.
         min_expert_tokens: experts that saw fewer tokens are scored by magnitude.
         allow_partial: most of the model may be out of reach.
@@ -179,6 +180,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         float | None,
         Opt("Pull towards the dense weights, as a share of the mean second moment; default: inputs / tokens, at least 0.01."),
     ] = None
+    heal: Annotated[bool, Opt("Then train the kept weights on the dense model's probabilities for the text.")] = False
+    heal_steps: Annotated[int | None, Opt("Steps of the training, of four sequences; default: 300.", minimum=1)] = None
+    heal_weights: Annotated[
+        Literal["targets", "all"] | None,
+        Opt("What heals: kept weights of the targets, or of all linear layers in blocks, and norms; default: targets."),
+    ] = None
     targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = always(
         "mlp"
     )
@@ -209,6 +216,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             used |= {"owl_lambda": 0.08, "owl_m": 5.0} if self.shares == "owl" else {}
         if self.refit:
             used |= {"refit_weighting": "equal", "refit_target": "block"}
+        if self.heal:
+            used |= {"heal_steps": 300, "heal_weights": "targets"}
         for name, value in used.items():
             if getattr(self, name) is None:
                 fill(self, name, value)
@@ -278,6 +287,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def updates(self) -> bool:
         """Whether kept weights move: by a refit, by SparseGPT or by ADMM."""
         return self.refit or self.search is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether kept weights get other values: by an update, or by healing."""
+        return self.updates or self.heal
 
     @property
     def update_flag(self) -> str:
@@ -407,6 +421,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for name in ("refit_weighting", "refit_target", "refit_damping"):
             if not self.refit and getattr(self, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")
+        for name in ("heal_steps", "heal_weights"):
+            if not self.heal and getattr(self, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --heal. Add --heal, or leave it out.")
         if self.method == "emp-sparsegpt":
             raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-admm.")
         if self.name in SEARCHES and (self.group == "all" or (self.name == "sparsegpt" and self.group != "row")):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from emp_llm.common.errors import format_bytes
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.prune import PruneOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
@@ -114,9 +116,38 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,
-        notes=self_notes(options.text_name) if calibrates or recipe.updates else [],
+        notes=(self_notes(options.text_name) if calibrates or recipe.moves else [])
+        + healing_notes(checkpoint, chosen.targets, recipe, options),
         no_curve=_why_no_curve(options.propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
     )
+
+
+def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, options: PruneOptions) -> list[str]:
+    """Tokens, memory and time of healing, if the recipe heals. A product of matrices tells the speed of this machine."""
+    if not recipe.heal:
+        return []
+    import torch
+
+    from emp_llm.calibration.texts import calibration_corpora
+    from emp_llm.models.placement import max_context
+
+    seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
+    text, steps = checkpoint.config.get("text_config") or checkpoint.config, recipe.heal_steps or 0
+    moving = checkpoint.parameters if recipe.heal_weights == "all" else sum(target.matrix.numel for target in targets)
+    dense = sum(size for size, _ in checkpoint.states.values())
+    memory = dense + 4 * checkpoint.parameters + 12 * moving + 16 * 4 * seqlen * text.get("vocab_size", 0)
+    matrix = torch.ones(1024, 1024, device="cuda" if torch.cuda.is_available() else "cpu")
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])
+        seconds.append(time.perf_counter() - start)
+    operations = 8 * checkpoint.parameters * steps * 4 * seqlen
+    minutes = max(1, round(operations / (2 * 1024**3 / min(seconds)) / 60))
+    return [
+        f"heal: {steps} steps of 4 x {seqlen} tokens, about {minutes} min on this machine; {format_bytes(memory)} of memory "
+        "beside the activations (with less, block by block)"
+    ]
 
 
 def _why_no_curve(propagate: str, needs_activations: bool) -> str:

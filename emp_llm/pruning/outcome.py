@@ -125,7 +125,7 @@ def report_of(
         versions=versions(),
         stages={},
         targets=targets_record(outcomes, coverage, pruner),
-        sizes=sizes_record(outcomes, pruner.checkpoint, recipe.updates),
+        sizes=sizes_record(outcomes, pruner.checkpoint, recipe.moves),
         matrices=matrices,
         warnings=warnings_of(matrices, pruner),
     )

@@ -4,6 +4,7 @@ It only reads. The masks are decided by the slow reference in plain torch, not b
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,12 @@ def names_in_saved(model: "nn.Module", source: Architecture, saved: Architecture
 
 
 def check_tensors(
-    source: Checkpoint, pruned: Checkpoint, names: dict[str, str], targets: list[Target], findings: Findings
+    source: Checkpoint,
+    pruned: Checkpoint,
+    names: dict[str, str],
+    targets: list[Target],
+    findings: Findings,
+    healed: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
     """Compare dtypes and shapes of all tensors with the source, and every byte outside of the targets.
 
@@ -145,6 +151,7 @@ def check_tensors(
         source, pruned: the checkpoints.
         names: name of a tensor in the source -> in the pruned checkpoint.
         targets: of the source.
+        healed: names of tensors in the source that healing may have changed.
 
     Returns:
         Name of a tensor in the source -> the pruned one, if it has the same dtype and shape.
@@ -166,7 +173,7 @@ def check_tensors(
                 continue
             found[name] = ours
             one, other = files.reader(ours.shard), files.reader(theirs.shard)
-            for start, end in gaps(inside.get(name, []), theirs.start, theirs.end):
+            for start, end in gaps(inside.get(name, []), theirs.start, theirs.end) if name not in healed else ():
                 for first in range(start, end, PIECE):
                     size = min(PIECE, end - first)
                     piece = one.take(ours.start + first - theirs.start, size)
@@ -184,8 +191,8 @@ def check_tensors(
 def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findings) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
 
-    After a refit, a kept weight may have any finite value. The masks of SparseGPT and ADMM are not decided again; only the
-    numbers of their kept weights are checked.
+    After a refit or healing, a kept weight may have any finite value. The masks of SparseGPT and ADMM are not decided again;
+    only the numbers of their kept weights are checked.
 
     Args:
         pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
@@ -201,7 +208,7 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
         values = as_tensor(written, matrix.stored.dtype)
         is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
         found.finite = found.finite and bool(is_finite.all())
-        wrong = np.where(chunk.words == 0, written != 0, ~is_finite) if recipe.updates else chunk.words != written
+        wrong = np.where(chunk.words == 0, written != 0, ~is_finite) if recipe.moves else chunk.words != written
         found.wrong += int(np.count_nonzero(wrong))
         here, there = _kept(written, recipe), _kept(chunk.words, recipe)
         found.over += int(np.count_nonzero(here > there))

@@ -1,6 +1,6 @@
 """emp_report.json: the effect of a pruning run on each matrix, its evaluation, and everything that it depends on."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -203,6 +203,26 @@ class StructureRecord(Part, kw_only=True):
     config: dict[str, Any] = {}
 
 
+class HealingRecord(Part, kw_only=True):
+    """The training of the kept weights on the dense model's probabilities.
+
+    Attributes:
+        steps, tokens: of the training; best: the step whose weights were kept; 0: those before the training.
+        by: the whole model at once, or block by block.
+        curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by blocks, the mean squared error
+            of a block's outputs as a share of their squares.
+        origin: its text, seed and versions; command: of a run of `heal`.
+    """
+
+    by: Literal["model", "blocks"] = "model"
+    steps: Count
+    tokens: Count
+    best: Count
+    curve: list[list[float]]
+    origin: CalibrationRecord | None = None
+    command: str | None = None
+
+
 class RunReport(FileRecord, kw_only=True):
     """The report of a pruning run, or of a point of a sweep.
 
@@ -213,6 +233,7 @@ class RunReport(FileRecord, kw_only=True):
         targets, sizes, matrices, warnings: the effect of the run.
         fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.
         structure: the removed heads and neurons; null if weights were pruned.
+        healing: the training of --heal, or of the command heal.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`reporting.push.Pushed`); in memory only.
@@ -233,6 +254,7 @@ class RunReport(FileRecord, kw_only=True):
     warnings: list[str]
     fits: dict[str, FitRecord] = {}
     structure: StructureRecord | None = None
+    healing: HealingRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None

@@ -136,6 +136,8 @@ def draw(study: Study, title: str) -> list[Drawing]:
     bounded = [grid for grid in study.measured if any(cell.s_eff_bound_mean is not None for cell in grid.cells.values())]
     if bounded:
         drawings.append(_masses(study, bounded, f"{name}-s-eff"))
+    if any(point.healing is not None for point in study.points):
+        drawings.append(_healing(study, f"{name}-healing"))
     for point in study.points:
         layers = [] if point.structure is None else [each for each in point.structure.layers.values() if each.scores]
         if layers:
@@ -363,6 +365,26 @@ def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
         bar.set_label("score of a kept expert / largest of its layer; grey: removed")
         caption = "Experts by layer. Colour: they stay. Grey: they were removed; a darker grey is a higher score."
         return drawn(figure, name, title, caption)
+
+
+def _healing(study: Study, name: str) -> Drawing:
+    """How far the models were from the dense one on held-out sequences, while they were healed."""
+    with styled():
+        figure = new_figure(3.4)
+        axes = figure.subplots()
+        healed = [point for point in study.points if point.healing is not None]
+        for number, point in enumerate(healed):
+            steps, losses = zip(*(point.healing.curve if point.healing is not None else []), strict=True)
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            axes.plot(steps, losses, label=printable(label_of(point), LABEL), **style)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel("divergence, nats per token")
+        figure.legend(loc="outside lower center", ncols=3)
+        caption = "Divergence of the next-token probabilities from the dense model's, on held-out sequences of the text."
+        if any(point.healing is not None and point.healing.by == "blocks" for point in healed):
+            caption += " Where healing went block by block: the error of a block's outputs."
+        return drawn(figure, name, f"{study.title}: healing", caption)
 
 
 def _masses(study: Study, grids: list[Grid], name: str) -> Drawing:

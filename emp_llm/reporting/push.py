@@ -159,6 +159,8 @@ def method_words(recipe: Recipe) -> str:
         how += ", and as many weights in each group as its magnitudes are worth"
     if recipe.refit:
         how += ", with a refit of the kept weights"
+    if recipe.heal:
+        how += ", healed by self-distillation"
     return how
 
 

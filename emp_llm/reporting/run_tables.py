@@ -157,6 +157,21 @@ def dry_run_table(plan: "DryRun") -> str:
 FIT_ERRORS = ("error_before", "error_after", "held_out_before", "held_out_after")
 
 
+def healing_lines(report: RunReport) -> list[str]:
+    """One line: the divergence from the dense model on held-out sequences, before and after; none without healing."""
+    healing = report.healing
+    if healing is None:
+        return []
+    curve, by_model = {int(step): loss for step, loss in healing.curve}, healing.by == "model"
+    steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
+    what, unit = ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
+    minutes = report.stages["heal"].seconds / 60
+    return [
+        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; {what} on held-out sequences "
+        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best})"
+    ]
+
+
 def fit_lines(report: RunReport) -> list[str]:
     """One line: the mean output error over the fitted layers, before and after; none without a fit."""
     before, after, held_before, held_after = (mean_error(report.fits.values(), name) for name in FIT_ERRORS)

@@ -25,17 +25,25 @@ from emp_llm.records.base import read_record, record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
-from emp_llm.records.run_report import FitRecord, MatrixRecord, Quartiles, RunReport, StructureRecord, TargetsRecord
+from emp_llm.records.run_report import (
+    FitRecord,
+    HealingRecord,
+    MatrixRecord,
+    Quartiles,
+    RunReport,
+    StructureRecord,
+    TargetsRecord,
+)
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.run_tables import effective_share, split_benches
+from emp_llm.reporting.run_tables import effective_share, healing_lines, split_benches
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
 _DENSE = Recipe(method="dense")
 # Fields of a recipe that set it apart from others of its method and targets, unless they have their defaults.
 _VARIANT = (
     *("pattern", "neff_dtype", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
-    *("refit", "refit_weighting", "refit_target", "group"),
+    *("refit", "refit_weighting", "refit_target", "heal", "heal_steps", "heal_weights", "group"),
 )
 
 
@@ -70,6 +78,7 @@ class MeasuredPoint:
         matrices: of the targets by layer, each expert alone; targets: counts over all of them.
         fits: of the layers, by a refit, SparseGPT or ADMM.
         structure: the removed heads and neurons; None if weights were pruned.
+        healing: the training of the kept weights.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
@@ -91,6 +100,7 @@ class MeasuredPoint:
     targets: TargetsRecord | None = None
     fits: Mapping[str, FitRecord] = field(default_factory=dict)
     structure: StructureRecord | None = None
+    healing: HealingRecord | None = None
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""
@@ -195,6 +205,7 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         matrices=report.matrices,
         fits=report.fits,
         structure=report.structure,
+        healing=report.healing,
         results=tuple(suite_result_of(model) for model in models if model.pruned is not None),
         dense=tuple(suite_result_of(model) for model in models if model.pruned is None),
         signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
@@ -234,15 +245,18 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
         + (f"x {text.seqlen} tokens" if text.image is None else f"rows with images, of up to {text.seqlen} tokens")
         for text in texts
     )
+    if isinstance(record, RunReport) and record.healing is not None:
+        facts["healed"] = healing_lines(record)[0].removeprefix("healed: ")
     known = {name: fact for name, fact in facts.items() if fact}
     return point | {"variant": _variant(recipe, record.calibration), "facts": known}
 
 
 def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
     """Everything that sets a recipe apart from others of the same method, in the words of its options."""
-    usual = Recipe(method=recipe.method, refit=recipe.refit, shares=recipe.shares)
+    usual = Recipe(method=recipe.method, refit=recipe.refit, heal=recipe.heal, shares=recipe.shares)
     values = {name: getattr(recipe, name) for name in _VARIANT}
-    values = {name: value for name, value in values.items() if value != getattr(usual, name) or name in ("refit", "shares")}
+    always = ("refit", "heal", "shares")
+    values = {name: value for name, value in values.items() if value != getattr(usual, name) or name in always}
     if recipe.structure is not None:
         structure = msgspec.to_builtins(recipe.structure)
         values |= {name: value for name, value in structure.items() if value != "group" and name != "width_multiple"}

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
@@ -29,6 +30,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
+from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
@@ -38,7 +40,7 @@ from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
-from emp_llm.pruning.dry_run import DryRun, planned_layers
+from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.updates import moved_weights
 from emp_llm.pruning.writing import run_signature, write_manifest
@@ -94,8 +96,9 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             notes += _choice_lines(choices, changes)
         elif ranks().main and structure.structure in ("experts", "layers"):
             notes += _sizes_by_share(plan, recipe)
-        if recipe.refit or (recipe.name != "magnitude" and norms is None):
+        if recipe.moves or (recipe.name != "magnitude" and norms is None):
             notes += self_notes(options.text_name)
+        notes += healing_notes(checkpoint, plan.targets, recipe, options)
         planned = DryRun(
             layers=planned_layers(plan.targets),
             coverage=plan.architecture.coverage(plan.targets),
@@ -123,7 +126,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
-    if recipe.refit or summed or calibrates:
+    if recipe.moves or summed or calibrates:
         read = calibration_data(options, plan.architecture, options.trust_remote_code, models=models)
         if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
@@ -131,6 +134,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             what = f"--method {recipe.method}" if summed else "--refit"
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
+        if recipe.heal:
+            check_healable(data, plan.targets)
         made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
     if budget is not None:
         made_of |= {"budget": budget.flag}
@@ -202,7 +207,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
 
                 moved = moved_weights(source.folder, models, out, stopwatch, refit)
 
-            # The first rank writes, and compares with the dense model.
+            # The first rank writes, and compares with the dense model. Healing trains what was written.
+            healing = None
             if ranks().main:
                 with stage("prune"):
                     with stopwatch("prune"):
@@ -219,17 +225,28 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     if structure.structure == "experts":
                         kept = {choice.units.name: choice.kept.tolist() for choice in choices}
                         write_json(out.files / EXPERTS_NAME, {"num_experts": len(plan.units[0]), "kept_experts": kept})
-                    dense, small = models.get(source.folder), None
-                    with stopwatch("compare"):
-                        if not is_offloaded(dense):
-                            small = load_model(out.files, options.device_map, options.dtype, options.trust_remote_code)
-                        if small is not None and not is_offloaded(small):
-                            compare(dense, small, choices, moved, record)
-                        else:
-                            logger.warning(
-                                "warning: both models do not fit in memory together; speed and logits are not compared."
-                            )
-                    del dense, small
+                    if out.get("compared") is None:
+                        dense, small = models.get(source.folder), None
+                        with stopwatch("compare"):
+                            if not is_offloaded(dense):
+                                small = load_model(out.files, options.device_map, options.dtype, options.trust_remote_code)
+                            if small is not None and not is_offloaded(small):
+                                compare(dense, small, choices, moved, record)
+                            else:
+                                logger.warning(
+                                    "warning: both models do not fit in memory together; speed and logits are not compared."
+                                )
+                        del dense, small
+                        out.note(compared=record.as_dict())
+                    record = msgspec.convert(out.get("compared"), StructureRecord)
+            if recipe.heal:
+                assert data is not None
+                ranks().share(None)
+                models.free()
+                with stopwatch("heal"):
+                    healing = heal_folder(out, source.folder, recipe, data, options)
+                healing.origin = fit_origin(data, options, origin)
+            if ranks().main:
                 identity = identity_of(checkpoint)
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
@@ -250,10 +267,13 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     structure=record,
                     dtype=options.dtype,
                     device_map=options.device_map,
+                    healing=healing,
                 )
+                if healing is not None:
+                    report.warnings += healing_warnings(healing)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
-                write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
+                write_manifest(out.files, checkpoint, identity, report.recipe, digest, {} if recipe.heal else hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()

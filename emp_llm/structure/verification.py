@@ -15,6 +15,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
+from emp_llm.models.architecture import healed_tensors
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.verification import Findings
 from emp_llm.records.run_report import StructureRecord
@@ -69,10 +70,11 @@ def check_units(
 
 
 def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices: list[Choice], findings: Findings) -> None:
-    """Compare every tensor with the rows and columns of the dense model. Kept weights of a refitted layer may differ."""
+    """Compare every tensor with the rows and columns of the dense model. Refitted and healed weights may differ."""
     say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
-    done, refitted = cut_of(model, choices, remove), fitted_at(choices).keys() if recipe.refit else set()
+    done, refitted = cut_of(model, choices, remove), set(fitted_at(choices)) if recipe.refit else set()
+    refitted |= healed_tensors(model.architecture, recipe)
     expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
         with safe_open(shard, framework="pt") as source:

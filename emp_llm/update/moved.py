@@ -44,6 +44,13 @@ def in_stored_dtype(weight: Tensor, target: Target) -> Tensor:
     return weight.clamp(-most, most).to(dtype)
 
 
+def words_of(weight: Tensor) -> Words:
+    """The bits of a weight on the CPU, of its shape."""
+    size = weight.element_size()
+    words: Words = weight.contiguous().view(_INTEGER[size]).numpy().view(WORD[size])
+    return words
+
+
 class _About(msgspec.Struct):
     """What the header of a block's file says of a target."""
 
@@ -135,7 +142,7 @@ class MovedWeights:
         rows = self.rows(target, first, first + words.shape[0])
         if rows is None or target.layer.block is None:
             return figures
-        words[:] = rows.contiguous().view(_INTEGER[rows.element_size()]).numpy().view(WORD[rows.element_size()])
+        words[:] = words_of(rows)
         kept = np.count_nonzero(words, axis=1)
         changed = figures._replace(zeros=words.shape[1] - kept)
         share = self.block(target.layer.block)[target.name].kept_mass

@@ -80,7 +80,7 @@ def update_model(
             pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
-            block = _Block(model, step, members, walk, pruned)
+            block = Block(model, step, members, walk, pruned)
             if ranks().share(moved.has(step.index)):
                 found = ranks().share(moved.block(step.index) if ranks().main else None)
                 for target in members:
@@ -98,20 +98,21 @@ def update_model(
                     pruned.put(number, step.output(number, pruned))
 
 
-class _Block:
+class Block:
     """A block whose weights are loaded, and the hidden states of all batches in both streams.
 
     Attributes:
         dense: the hidden states that enter the dense block, and after its pass those that leave it.
         pruned: those that enter the pruned block.
         masks: of the targets that were pruned by one, by name, on the CPU.
+        values: the pruned and moved weights, by the name of the parameter.
     """
 
     def __init__(self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates) -> None:
         self.model, self.step, self.targets, self.walk = model, step, targets, walk
         self.dense, self.pruned, self.masks = walk.hidden, pruned, dict[str, Tensor]()
         self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
-        self._values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}  # pruned and moved
+        self.values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}
 
     @contextmanager
     def pruned_weights(self) -> Iterator[None]:
@@ -119,7 +120,7 @@ class _Block:
         dense = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
-                parameter.data = self._values[name]
+                parameter.data = self.values[name]
             yield
         finally:
             for name, parameter in self._parameters.items():
@@ -202,7 +203,7 @@ class _Level:
 
 
 def _update_block(
-    block: _Block,
+    block: Block,
     recipe: Recipe,
     seen: Sequence[int],
     held_out: Sequence[int],
@@ -243,7 +244,7 @@ def _update_block(
     return found
 
 
-def _levels(block: _Block, number: int, recipe: Recipe) -> list[_Level]:
+def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
     """The levels of a block in the order of their calls, found by running a batch through it."""
     by_name = {target.name: target for target in block.targets}
     shared = recipe.refit_weighting != "relative"  # else each target has its own moments, because its outputs weight the tokens
@@ -338,7 +339,7 @@ class _DenseCalls:
         energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape (outputs,).
     """
 
-    def __init__(self, block: _Block, levels: list[_Level], recipe: Recipe) -> None:
+    def __init__(self, block: Block, levels: list[_Level], recipe: Recipe) -> None:
         self.shares: dict[tuple[int, str], Tensor | None] = {}
         self.energy: dict[tuple[int, str], Tensor] = {}
         inner = [level for level in levels if not level.routed and not level.closing]
@@ -383,7 +384,7 @@ def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
     return (squares if shares is None else squares * shares[:, None]).sum(0).double()
 
 
-def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe) -> dict[str, _Moments]:
+def _moments(block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe) -> dict[str, _Moments]:
     """The moments of a level's inputs over some batches of all ranks, by the first target of each input that saw a token.
 
     Raises:
@@ -447,7 +448,7 @@ def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
 
 
 def _updated(
-    block: _Block, target: Target, moments: _Moments | None, recipe: Recipe, counts_of: OfTarget | None
+    block: Block, target: Target, moments: _Moments | None, recipe: Recipe, counts_of: OfTarget | None
 ) -> tuple[Moved, Tensor | None]:
     """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if there was none.
 
@@ -486,7 +487,7 @@ def _updated(
     return Moved(stored, record, kept_mass), searched
 
 
-def _errors(block: _Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments) -> tuple[float, float] | None:
+def _errors(block: Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments) -> tuple[float, float] | None:
     """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None where all y are 0."""
     weight, energy = block.weight(target), moments[target.name]
     total = float(energy.sum())

@@ -1,0 +1,119 @@
+"""`emp-llm heal`: pruned checkpoint + its dense model + text -> the same zeros, with kept weights that were trained."""
+
+import logging
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from emp_llm.cli import command, run
+from emp_llm.common.errors import UserError
+from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, SELF_NAME
+from emp_llm.options.base import Opt, Some
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.model import LoadingOptions, TrustRemoteCode
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import RunReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealOptions(LoadingOptions, CalibrationOptions):
+    """The options of `heal` beside those of the recipe."""
+
+    dense: Annotated[str, Opt("Folder or Hub id of the dense model.")]
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model on the Hub.")] = None
+    trust_remote_code: TrustRemoteCode = False
+    output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
+
+
+@command
+def heal(
+    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")],
+    how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
+    options: HealOptions,
+) -> RunReport:
+    """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities. Zeros stay zero.
+
+    The text is that of a calibration; one sequence of sixteen is held out and chooses the step whose weights are kept. An
+    interrupted run resumes. prune --heal does both in one run.
+
+    Returns the report of the checkpoint, with the training as `healing`.
+    """
+    from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+    from emp_llm.calibration.passes import calibration_signature, fit_origin, model_origin
+    from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+    from emp_llm.checkpoint.output import OutputFolder
+    from emp_llm.common.machine import Stopwatch, command_line, machine_name
+    from emp_llm.common.ranks import ranks
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
+    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.counts import read_report
+    from emp_llm.pruning.outcome import log_warnings
+    from emp_llm.pruning.writing import read_manifest, write_manifest
+    from emp_llm.records.source import stage_records
+
+    # Which models, and by which text.
+    report, manifest = read_report(folder), read_manifest(folder)
+    if report.recipe.heal:
+        raise UserError(f"{folder}: it is healed already. Give the checkpoint before it was healed.")
+    recipe = report.recipe.but(heal=True, heal_steps=how.heal_steps, heal_weights=how.heal_weights)
+    source = find_model(options.dense, options.revision, options.trust_remote_code)
+    dense, pruned = Checkpoint(source.folder), Checkpoint(folder)
+    if manifest.source.identity not in (None, identity_of(dense)):
+        raise UserError(f"--dense {options.dense}: its weights are not those that were pruned. Give {report.source.model}.")
+    models, stopwatch = OneModel(options.device_map, options.dtype, options.trust_remote_code), Stopwatch()
+    architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
+    data = calibration_data(options, architecture, options.trust_remote_code, models=models)
+    check_healable(data, architecture.select(recipe.targets, recipe.ignore, recipe.tower))
+    assert isinstance(data, CalibrationText)
+    models.free()
+    signature = {"heals": {name: list(state) for name, state in pruned.states.items()}, "recipe": recipe.as_dict()}
+    signature |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
+
+    # Train, and write.
+    path = options.output or folder.with_name(f"{folder.name}-healed")
+    out = OutputFolder(path, [folder, source.folder], 2 * pruned.output_bytes, options.overwrite)
+    ranks().share(None)  # all ranks check the output before the first rank creates it
+    with out if ranks().main else nullcontext():
+        if ranks().main:
+            out.begin(signature, machine_name())
+            if out.get("copied") is None:
+                shutil.copytree(folder, out.files, dirs_exist_ok=True)
+                (out.files / MANIFEST_NAME).unlink()
+                keep_generated(out.files / SELF_NAME, data)
+                out.note(copied=True)
+        with stopwatch("heal"):
+            healing = heal_folder(out, source.folder, recipe, data, options)
+        if ranks().main:
+            about = model_origin(source.name, source.revision, dense)
+            healing.origin, healing.command = fit_origin(data, options, about), command_line()
+            report.recipe, report.healing, report.evaluation = recipe, healing, None
+            report.stages |= stage_records(stopwatch.record)
+            report.warnings += healing_warnings(healing)
+            if report.sizes is not None:
+                report.sizes.mask = 0
+            report.save(out.files / REPORT_NAME)
+            norms = None if manifest.activations is None else manifest.activations.norms
+            write_manifest(out.files, dense, manifest.source.identity, recipe, norms, {})
+            out.complete()
+            log_warnings(report.warnings)
+        ranks().share(None)
+    logger.info("written to %s (%.1f s)", path, report.stages["heal"].seconds)
+    return report
+
+
+def show(report: RunReport) -> None:
+    """Print the held-out divergence before and after."""
+    from emp_llm.reporting.run_tables import healing_lines
+
+    print("\n".join(healing_lines(report)))
+
+
+if __name__ == "__main__":
+    run(heal, show)

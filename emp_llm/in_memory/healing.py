@@ -1,0 +1,413 @@
+"""Healing: the kept weights of a pruned model learn the dense model's next-token probabilities. Zeros stay zero.
+
+    min over the kept weights of mean_t KL(p_dense(. | x_<=t) || p_pruned(. | x_<=t))
+
+on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam in float32, products in bfloat16
+where the processor has instructions for them, a checkpoint at every measurement of the loss on held-out sequences.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+from emp_llm.calibration.data import CalibrationText, data_in_memory
+from emp_llm.calibration.passes import in_evaluation_mode
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import as_tensor, torch_dtype
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import cpu_fields, out_of_memory
+from emp_llm.common.progress import Bar, progress_bar, stage
+from emp_llm.common.ranks import ranks
+from emp_llm.in_memory.masks import Masks, rows_in
+from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
+from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.loading import load_model
+from emp_llm.models.offload import is_offloaded
+from emp_llm.models.placement import max_context
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import HealingRecord
+from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
+from emp_llm.update.moved import MovedWeights, in_stored_dtype, words_of
+from emp_llm.update.update import check_update, updatable
+
+_SAVED = "weights.safetensors"  # in a checkpoint of the training
+_MEASURES = 10  # of the held-out loss
+_HELD_OUT = 16  # one sequence of this many
+
+
+def check_healable(data: Any, targets: Sequence[Target] | None = None) -> None:
+    """Raise UserError if weights cannot be trained: because of the calibration data, or of how targets are stored."""
+    if targets is not None:
+        check_update(targets, "--heal", "Leave out --heal")
+    if not isinstance(data, CalibrationText):
+        raise UserError("--heal trains on text alone; leave out image= in --calibration.")
+    held = _held_out(len(data.tokens))
+    if len(data.tokens) - held < SEQUENCES:
+        raise UserError(
+            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES} are needed for a step and one to "
+            "measure. Give more --samples, or a lower --seqlen."
+        )
+
+
+def heal_model(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    data: Any,
+    tokenizer: Any = None,
+    *,
+    masks: Masks | Path | str | Mapping[str, Tensor],
+    weights: Literal["targets", "all"] = "targets",
+    steps: int = 300,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    batch_size: int = SEQUENCES,
+    seed: int = 0,
+) -> HealingRecord:
+    """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token probabilities.
+
+    Args:
+        model: pruned; of transformers, whole in memory, of any floating-point dtype, which it keeps. It takes float32 during
+            the call.
+        dense: the model that was pruned, unchanged.
+        data, tokenizer, samples, seqlen, seed: the text, as for `prune_model`, but no batches.
+        masks: what stays zero: of `prune_model` (`report.masks`), `masks_of`, or a pruned checkpoint.
+        weights: what moves: the parameters of the masks, or all linear layers and norms in blocks.
+        steps: of four sequences. The last tenth of them hardly changes anything.
+        batch_size: sequences per forward pass.
+
+    Returns:
+        The divergence on held-out sequences during the training, which chose the weights.
+
+    Raises:
+        UserError: a model is not whole in memory, the masks are of another model, or the text is missing or too short.
+    """
+    how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    text, found = data_in_memory(data, tokenizer, how, max_context(model.config)), find_masks(masks, model)
+    check_healable(text)
+    assert isinstance(text, CalibrationText)
+    if is_offloaded(model) or is_offloaded(dense):
+        raise UserError("healing needs both models whole in memory, and a part of one is offloaded.")
+    moving = list(found)
+    if weights == "all":
+        architecture = architecture_of(model, ModelWeights(model))
+        layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
+        moving = [*dict.fromkeys([*found, *layers]), *_norms(model, architecture)]
+    with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("heal"):
+        return train(model, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed)
+
+
+def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: CalibrationText, options: Any) -> HealingRecord:
+    """Train the weights of a pruned checkpoint in a work folder, and write them in place. A collective call.
+
+    A call that was interrupted resumes from its last checkpoint, and writes the same bytes.
+
+    Args:
+        out: of the run, with the pruned checkpoint in `out.files`.
+        dense: folder of the dense model.
+        recipe: which layers heal, and for how many steps.
+        data: the text.
+        options: of a command that loads models and reads a text.
+
+    Raises:
+        UserError: the models do not fit in memory.
+    """
+    checkpoint, trust = Checkpoint(out.files), options.trust_remote_code
+    architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust)
+    everything = recipe.heal_weights == "all"
+    chosen = (
+        architecture.select("all-linear") if everything else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+    )
+    model = load_model(out.files, options.device_map, "float32", trust)
+    dtype = "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
+    teacher = load_model(dense, options.device_map, dtype, trust)
+    assert recipe.heal_steps is not None
+    if is_offloaded(model) or is_offloaded(teacher):
+        if everything or ranks().count > 1 or (recipe.structure is not None and not recipe.structure.keep_shapes):
+            raise UserError(
+                "--heal: the pruned model in float32 and the dense model do not fit in memory together, and healing block by "
+                "block runs in one process, without --heal-weights all, and not after --structure. Use a larger machine."
+            )
+        del model
+        return _heal_by_blocks(out, checkpoint, teacher, updatable(chosen), recipe, data.tokens, options)
+    targets = updatable(chosen)
+    norms = _norms(model, architecture) if everything else []
+    moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
+    masks, folder = stored_masks(checkpoint, chosen, model), out.work / "healing"
+    with stage("heal"):
+        record = train(model, teacher, data.tokens, masks, moving, folder, recipe.heal_steps, options.batch_size, options.seed)
+    if not ranks().main or record.best == 0:
+        return record
+    for target in targets:
+        values = rows_in(model.get_parameter(target.layer.parameter).data.cpu(), target.layer)
+        _overwrite(target, in_stored_dtype(values, target))  # type: ignore[arg-type]
+    for name in norms:
+        stored = checkpoint.tensors[architecture.stored_names[name]]
+        with stored.shard.open("r+b") as file:
+            file.seek(stored.start)
+            file.write(words_of(model.get_parameter(name).data.cpu().to(torch_dtype(stored.dtype))).tobytes())
+    return record
+
+
+def _overwrite(target: Target, weight: Tensor) -> None:
+    """Put a weight of shape (outputs, inputs) in the place of a target in its file."""
+    with target.matrix.stored.shard.open("r+b") as file:
+        for offset, raw in target.matrix.pieces(0, words_of(weight)):
+            file.seek(offset)
+            file.write(raw)
+
+
+def _heal_by_blocks(
+    out: OutputFolder,
+    checkpoint: Checkpoint,
+    dense: PreTrainedModel,
+    targets: list[Target],
+    recipe: Recipe,
+    tokens: Tensor,
+    how: Any,
+) -> HealingRecord:
+    """Heal a checkpoint in a work folder block by block; finished blocks are kept there, and resumed."""
+    moved, held = MovedWeights(out.work / "healing"), _held_out(len(tokens))
+
+    def weight_of(target: Target) -> Tensor:
+        with checkpoint.open_files() as files:
+            words = target.matrix.read(files.reader(target.matrix.stored.shard), 0, target.matrix.rows)
+        return as_tensor(words, target.matrix.stored.dtype)
+
+    steps = recipe.heal_steps or 1
+    with stage("heal"), in_evaluation_mode(dense):
+        heal_blocks(
+            dense,
+            targets,
+            tokens,
+            moved,
+            weight_of,
+            steps,
+            blocks=recipe.blocks,
+            held=held,
+            hidden_states=how.hidden_states,
+            seed=how.seed,
+        )
+    fits = moved.records().values()
+    curve = [sum(getattr(fit, name) or 0.0 for fit in fits) / len(fits) for name in ("held_out_before", "held_out_after")]
+    for target in targets:
+        weight = moved.rows(target, 0, target.matrix.rows)
+        if weight is not None:
+            _overwrite(target, weight)
+    return HealingRecord(
+        by="blocks",
+        steps=steps,
+        tokens=steps * SEQUENCES * tokens.shape[1],
+        best=steps if curve[1] < curve[0] else 0,
+        curve=[[0, curve[0]], [steps, curve[1]]],
+    )
+
+
+def train(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    tokens: Tensor,
+    masks: Masks,
+    moving: Iterable[str],
+    folder: Path,
+    steps: int,
+    batch_size: int = SEQUENCES,
+    seed: int = 0,
+) -> HealingRecord:
+    """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls. A collective call.
+
+    Args:
+        model: pruned, whole in memory; its parameters are float32 during the call.
+        dense: gives the probabilities; unchanged.
+        tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it chooses the step whose
+            weights are kept.
+        masks: weights that stay zero.
+        moving: names of the parameters that move.
+        folder: for the checkpoints; an interrupted call with the same arguments resumes from the last one.
+        steps, batch_size, seed: number of steps of four sequences, sequences at a time, and the seed of their order.
+
+    Raises:
+        UserError: memory runs out.
+    """
+    held = _held_out(len(tokens))
+    parameters = {name: model.get_parameter(name) for name in moving}
+    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    model.float().requires_grad_(False)
+    groups = [rated(parameter.requires_grad_(True), RATE) for parameter in parameters.values()]
+    every = max(1, steps // _MEASURES)
+    own = max(1, min(batch_size, SEQUENCES // ranks().count))
+    times = max(1, SEQUENCES // (own * ranks().count))
+    how = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=own,
+        per_device_eval_batch_size=own,
+        gradient_accumulation_steps=times,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, steps // 20),
+        bf16=has_bfloat16(model.device),
+        eval_strategy="steps",
+        eval_on_start=True,
+        save_strategy="steps",
+        eval_steps=every,
+        save_steps=every,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        label_names=["input_ids"],
+        prediction_loss_only=True,
+        seed=seed,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        use_cpu=model.device.type == "cpu",
+        ddp_find_unused_parameters=True,
+    )
+    examples = [{"input_ids": each} for each in tokens]
+    remedy = "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by block with --device-map disk."
+    with closing(progress_bar(steps, "heal", "step")) as bar, out_of_memory(lambda: remedy):
+        trainer = _Healer(
+            model,
+            how,
+            train_dataset=examples[:-held],
+            eval_dataset=examples[-held:],
+            data_collator=default_data_collator,
+            optimizers=(_optimizer(groups, model), None),
+            callbacks=[SparsityCallback(masks), _Watch(bar)],
+        )
+        trainer.dense = dense
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=_last(folder))
+    curve = _curve(trainer.state)
+    best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
+    model.requires_grad_(False)
+    for tensor, dtype in dtypes.items():
+        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) if dtype.is_floating_point else None
+        tensor.data = tensor.data.to(dtype) if limit is None else tensor.data.clamp(-limit, limit).to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(wanted[name])
+        if best == 0 and name in before:
+            parameter.data.copy_(before[name])
+    masks.apply(model)
+    return HealingRecord(
+        steps=trainer.state.global_step,
+        tokens=trainer.state.global_step * own * times * ranks().count * tokens.shape[1],
+        best=best,
+        curve=[[step, loss] for step, loss in curve.items()],
+    )
+
+
+class _Healer(Trainer):  # type: ignore[misc]
+    """A trainer whose loss is the divergence from the dense model's probabilities."""
+
+    dense: PreTrainedModel
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """The mean over the tokens of KL(dense || pruned), in nats. Layers behave as in evaluation: no dropout."""
+        model.eval()
+        ids = inputs["input_ids"]
+        with torch.no_grad():
+            wanted = self.dense(input_ids=ids.to(self.dense.device), use_cache=False).logits.float()
+        outputs = model(input_ids=ids, use_cache=False)
+        wanted = wanted.to(outputs.logits.device)
+        loss = F.kl_div(outputs.logits.float().log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
+        loss = loss / ids.numel()
+        return (loss, outputs) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Only the weights that move are saved, under the names that they have in memory."""
+        moving = {name: each.data for name, each in self.model.named_parameters() if each.requires_grad}
+        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        save_file(moving, Path(output_dir or self.args.output_dir) / _SAVED)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        for name, values in load_file(Path(resume_from_checkpoint) / _SAVED).items():
+            self.model.get_parameter(name).data.copy_(values)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Shows progress; ends a training whose held-out loss rises three times in turn, or a hundredfold."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.update(1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        losses = list(_curve(state).values())
+        rising = len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
+        if losses and (not losses[-1] < 100 * losses[0] or rising):
+            control.should_training_stop = True
+
+    on_train_begin = on_evaluate  # of a training that was interrupted when it was to end
+
+
+def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:
+    """Adam; in 8 bits on a GPU where bitsandbytes is installed."""
+    if model.device.type == "cuda":
+        try:
+            from bitsandbytes.optim import Adam8bit
+
+            eight: torch.optim.Optimizer = Adam8bit(groups, betas=(0.9, 0.95))
+            return eight
+        except ImportError:
+            pass
+    return torch.optim.Adam(groups, betas=(0.9, 0.95))
+
+
+def _curve(state: Any) -> dict[int, float]:
+    """Step -> held-out loss."""
+    return {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+
+
+def healing_warnings(healing: HealingRecord) -> list[str]:
+    """A sentence if the training was of no use."""
+    if healing.best:
+        return []
+    return [
+        "healing did not bring the model nearer to the dense one on held-out sequences, so the weights are those before it."
+    ]
+
+
+def _held_out(sequences: int) -> int:
+    """The number of sequences that only measure."""
+    return max(1, sequences // _HELD_OUT)
+
+
+def _norms(model: nn.Module, architecture: Architecture) -> list[str]:
+    """The parameters of normalisations in the blocks of a model."""
+    names = ((name, model.get_submodule(name.rpartition(".")[0])) for name in architecture.block_shapes)
+    return [name for name, module in names if "norm" in type(module).__name__.lower()]
+
+
+def _last(folder: Path) -> str | None:
+    """The newest complete checkpoint of an interrupted training."""
+    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(found, key=lambda path: int(path.name.partition("-")[2]))) if found else None
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for products of bfloat16."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    fields = cpu_fields()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & {*fields.get("flags", "").split(), *fields.get("Features", "").split()})

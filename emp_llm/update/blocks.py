@@ -1,0 +1,133 @@
+"""Healing block by block, for models larger than memory: each pruned block learns the outputs of the dense block.
+
+    min over the kept weights of a block of sum_t ||f_pruned(xhat_t) - f_dense(x_t)||^2
+
+x are the inputs of the dense block in the dense model, xhat those of the pruned block in the pruned and healed model. Memory
+holds one block with the states of its optimiser, and the hidden states of both models.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
+from emp_llm.models.modules import weight_of
+from emp_llm.options.calibration import Place
+from emp_llm.records.run_report import FitRecord
+from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.update.update import updatable
+from emp_llm.update.walk import Block, OfTarget
+
+SEQUENCES = 4  # of a step
+RATE = 0.01  # of Adam at its highest, as a share of the root mean square of a tensor's kept weights
+
+
+def heal_blocks(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    tokens: Tensor,
+    moved: MovedWeights,
+    weight_of_target: OfTarget,
+    steps: int,
+    *,
+    blocks: str | None = None,
+    held: int,
+    hidden_states: Place = "auto",
+    seed: int = 0,
+) -> None:
+    """Heal all blocks that `moved` does not hold yet, and put their weights there.
+
+    Args:
+        model: dense, on any devices, offloaded or not; unchanged afterwards.
+        targets: those outside of the language model's decoder blocks are left out.
+        tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure the error.
+        moved: of finished blocks.
+        weight_of_target: returns the pruned weight of a target in its stored dtype, shape (outputs, inputs). Its zeros stay.
+        steps: of four sequences, for each block.
+        blocks, hidden_states: of the walk; seed: of the order of the sequences.
+    """
+    runner = BlockwiseModel(model, blocks, hidden_states)
+    batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
+    seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
+    runner.prepare(batches[0])
+    model.requires_grad_(False)
+    with runner.walk([*batches, *rest], "heal") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
+        for number in (*seen, *held_out):
+            pruned.put(number, walk.hidden.get(number, walk.device))
+        for step in walk.steps():
+            members = [target for target in updatable(targets) if target.name.startswith(f"{step.name}.")]
+            block, done = Block(model, step, members, walk, pruned), moved.has(step.index)
+            for target in members:
+                before = moved.block(step.index)[target.name].weight if done else None
+                block.change(target, None, weight_of_target(target) if before is None else before)
+            step.run()  # the dense outputs are now in walk.hidden
+            if members and not done:
+                moved.put(step.index, _heal(block, members, seen, held_out, steps, seed))
+            for number in (*seen, *held_out):
+                with block.pruned_weights():
+                    pruned.put(number, step.output(number, pruned))
+
+
+def rated(weight: Tensor, rate: float = RATE) -> dict[str, Any]:
+    """A group of an optimiser: a float32 weight, and a rate in proportion to its kept weights."""
+    kept = max(1, int(weight.count_nonzero()))
+    return {"params": [weight], "lr": rate * float(weight.detach().norm()) / math.sqrt(kept)}
+
+
+def _heal(
+    block: Block, targets: list[Target], seen: Sequence[int], held_out: Sequence[int], steps: int, seed: int
+) -> dict[str, Moved]:
+    """Train the weights of a block, and return them by target. They stay as they are if the held-out error does not fall."""
+    walk, step = block.walk, block.step
+    parameters = {name: block.model.get_parameter(name) for name in block.values}
+    before = {name: values.clone() for name, values in block.values.items()}
+    masters = {name: values.float().requires_grad_(True) for name, values in block.values.items()}
+    optimizer = torch.optim.Adam([rated(values) for values in masters.values()], betas=(0.9, 0.95))
+    warmup = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min((n + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * n / steps))
+    )
+
+    def error(number: int) -> Tensor:
+        """The squared error of a batch's outputs, as a share of the outputs' squares."""
+        wanted = walk.hidden.get(number, walk.device).float()
+        entering = block.pruned.get(number, walk.device).clone()
+        output = walk.call(number, step.index, step.block, entering).float()
+        return (output - wanted).square().sum() / wanted.square().sum()
+
+    def held_out_error() -> float:
+        with block.pruned_weights(), torch.no_grad():
+            return sum(float(error(number)) for number in held_out) / len(held_out)
+
+    first, order = held_out_error(), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        number = int(torch.randint(len(seen), (), generator=order))
+        with block.pruned_weights():
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+            error(number).backward()  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items():
+                masters[name].grad = parameter.grad.float() * (before[name] != 0)  # type: ignore[union-attr]
+                parameter.requires_grad_(False)
+                parameter.grad = None
+        optimizer.step()
+        schedule.step()
+        for name, values in block.values.items():
+            values.copy_(masters[name].detach())
+    last = held_out_error()
+    if not last < first:
+        for name, values in block.values.items():
+            values.copy_(before[name])
+    found = {}
+    tokens = steps * walk.batches[0].numel()
+    with block.pruned_weights():
+        for target in targets:
+            weight = in_stored_dtype(weight_of(block.model, target.layer).float().cpu(), target).clone()
+            found[target.name] = Moved(weight, FitRecord(tokens=tokens, held_out_before=first, held_out_after=min(first, last)))
+    return found

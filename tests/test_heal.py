@@ -1,0 +1,305 @@
+"""Healing: kept weights that learn the dense model's probabilities, in runs of commands and in memory."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torture
+from launch import launch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from emp_llm import Recipe, heal_model, prune_model
+from emp_llm.common.errors import UserError
+from emp_llm.heal import heal
+from emp_llm.in_memory import healing
+from emp_llm.pack import pack
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.push import method_words
+from emp_llm.update import blocks
+from emp_llm.update.moved import MovedWeights
+from emp_llm.verify import verify
+
+Models = Callable[[str], Path]
+STEPS = 4
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def given(text: Path) -> dict[str, Any]:
+    return {"calibration": str(text), "samples": 10, "seqlen": 32, "device_map": "cpu"}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def pruned_and_healed(model: Path, folder: Path, **how: Any) -> tuple[Path, Path, RunReport]:
+    """A model pruned by a recipe, the same healed, and the report of the second."""
+    plain, healed = folder / "plain", folder / "healed"
+    prune(model, output=plain, **{name: value for name, value in how.items() if not name.startswith("heal")})
+    report = prune(model, output=healed, heal=True, heal_steps=how.pop("heal_steps", STEPS), **how)
+    assert isinstance(report, RunReport)
+    return plain, healed, report
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "mixtral", "gpt_neox"])
+def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any], tmp_path: Path, family: str) -> None:
+    how = given | {"method": "wanda", "targets": "all-linear", "min_expert_tokens": 0}
+    plain, healed, report = pruned_and_healed(models(family), tmp_path, **how)
+    before, after = weights_of(plain), weights_of(healed)
+    targets = {entry.tensor for entry in report.matrices.values()}
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        if name in targets:
+            assert bool((after[name][weight == 0] == 0).all())
+            assert not torch.equal(weight, after[name])
+        else:
+            assert torch.equal(weight, after[name])
+    assert report.healing is not None
+    curve = {int(step): loss for step, loss in report.healing.curve}
+    assert list(curve) == list(range(STEPS + 1))
+    assert report.healing.best > 0
+    assert curve[report.healing.best] == min(curve.values()) < curve[0]
+    # The written weights are those of the best step: their divergence is the one in the curve.
+    tokens = healing_tokens(models(family), given)
+    held = tokens[-1:]
+    dense, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed))
+    with torch.no_grad():
+        p, q = (each(held).logits.double().log_softmax(-1) for each in (dense, model))
+    assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(curve[report.healing.best], rel=0.1)
+    assert verify(healed, source=str(models(family))).differences == []
+
+
+def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
+    from emp_llm.calibration.data import read_text
+    from emp_llm.models.loading import load_tokenizer
+    from emp_llm.options.calibration import CalibrationOptions
+
+    how = CalibrationOptions(calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"])
+    return read_text(how, load_tokenizer(model), given["seqlen"]).tokens
+
+
+def test_the_loss_is_the_divergence(models: Models) -> None:
+    """Against numpy in float64."""
+    dense, model = (AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    ids = torch.arange(24).reshape(2, 12)
+    trainer = healing._Healer.__new__(healing._Healer)
+    trainer.dense = dense
+    found = trainer.compute_loss(model, {"input_ids": ids}).detach()
+    with torch.no_grad():
+        p, q = (each(ids).logits.double().numpy() for each in (dense, model))
+    p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))
+    assert float(found) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)
+
+
+def test_the_command_makes_the_bytes_of_prune(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    how = given | {"method": "admm", "refit": True, "pattern": "2:4"}
+    plain, healed, report = pruned_and_healed(models("llama"), tmp_path, **how)
+    again = heal(plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given)
+    for name in sorted(path.name for path in healed.glob("*.safetensors")):
+        assert (healed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert again.recipe == report.recipe
+    assert again.healing is not None
+    assert again.healing.command is not None
+    assert again.healing.curve == report.healing.curve if report.healing is not None else False
+    assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
+    for weight in (each for name, each in weights_of(healed).items() if "mlp" in name):
+        assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
+    assert "healed" in method_words(again.recipe)
+    with pytest.raises(UserError, match="fitted or healed"):
+        pack(healed, tmp_path / "mask", mask_only=True)
+    pack(healed, tmp_path / "packed")
+    from emp_llm.unpack import unpack
+
+    unpack(tmp_path / "packed", tmp_path / "unpacked")
+    assert torture.snapshot(tmp_path / "unpacked") == torture.snapshot(healed)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_killed_healing_resumes(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models(family), output=tmp_path / "whole" / "out", **how)
+
+    class Kill(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise _Killed
+
+    begin = healing._Watch.on_train_begin
+    with monkeypatch.context() as patch:
+        patch.setattr(healing._Watch, "on_step_begin", Kill.on_step_begin)
+        with pytest.raises(_Killed):
+            prune(models(family), output=tmp_path / "killed" / "out", **how)
+    assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
+    steps: list[int] = []
+
+    def begun(self: Any, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        steps.append(state.global_step)
+        begin(self, args, state, control, **rest)
+
+    monkeypatch.setattr(healing._Watch, "on_train_begin", begun)
+    prune(models(family), output=tmp_path / "killed" / "out", **how)
+    assert steps == [2]
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with larger weights, whose probabilities differ from each other, so that neurons matter."""
+    name, values = tiny.FAMILIES["llama"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "sharp", (name, values | {"initializer_range": 0.2}))
+        return tiny.make_model(tmp_path_factory.mktemp("sharp") / "model", "sharp")
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_structures_heal(sharp: Path, given: dict[str, Any], tmp_path: Path, everything: bool) -> None:
+    how = {"structure": "neurons", "sparsity": 0.25, "width_multiple": 8, "heal_weights": "all" if everything else "targets"}
+    prune(sharp, output=tmp_path / "out", heal=True, heal_steps=20, **given, **how)
+    assert verify(tmp_path / "out", source=str(sharp)).differences == []
+    healed = weights_of(tmp_path / "out")
+    del how["heal_weights"]
+    prune(sharp, output=tmp_path / "plain", **given, **how)
+    changed = {name for name, weight in weights_of(tmp_path / "plain").items() if not torch.equal(weight, healed[name])}
+    assert any("mlp.down_proj" in name for name in changed)
+    assert any("self_attn" in name for name in changed) == everything
+    assert any("layernorm" in name for name in changed) == everything
+    assert not any("embed" in name or "lm_head" in name for name in changed)
+
+
+def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS}
+    report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
+    assert isinstance(report, RunReport)
+    assert report.healing is not None
+    assert report.healing.best > 0
+    assert verify(tmp_path / "out", source=str(models("mixtral"))).differences == []
+
+
+def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the disk; killed in the second block, and resumed after the first."""
+    how = given | {"method": "wanda", "targets": "all-linear", "device_map": "disk", "heal_steps": STEPS}
+    plain, healed, report = pruned_and_healed(models("llama"), tmp_path, **how)
+    assert report.healing is not None
+    assert report.healing.by == "blocks"
+    (_, before), (_, after) = report.healing.curve
+    assert after < before
+    then = weights_of(healed)
+    for name, weight in weights_of(plain).items():
+        assert bool((then[name][weight == 0] == 0).all()) or "norm" in name
+    assert verify(healed, source=str(models("llama"))).differences == []
+    put, numbers = MovedWeights.put, list[int]()
+
+    def kill(self: MovedWeights, number: int, moved: Any) -> None:
+        if number == 1:
+            raise _Killed
+        put(self, number, moved)
+
+    (tmp_path / "killed").mkdir()
+    options = how | {"heal": True, "output": tmp_path / "killed" / "out"}
+    with monkeypatch.context() as patch:
+        patch.setattr(MovedWeights, "put", kill)
+        with pytest.raises(_Killed):
+            prune(models("llama"), **options)
+    run = blocks._heal
+    monkeypatch.setattr(blocks, "_heal", lambda block, *rest: (numbers.append(block.step.index), run(block, *rest))[1])
+    prune(models("llama"), **options)
+    assert numbers == [1]
+    (tmp_path / "whole").mkdir()
+    shutil.move(healed, tmp_path / "whole" / "out")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_a_diverging_training_changes_nothing(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(healing, "RATE", 1000.0)
+    plain, healed, report = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
+    assert report.healing is not None
+    assert report.healing.best == 0
+    assert report.healing.steps < 30
+    assert any("did not bring the model nearer" in sentence for sentence in report.warnings)
+    assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) -> None:
+    tokens = healing_tokens(models("llama"), given)
+    dense = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
+    report = prune_model(model, Recipe(method="wanda"), tokens)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    done = heal_model(model, dense, tokens, masks=report.masks, steps=STEPS)
+    assert done.best > 0
+    assert done.curve[done.best][1] < done.curve[0][1]
+    assert report.masks.broken(model) == 0
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == set(report.masks)
+    assert {value.dtype for value in model.state_dict().values()} == {dtype}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    # In one call, with the same result.
+    other = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
+    both = prune_model(other, Recipe(method="wanda", heal=True, heal_steps=STEPS), tokens)
+    assert both.record.healing is not None
+    assert both.record.healing.curve == done.curve
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_two_ranks(models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    line = ["prune", models("llama"), "--method", "wanda", "--calibration", text, "--samples", 10, "--seqlen", 32]
+    line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert done.codes == [0, 0], done.error
+    report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
+    assert report["healing"]["steps"] == STEPS
+    assert min(loss for _, loss in report["healing"]["curve"]) < report["healing"]["curve"][0][1]
+    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
+def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    dense = str(models("llama"))
+    prune(models("llama"), output=tmp_path / "plain", **given)
+
+    def refused(match: str, **how: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            heal(**{"folder": tmp_path / "plain", "dense": dense, "output": tmp_path / "out"} | given | how)
+        assert not (tmp_path / "out").exists()
+
+    refused("no emp_report.json", folder=models("llama"))
+    refused("its weights are not those that were pruned", dense=str(models("qwen2")), heal_steps=1)
+    refused("the text has 4 sequences, and 4 are needed for a step and one to measure", samples=4)
+    refused("must be at least 1", heal_steps=0)
+    pack(tmp_path / "plain", tmp_path / "packed")
+    refused("unpack", folder=tmp_path / "packed")
+    heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)
+    refused("it is healed already", folder=tmp_path / "healed")
+    for match, how in {
+        "--heal-steps has no effect without --heal": {"heal_steps": 3},
+        "--heal cannot change quantised weights": {"heal": True, "load_in_4bit": True},
+        "method magnitude needs none": {"heal": True, "method": "magnitude", "calibration": None},
+    }.items():
+        with pytest.raises(UserError, match=match):
+            prune(models("llama"), output=tmp_path / "out", **given | how)
+
+
+def test_a_dry_run_says_what_it_takes(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
+    (note,) = (each for each in plan.notes if each.startswith("heal: "))
+    assert "300 steps of 4 x 32 tokens" in note
+    assert " min on this machine" in note
