@@ -408,7 +408,6 @@ class Study:
     def heal(self, model: Any, basis: str) -> Entry:
         """Heal a pruned model in place."""
         from emp_llm.in_memory.healing import heal_model
-
         from emp_llm.models.loading import load_model
 
         start, layers = time.perf_counter(), model.model.layers.named_modules(prefix="model.layers")
@@ -416,7 +415,12 @@ class Study:
         dense, steps = load_model(self.dense(basis)), self.options.heal_steps
         tokens = self.more_tokens
         record = heal_model(model, dense, tokens, masks=masks, steps=steps, samples=len(tokens))
-        return {"heal_steps": steps, "heal_samples": len(tokens), "curve": record.curve, "heal_seconds": round(time.perf_counter() - start, 1)}
+        return {
+            "heal_steps": steps,
+            "heal_samples": len(tokens),
+            "curve": record.curve,
+            "heal_seconds": round(time.perf_counter() - start, 1),
+        }
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
