@@ -502,7 +502,13 @@ def write_tables(folder: Path, results: list[Path]) -> None:
     from emp_llm.common.tables import Rows, markdown_table
 
     folder.mkdir(parents=True, exist_ok=True)
-    parts, rows = ["# Bases: all points"], Rows()
+    about = (
+        "asis: the checkpoint. folded: without weights in its norms. random: turned by chance. moments: by the eigenvectors of "
+        "the inputs' second moments. neff, half, entropy, 2:4: from there for the least N_eff, energy of the lower half of a "
+        "row, entropy, or energy of the two smaller of four. dealt, swapped: columns put in an order for 2:4. Cells of points: "
+        "the increase of the perplexity over the dense model; in brackets, the change from asis; both with paired errors."
+    )
+    parts, rows = ["# Bases: all points", about], Rows()
     for path in results:
         entries = read(path)
         runs = {tuple(entry["run"]): entry for entry in entries}
@@ -556,20 +562,18 @@ def cell(points: dict[Any, Entry], point: tuple[str, str, str], dense: Entry) ->
     """The increase over the dense model; and the difference from the model as it is, in percent of its perplexity."""
     if point not in points:
         return ""
-    entry, base = points[point], points.get(("asis", *point[1:]))
-    said = "{:+.2f} ± {:.2f} %".format(*change(entry, dense))
+    entry, base, said = points[point], points.get(("asis", *point[1:])), change(points[point], dense)
     if point[1] == "beta1":
         return f"{100 * entry['sparsity']:.1f} % removed: {said}"
-    return said if base in (None, entry) else said + " ({:+.2f} ± {:.2f})".format(*change(entry, base))
+    return said if base in (None, entry) else f"{said} ({change(entry, base)})"
 
 
-def change(entry: Entry, base: Entry) -> tuple[float, float]:
-    """The change of the perplexity in percent, and its paired standard error."""
-    from emp_llm.evaluation.comparison import Value, change_of
+def change(entry: Entry, base: Entry) -> str:
+    """The change of the perplexity in percent, with its paired standard error."""
+    from emp_llm.evaluation.comparison import Value, change_of, change_text
 
     pair = [Value(math.exp(mean(each["losses"])), losses=tuple((loss, 1) for loss in each["losses"])) for each in (entry, base)]
-    found = change_of("perplexity", *pair)
-    return found.value, found.stderr or 0.0
+    return change_text("perplexity", change_of("perplexity", *pair))
 
 
 def mean(values: list[float]) -> float:
