@@ -524,9 +524,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
             if run[0] == "basis":
                 cells = [f"{entry['measures'][name]:.3f}" for name in LOSSES]
                 exact = " → ".join(f"{each:.4f}" for each in entry.get("perplexity", []))
-                rows.append(
-                    [run[1], *cells, exact, "" if entry is dense else "{:+.2f} ± {:.2f} %".format(*change(entry, dense))]
-                )
+                rows.append([run[1], *cells, exact, "" if entry is dense else change(entry, dense)])
         parts.append(markdown_table(rows))
         layers = list(dict.fromkeys(name.partition(".")[2] for name in dense["by_layer"]))
         rows = [["N_eff/N by layer", *(name.rpartition(".")[2] for name in layers)]]
