@@ -488,8 +488,8 @@ def run_study(options: argparse.Namespace, work: Path) -> None:
         entry["seconds"] = round(time.perf_counter() - start, 1)
         with options.output.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        mean = sum(entry["losses"]) / len(entry["losses"]) if "losses" in entry else math.nan
-        print(f"{number}/{len(wanted)} {'/'.join(run)}: {math.exp(mean):.3f}, {entry['seconds']} s", flush=True)
+        said = f"{math.exp(mean(entry['losses'])):.3f}, " if "losses" in entry else ""
+        print(f"{number}/{len(wanted)} {'/'.join(run)}: {said}{entry['seconds']} s", flush=True)
 
 
 def read(path: Path) -> list[Entry]:
@@ -550,6 +550,9 @@ def write_tables(folder: Path, results: list[Path]) -> None:
             for method in dict.fromkeys(point[2] for point in of_budget):
                 rows.append([method, *(cell(of_budget, (basis, budget, method), dense) for basis in shown)])
             parts.append(markdown_table(rows))
+        healed = sorted({(entry["heal_steps"], entry["heal_samples"]) for entry in entries if "heal_steps" in entry})
+        if healed:
+            parts.append("Healed: " + "; ".join(f"{steps} steps on {samples} sequences" for steps, samples in healed) + ".")
         pictures = {run[1]: entry for run, entry in runs.items() if run[0] == "picture"}
         if len(pictures) == 2:
             draw(folder / "scores.svg", pictures)
