@@ -254,6 +254,17 @@ def sparse_layer(dtype: torch.dtype, rows: int = 300, columns: int = 1000) -> Sp
     return SparseLinear(pack_rows(weight.to(dtype)), torch.nn.Parameter(torch.ones(rows, dtype=dtype), requires_grad=False))
 
 
+@pytest.mark.parametrize("device_map", ["cuda:0", "disk"])
+def test_healing_on_the_gpu(models: Models, text: Path, tmp_path: Path, device_map: str) -> None:
+    """Of the whole model, and of one block at a time."""
+    how: dict[str, Any] = {"calibration": str(text), "samples": 10, "seqlen": 32, "method": "wanda", "device_map": device_map}
+    report = prune(models("llama"), output=tmp_path / "out", heal=True, heal_steps=4, **how)
+    assert report.healing.by == ("blocks" if device_map == "disk" else "model")
+    losses = {int(step): loss for step, loss in report.healing.curve}
+    assert losses[report.healing.best] < losses[0]
+    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 17, 300])
 def test_a_sparse_layer_on_the_gpu_equals_that_on_the_cpu(dtype: torch.dtype, tokens: int) -> None:
