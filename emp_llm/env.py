@@ -2,6 +2,7 @@
 
 from emp_llm.cli import command, run
 
+_RUNTIMES = {"avx512bf16": "AVX-512 BF16", "avx512": "AVX-512", "avx2": "AVX2"}
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -30,7 +31,7 @@ def env() -> dict[str, str]:
         "memory": f"{format_bytes(available_memory())} available",
         "GPUs": ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in gpus) or "none",
         "masks": "compiled" if has_numba() else "numpy",
-        "runtime": "torch" if runtime is None else {"avx512bf16": "AVX-512 BF16", "avx512": "AVX-512", "avx2": "AVX2"}[runtime.name],
+        "runtime": "torch" if runtime is None else _RUNTIMES[runtime.name],
     }
 
 
