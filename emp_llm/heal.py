@@ -70,7 +70,7 @@ def heal(
     models, stopwatch = OneModel(options.device_map, options.dtype, options.trust_remote_code), Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
     data = calibration_data(options, architecture, options.trust_remote_code, models=models)
-    check_healable(data, architecture.select(recipe.targets, recipe.ignore, recipe.tower))
+    check_healable(dense.config, data, architecture.select(recipe.targets, recipe.ignore, recipe.tower))
     assert isinstance(data, CalibrationText)
     models.free()
     signature = {"heals": {name: list(state) for name, state in pruned.states.items()}, "recipe": recipe.as_dict()}

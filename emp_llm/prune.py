@@ -115,7 +115,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     if recipe.heal:
         from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
 
-        check_healable(data, targets)
+        check_healable(checkpoint.config, data, targets)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
         how = calibration_signature(data, options, options.propagate, quantization)

@@ -153,12 +153,14 @@ def test_models_that_cannot_be_refitted(refused: Refused, models: Callable[[str]
     tiny.make_tokenizer().save_pretrained(t5)
     says = r"^--refit runs block by block, which an encoder-decoder model cannot\. Leave out --refit"
     refused(says, model=str(t5), method="wanda", refit=True)
+    refused("--heal is for decoders", model=str(t5), method="wanda", heal=True)
     says = r"^--method sparsegpt runs block by block, on text alone\. Use --method wanda, or leave out image= in --calibration"
     llava, source = make_llava(tmp_path / "llava"), f"{rows}/rows.jsonl,image=picture"
     refused(says, model=str(llava), calibration=source, seqlen=24, method="sparsegpt")
     fp8 = make_fp8(models("llama"), tmp_path / "fp8")
     says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
     refused(says, model=str(fp8), method="wanda", refit=True)
+    refused(says.replace("refit", "heal"), model=str(fp8), method="wanda", heal=True)
 
 
 @pytest.mark.parametrize(("match", "options"), parameters(OPTIONS))

@@ -50,10 +50,12 @@ _MEASURES = 10  # of the held-out loss
 _HELD_OUT = 16  # one sequence of this many
 
 
-def check_healable(data: Any, targets: Sequence[Target] | None = None) -> None:
-    """Raise UserError if weights cannot be trained: because of the calibration data, or of how targets are stored."""
+def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = None) -> None:
+    """Raise UserError if weights cannot be trained: because of the model's config, the text, or how targets are stored."""
     if targets is not None:
         check_update(targets, "--heal", "Leave out --heal")
+    if config.get("is_encoder_decoder"):
+        raise UserError("--heal is for decoders, and this model has an encoder too. Leave out --heal.")
     if not isinstance(data, CalibrationText):
         raise UserError("--heal trains on text alone; leave out image= in --calibration.")
     held = _held_out(len(data.tokens))
@@ -98,7 +100,7 @@ def heal_model(
     """
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     text, found = data_in_memory(data, tokenizer, how, max_context(model.config)), find_masks(masks, model)
-    check_healable(text)
+    check_healable(model.config.to_dict(), text)
     assert isinstance(text, CalibrationText)
     if is_offloaded(model) or is_offloaded(dense):
         raise UserError("healing needs both models whole in memory, and a part of one is offloaded.")

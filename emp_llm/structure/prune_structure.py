@@ -135,7 +135,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
         if recipe.heal:
-            check_healable(data, plan.targets)
+            check_healable(checkpoint.config, data, plan.targets)
         made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
     if budget is not None:
         made_of |= {"budget": budget.flag}
