@@ -381,7 +381,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
     _draw(folder / "curve.svg", done, dense)
 
 
-def _increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
+def increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
     """The increase of the perplexity in percent, and its paired standard error."""
     changes = np.subtract(entry["losses"][place], base["losses"][place])
     mean = float(changes.mean())
@@ -391,13 +391,13 @@ def _increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
 def _cell(done: dict[Name, Entry], base: Entry, name: Name, place: int = 0) -> str:
     if name not in done or "why" in done[name]:
         return ""
-    return "{:+.1f} ± {:.1f} %".format(*_increase(done[name], base, place))
+    return "{:+.1f} ± {:.1f} %".format(*increase(done[name], base, place))
 
 
 def _random(done: dict[Name, Entry], dense: Entry, number: int, refit: str, place: int = 0) -> str:
     """The mean of the random choices, and their range."""
     names = [("experts", f"random{seed}", str(number), "one", refit) for seed in range(SEEDS)]
-    found = [_increase(done[name], dense, place)[0] for name in names if name in done]
+    found = [increase(done[name], dense, place)[0] for name in names if name in done]
     spread = f"{min(found):.1f} to {max(found):.1f}" if len(found) > 1 else "one choice"
     return f"{sum(found) / len(found):+.1f} % ({spread})" if found else ""
 
@@ -430,7 +430,7 @@ def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
                 ]
                 by_number: dict[int, list[float]] = {dense["experts"]: [0.0]}
                 for name in names:
-                    by_number.setdefault(int(name[2]), []).append(_increase(done[name], dense, place)[0])
+                    by_number.setdefault(int(name[2]), []).append(increase(done[name], dense, place)[0])
                 at = sorted(by_number)
                 style = {"color": GREY if score == "random" else COLOURS[number], "marker": MARKERS[number], "label": score}
                 axes.plot(at, [sum(by_number[each]) / len(by_number[each]) for each in at], **style)

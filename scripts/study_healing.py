@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from study_experts import increase
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Entry = dict[str, Any]
@@ -148,13 +148,6 @@ def write_page(folder: Path, known: list[Entry]) -> None:
         parts += [f"## {model}, {calibration}", f"Dense perplexity: {told}.", markdown_table(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "study.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
-    """The increase of the perplexity in percent, and its paired standard error."""
-    changes = np.subtract(entry["losses"][place], base["losses"][place])
-    mean = float(changes.mean())
-    return 100 * math.expm1(mean), 100 * math.exp(mean) * float(changes.std(ddof=1)) / math.sqrt(len(changes))
 
 
 if __name__ == "__main__":
