@@ -14,6 +14,7 @@ import torture
 from launch import launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from emp_llm import Recipe, heal_model, prune_model
 from emp_llm.common.errors import UserError
@@ -225,6 +226,18 @@ def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, m
     (tmp_path / "whole").mkdir()
     shutil.move(healed, tmp_path / "whole" / "out")
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_a_layer_that_no_batch_calls(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an expert that no token reaches: it keeps its weights, and the others heal."""
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
+    how = given | {"method": "magnitude", "targets": "mlp", "device_map": "disk"}
+    plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, **how)
+    after = weights_of(healed)
+    changed = {name for name, weight in weights_of(plain).items() if not torch.equal(weight, after[name])}
+    assert {name.split(".")[4] for name in changed} == {"gate_proj", "down_proj"}
 
 
 def test_a_diverging_training_changes_nothing(

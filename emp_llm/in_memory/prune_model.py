@@ -123,8 +123,7 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    recipe = _recipe_of(recipe)
-    recipe = recipe.but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
+    recipe = _recipe_of(recipe).but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
     if recipe.refit and recipe.name not in SEARCHES:  # nor on it
         recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, data, tokenizer, **how)[0].masks

@@ -113,7 +113,8 @@ def _heal(
                 parameter.requires_grad_(True)
             error(number).backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
-                masters[name].grad = parameter.grad.float() * (before[name] != 0)  # type: ignore[union-attr]
+                gradient = parameter.grad  # None for an expert that no token of the batch reaches
+                masters[name].grad = None if gradient is None else gradient.float() * (before[name] != 0)
                 parameter.requires_grad_(False)
                 parameter.grad = None
         optimizer.step()
