@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from emp_llm.in_memory.prune_model import prune_model as prune_model
     from emp_llm.in_memory.reapply import SparsityCallback as SparsityCallback
     from emp_llm.in_memory.reapply import reapply_mask as reapply_mask
+    from emp_llm.in_memory.rotation import rotate_model as rotate_model
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe as Recipe
     from emp_llm.pack import pack as pack
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
+    from emp_llm.rotate import rotate as rotate
     from emp_llm.run import run as run
     from emp_llm.selection.criteria import InputStatistics as InputStatistics
     from emp_llm.selection.criteria import exponential as exponential
@@ -58,6 +60,7 @@ COMMANDS = {
     "prune": "Prune a model and write the pruned checkpoint.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
     "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
+    "rotate": "Turn the basis of a model: the same function, which loses less when it is pruned.",
     "run": "Run the jobs of a plan on this machine.",
     "status": "Show what is done, running, failed and missing of a study.",
     "submit": "Submit the jobs of a plan to a Slurm cluster.",
@@ -69,6 +72,7 @@ COMMANDS = {
 _MODULES = {
     "in_memory.prune_model": ("masks_of", "prune_model"),
     "in_memory.healing": ("heal_model",),
+    "in_memory.rotation": ("rotate_model",),
     "options.recipe": ("Recipe",),
     "in_memory.masks": ("Masks",),
     "in_memory.reapply": ("SparsityCallback", "reapply_mask"),
