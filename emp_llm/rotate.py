@@ -66,7 +66,8 @@ def rotate(
     Recipe(method="wanda", pattern=pattern).check()
     source = find_model(model.model, model.revision, model.trust_remote_code)
     checkpoint, path = Checkpoint(source.folder), output or Path(f"{source.short_name}-rotated")
-    with OutputFolder(path, [source.folder], 2 * checkpoint.output_bytes, overwrite) as out:
+    head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())  # a tied one gets weights of its own
+    with OutputFolder(path, [source.folder], checkpoint.output_bytes + head, overwrite) as out:
         architecture = Architecture.of_checkpoint(checkpoint, None, model.trust_remote_code)
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)
         data = calibration_data(text, architecture, model.trust_remote_code, models=models)

@@ -38,9 +38,9 @@ from emp_llm.options.recipe import Recipe, parse_pattern
 from emp_llm.records.rotation import RotationRecord
 
 _WRITERS = re.compile(r"o_proj|out_proj|wo|dense|c_proj|down_proj|w2|output_linear")
-_RATE = 0.02  # of Adam, on the entries of A
-_ROWS = 512  # of each matrix in a step, drawn anew
-_ROWS_OF_ORDER = 64  # of each matrix, to choose the order of columns
+_RATE = 0.2  # of Adam on the entries of A, times the root of its size: the best at widths of 64 and 256
+_ROWS = 512  # of each matrix, drawn anew in each step
+_ROWS_OF_ORDER = 2**16  # at most, of all matrices, to choose the order of columns
 _SWAPS = 300  # rounds; in each, every group of columns tries one swap
 _LIMIT = 1e-3  # of the difference of logits in float32, as a share of their norm
 
@@ -456,7 +456,7 @@ def _search(
     """The turn of least N_eff/N that Adam finds, from no turn."""
     q, turns = _no_turns(stream)
     free = [torch.zeros_like(each) for each in (q, *turns) if each is not None]
-    adam = torch.optim.Adam([each.requires_grad_() for each in free], lr=_RATE)
+    adam = torch.optim.Adam([{"params": [each.requires_grad_()], "lr": _RATE * each.shape[-1] ** -0.5} for each in free])
     rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, 2 * (1 - step / steps)))
 
     def found() -> tuple[Tensor, list[Tensor | None]]:
@@ -497,9 +497,11 @@ def _in_order(
     keep, of = parse_pattern(pattern)
     q, turns = _no_turns(stream)
     rows: list[Tensor] = []
+    matrices = sum(len(part) for block in stream.blocks for part in block.readers)
+    some = max(1, min(_ROWS, _ROWS_OF_ORDER // matrices))
     for number, (block, own, turn) in enumerate(zip(stream.blocks, moments, turns, strict=True)):
         readers = sum(len(part) for part in block.readers) + len(block.values[:1])
-        found = [scores for scores, _ in _scores(block, own, q.to(own.stream[0].device), turn, _ROWS_OF_ORDER, random)]
+        found = [scores for scores, _ in _scores(block, own, q.to(own.stream[0].device), turn, some, random)]
         found = [scores / scores.sum(1, keepdim=True) for scores in found]
         rows += [scores.to(q.device) for scores in found[:readers]]
         reached = [index for index, moment in enumerate(own.inputs) if isinstance(moment, Tensor)]

@@ -1,0 +1,223 @@
+"""Rotation: the function of a model stays, its weights matter less evenly, and pruning costs less."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from emp_llm import Recipe, heal, measure, prune, prune_model, rotate, rotate_model, verify
+from emp_llm.common.errors import UserError
+from emp_llm.in_memory import rotation
+from emp_llm.records.rotation import RotationRecord
+
+Models = Callable[[str], Path]
+Run = Callable[..., "CompletedProcess[str]"]
+GLU = tiny.GLU
+# With biases, gates, fused matrices, norms of heads, multipliers, mixtures, latent heads, and a hybrid.
+KEPT = {name: tiny.FAMILIES[name] for name in ("llama-tied", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")} | {
+    "gemma": ("GemmaConfig", GLU | {"head_dim": 8}),
+    "granite": ("GraniteConfig", GLU | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        GLU | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        GLU
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 4}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        GLU
+        | {"num_hidden_layers": 4, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+}
+REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
+    "gpt2": (tiny.FAMILIES["gpt2"], "LayerNorm is no RMSNorm"),
+    "opt": (tiny.FAMILIES["opt"], "LayerNorm is no RMSNorm"),
+    "gemma2": (tiny.FAMILIES["gemma2"], "has 4 norms, and not one in front of the attention and one in front of the MLP"),
+    "olmo": (("OlmoConfig", GLU), "OlmoLayerNorm has no weights"),
+    "olmo2": (("Olmo2Config", GLU), "its logits differ by"),  # norms behind the layers
+    "gpt_oss": (
+        ("GptOssConfig", GLU | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "mlp.experts.down_proj_bias is not the weight of a linear layer",
+    ),
+    "bloom": (
+        ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}),
+        "one norm in front of its head",
+    ),
+}
+
+
+def model_of(family: tuple[str, dict[str, Any]], dtype: torch.dtype = torch.float32) -> Any:
+    """A random model whose norms and biases are not one and zero."""
+    config = getattr(transformers, family[0])(**(family[1] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}))
+    model = tiny.random_model(AutoModelForCausalLM, config, dtype).eval()
+    made = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or "bias" in name:
+            parameter.data += (0.3 * torch.randn(parameter.shape, generator=made)).to(dtype)
+        else:
+            parameter.data *= 3
+    return model
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, 250, (6, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def given(text: Path) -> dict[str, Any]:
+    return {"calibration": str(text), "samples": 10, "seqlen": 32, "device_map": "cpu"}
+
+
+@pytest.mark.parametrize("family", KEPT)
+@torch.no_grad()
+def test_the_function_stays(family: str, ids: torch.Tensor) -> None:
+    """With the order of the columns for 2:4, which moves neurons too; the logits of all tokens agree to rounding."""
+    model = model_of(KEPT[family])
+    before = model(ids).logits
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    record = rotate_model(model, ids, steps=3, pattern="2:4")
+    after = model(ids).logits
+    assert ((after - before).norm() / before.norm()).item() < 1e-4
+    assert record.difference < 1e-4
+    moved = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights.get(name, parameter))]
+    assert len(moved) > len(weights) / 2
+    assert 0 < record.n_eff_before < 1
+    assert record.n_eff_after != record.n_eff_before
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_are_refused(family: str, ids: torch.Tensor) -> None:
+    made_of, says = REFUSED[family]
+    with pytest.raises(UserError, match="this model cannot be rotated: ") as refused:
+        rotate_model(model_of(made_of), ids, steps=0)
+    assert says in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def rotated(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RotationRecord]:
+    """A tied model of several shards in bfloat16, turned by the command."""
+    folder = tmp_path_factory.mktemp("rotated") / "model"
+    return folder, rotate(models("llama-tied"), output=folder, steps=40, **given).record
+
+
+def test_the_folder_is_a_checkpoint_of_the_same_class(
+    models: Models, rotated: tuple[Path, RotationRecord], ids: torch.Tensor
+) -> None:
+    source, (folder, record) = models("llama-tied"), rotated
+    assert {path.name for path in source.glob("*.json")} - {"model.safetensors.index.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    config, before = (json.loads((each / "config.json").read_text()) for each in (folder, source))
+    assert not config.pop("tie_word_embeddings")
+    assert config == {name: value for name, value in before.items() if name != "tie_word_embeddings"}
+    stored = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    dense, turned = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (source, folder))
+    assert record.parameters_after - record.parameters_before == 256 * 32
+    assert turned.num_parameters() == record.parameters_after
+    with torch.no_grad():
+        one, other = (model(ids).logits.log_softmax(-1) for model in (dense, turned))
+    assert torch.nn.functional.kl_div(other, one, log_target=True, reduction="none").sum(-1).mean() < 1e-3  # of bfloat16
+    assert json.loads((folder / "emp_llm" / "rotation.json").read_text())["source"]["tokens"] == 320
+
+
+def test_n_eff_is_that_of_measure(
+    models: Models, rotated: tuple[Path, RotationRecord], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Measured by the command from the folders, a mean over all rows; and a turn lowers it."""
+    for folder, claimed in ((models("llama-tied"), rotated[1].n_eff_before), (rotated[0], rotated[1].n_eff_after)):
+        found = measure(folder, targets="all-linear", criteria="wanda", output=tmp_path / f"{folder.name}.json", **given)
+        entries = found.measures[0].matrices.values()
+        mean = sum(each.rows * each.n_eff_mean / each.columns for each in entries) / sum(each.rows for each in entries)
+        assert math.isclose(mean, claimed, rel_tol=5e-3)
+    assert rotated[1].n_eff_after < 0.95 * rotated[1].n_eff_before
+
+
+def test_it_is_pruned_healed_and_verified_like_any_other(
+    rotated: tuple[Path, RotationRecord], given: dict[str, Any], tmp_path: Path
+) -> None:
+    prune(rotated[0], method="wanda", sparsity=0.5, targets="all-linear", output=tmp_path / "pruned", **given)
+    assert not verify(tmp_path / "pruned", source=str(rotated[0])).differences
+    heal(tmp_path / "pruned", dense=str(rotated[0]), heal_steps=2, output=tmp_path / "healed", **given)
+    assert not verify(tmp_path / "healed", source=str(rotated[0])).differences
+
+
+def test_the_same_seed_gives_the_same_bytes(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        rotate(models("llama"), output=tmp_path / name, steps=2, pattern="2:4", **given)
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "two" / "model.safetensors").read_bytes()
+
+
+def test_the_search_lowers_n_eff(ids: torch.Tensor) -> None:
+    """From the eigenvectors on, more steps find less."""
+    found = [rotate_model(model_of(KEPT["mistral"]), ids, steps=steps).n_eff_after for steps in (0, 20, 80)]
+    assert found[0] > found[1] > found[2]
+
+
+def test_an_order_for_a_pattern_spreads_the_large_columns() -> None:
+    """Of the best order, each group takes its two large columns; found by swaps from a deal that fails."""
+    made = torch.Generator().manual_seed(0)
+    rows = torch.rand(64, 16, generator=made)
+    rows[:, :8] *= 100
+    rows /= rows.sum(1, keepdim=True)
+    order = rotation._order_of(rows, 2, 4, made)
+    assert sorted(order.tolist()) == list(range(16))
+    assert ((order.view(4, 4) < 8).sum(1) == 2).all()
+    lost, before = (each.sort(2).values[..., :2].sum() for each in (rows[:, order].view(64, 4, 4), rows.view(64, 4, 4)))
+    assert lost < before
+
+
+def test_less_is_lost_of_a_real_model(shared: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from emp_llm.evaluation.perplexity import perplexity
+
+    folder, text = shared / "models" / "stories260K", shared / "text" / "tinystories_train.txt"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = torch.tensor(tokenizer((shared / "text" / "tinystories_valid.txt").read_text())["input_ids"])
+    damage = []
+    for turns in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        dense = perplexity(model, tokens, 512).value
+        if turns:
+            rotate_model(model, text, tokenizer, samples=32, seqlen=512)
+            assert math.isclose(perplexity(model, tokens, 512).value, dense, rel_tol=1e-4)
+        prune_model(model, Recipe(method="wanda", targets="all-linear"), text, tokenizer, samples=32, seqlen=512)
+        damage.append(perplexity(model, tokens, 512).value / dense - 1)
+    assert damage[1] < 0.7 * damage[0]
+
+
+def test_bad_input(models: Models, rotated: tuple[Path, RotationRecord], text: Path, run: Run, tmp_path: Path) -> None:
+    how = ("--calibration", text, "--samples", 10, "--seqlen", 32)
+    refused = run("rotate", models("gemma2"), *how, "--output", tmp_path / "out")
+    assert refused.returncode == 2
+    assert "error: this model cannot be rotated: model.layers.0 has 4 norms" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+    for arguments, says in (
+        ({"pattern": "2-4"}, "--pattern must be N:M"),
+        ({"steps": -1}, "--steps"),
+        ({"output": rotated[0]}, "it exists"),
+        ({"device_map": "disk"}, "whole in memory"),
+        ({"samples": 10**6}, "too short"),
+    ):
+        options = {"calibration": str(text), "samples": 10, "seqlen": 32, "output": tmp_path / "out"} | arguments
+        with pytest.raises(UserError, match=says):
+            rotate(models("llama"), **options)
+    assert list(tmp_path.iterdir()) == []
