@@ -104,10 +104,16 @@ def test_the_function_stays(family: str, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_other_families_are_refused(family: str, ids: torch.Tensor) -> None:
+    """And a model that its structure refuses is as it was."""
     made_of, says = REFUSED[family]
+    model = model_of(made_of, torch.bfloat16)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="this model cannot be rotated: ") as refused:
-        rotate_model(model_of(made_of), ids, steps=0)
+        rotate_model(model, ids, steps=0)
     assert says in str(refused.value)
+    after = dict(model.named_parameters())
+    assert {parameter.dtype for parameter in after.values()} == {torch.bfloat16}
+    assert "logits" in says or all(torch.equal(after[name], parameter) for name, parameter in before.items())
 
 
 @pytest.fixture(scope="module")

@@ -135,22 +135,25 @@ def rotate_model(
     tokens, random = text.tokens, torch.Generator().manual_seed(seed)
     dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
     with torch.no_grad(), in_evaluation_mode(model), out_of_memory(lambda: "rotation: out of memory. Use a larger device."):
-        model.float()
-        before, parameters = _logits(model, tokens), model.num_parameters()
-        stream = _stream_of(model, dtypes)
-        _fold(stream)
-        moments = _moments(model, stream, tokens, batch_size)
-        n_eff = [_mean_n_eff(stream, moments)]
-        _turn(stream, moments, *_eigenvectors(stream, moments, random))
-        _check(model, before, tokens)  # before the search, which takes longer
-        if steps:
-            _turn(stream, moments, *_search(stream, moments, steps, random))
-        if pattern is not None:
-            _turn(stream, moments, *_in_order(stream, moments, pattern, random))
-        n_eff.append(_mean_n_eff(stream, moments))
-        difference = _check(model, before, tokens)
-        for each, dtype in dtypes.items():
-            each.data = each.data.to(dtype)
+        try:
+            model.float()
+            before, parameters = _logits(model, tokens), model.num_parameters()
+            stream = _stream_of(model)
+            _fold(stream)
+            moments = _moments(model, stream, tokens, batch_size)
+            n_eff = [_mean_n_eff(stream, moments)]
+            _turn(stream, moments, *_eigenvectors(stream, moments, random))
+            _check(model, before, tokens)  # before the search, which takes longer
+            if steps:
+                _turn(stream, moments, *_search(stream, moments, steps, random))
+            if pattern is not None:
+                _turn(stream, moments, *_in_order(stream, moments, pattern, random))
+            n_eff.append(_mean_n_eff(stream, moments))
+            difference = _check(model, before, tokens)
+        finally:
+            of_new = dtypes[model.get_input_embeddings().weight]  # a head that was tied
+            for each in [*model.parameters(), *model.buffers()]:
+                each.data = each.data.to(dtypes.get(each, of_new))
     return RotationRecord(
         steps=steps,
         pattern=pattern,
@@ -166,8 +169,8 @@ def rotate_model(
 # The weights by what they do.
 
 
-def _stream_of(model: PreTrainedModel, dtypes: dict[Tensor, torch.dtype]) -> _Stream:
-    """The weights of a model. A tied head is untied, and its dtype noted."""
+def _stream_of(model: PreTrainedModel) -> _Stream:
+    """The weights of a model. A tied head is untied."""
     architecture, config = architecture_of(model, ModelWeights(model)), model.config.get_text_config()
     path, modules = find_blocks(model)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -182,9 +185,10 @@ def _stream_of(model: PreTrainedModel, dtypes: dict[Tensor, torch.dtype]) -> _St
         name = f"{path}.{number}"
         layers = [layer for layer in architecture.layers if layer.block == number and layer.name.startswith(f"{name}.")]
         blocks.append(_block_of(model, name, _norms_in(module), layers, width, config))
+    for norm in (last[0], *(norm for block in blocks for norm in block.norms)):
+        _scales(norm)  # refuses other classes
     if head.weight is embeddings.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-        dtypes[head.weight] = dtypes[embeddings.weight]
         model.config.tie_word_embeddings = config.tie_word_embeddings = False
     return _Stream([embeddings.weight.data, head.weight.data], last[0], blocks)
 
@@ -209,9 +213,8 @@ def _block_of(
             # Queries are as many as the writer's inputs, unless a gate stands between values and writer.
             sizes = {each.leaf: len(own) for each, own in mates.items()}
             value = next((each for each in mates if each.leaf in ("v_proj", "qkv_proj")), None)
-            turns = (
-                value is not None and weight.shape[1] % heads == 0 and sizes.get("q_proj", weight.shape[1]) == weight.shape[1]
-            )
+            plain = weight.shape[1] % heads == 0 and sizes.get("q_proj", weight.shape[1]) == weight.shape[1]
+            turns = value is not None and plain
             block.writers.append(_Writer(weight, bias, model.get_submodule(layer.name), heads if turns else 0))
             if value is not None and turns:
                 rows = sizes[value.leaf] if value.leaf == "v_proj" else (sizes[value.leaf] - weight.shape[1]) // 2
@@ -275,6 +278,7 @@ def _scales(norm: nn.Module) -> Tensor:
         raise _refusal(f"{type(norm).__name__} has no weights")
     some = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device) + 1
     some[2:] -= 2
+    some *= 100  # so that epsilon does not count
     found: Tensor = norm(some) / (some * some.square().mean(-1, keepdim=True).rsqrt())
     if not bool((found - found[0]).abs().max() <= 1e-4 * found.abs().max()):
         raise _refusal(f"{type(norm).__name__} is no RMSNorm")
