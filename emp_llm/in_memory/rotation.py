@@ -38,8 +38,9 @@ from emp_llm.options.recipe import Recipe, parse_pattern
 from emp_llm.records.rotation import RotationRecord
 
 _WRITERS = re.compile(r"o_proj|out_proj|wo|dense|c_proj|down_proj|w2|output_linear")
-_RATE = 0.2  # of Adam on the entries of A, times the root of its size: the best at widths of 64 and 256
+_RATE = 0.2  # of Adam on the entries of A, over the root of its width: the best at widths of 64, 192 and 256
 _ROWS = 512  # of each matrix, drawn anew in each step
+_BLOCKS = 8  # in each step, drawn anew
 _ROWS_OF_ORDER = 2**16  # at most, of all matrices, to choose the order of columns
 _SWAPS = 300  # rounds; in each, every group of columns tries one swap
 _LIMIT = 1e-3  # of the difference of logits in float32, as a share of their norm
@@ -144,8 +145,9 @@ def rotate_model(
             n_eff = [_mean_n_eff(stream, moments)]
             _turn(stream, moments, *_eigenvectors(stream, moments, random))
             _check(model, before, tokens)  # before the search, which takes longer
-            if steps:
-                _turn(stream, moments, *_search(stream, moments, steps, random))
+            found = _search(stream, moments, steps, random)
+            if _mean_n_eff(stream, moments, *found) < _mean_n_eff(stream, moments):
+                _turn(stream, moments, *found)
             if pattern is not None:
                 _turn(stream, moments, *_in_order(stream, moments, pattern, random))
             n_eff.append(_mean_n_eff(stream, moments))
@@ -444,9 +446,12 @@ def _n_eff(scores: Tensor) -> Tensor:
     return (scores + 1e-12 * total[:, None]).sqrt().sum(1).square() / total / scores.shape[1]
 
 
-def _mean_n_eff(stream: _Stream, moments: list[_Moments]) -> float:
-    """The mean of N_eff/N over all rows."""
-    q, turns = _no_turns(stream)
+def _mean_n_eff(
+    stream: _Stream, moments: list[_Moments], q: Tensor | None = None, turns: list[Tensor | None] | None = None
+) -> float:
+    """The mean of N_eff/N over all rows, if the model is turned, or as it is."""
+    if q is None or turns is None:
+        q, turns = _no_turns(stream)
     total = rows = 0.0
     for block, own, turn in zip(stream.blocks, moments, turns, strict=True):
         for scores, number in _scores(block, own, q.to(own.stream[0].device), turn):
@@ -473,7 +478,8 @@ def _search(
             adam.zero_grad()
             q, now = found()
             leaf = q.detach().requires_grad_()  # so that memory holds the graph of one block
-            for block, own, turn in zip(stream.blocks, moments, now, strict=True):
+            drawn = torch.randperm(len(now), generator=random)[:_BLOCKS].tolist()
+            for block, own, turn in ((stream.blocks[number], moments[number], now[number]) for number in drawn):
                 there = leaf.to(own.stream[0].device)
                 parts = [number * _n_eff(scores).mean() for scores, number in _scores(block, own, there, turn, _ROWS, random)]
                 (sum(parts, torch.zeros((), device=there.device)) / rows).backward()  # type: ignore[no-untyped-call]
