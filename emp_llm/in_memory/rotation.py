@@ -145,7 +145,7 @@ def rotate_model(
             n_eff = [_mean_n_eff(stream, moments)]
             _turn(stream, moments, *_eigenvectors(stream, moments, random))
             _check(model, before, tokens)  # before the search, which takes longer
-            found = _search(stream, moments, steps, random)
+            found = _search(stream, moments, steps, random) if steps else _no_turns(stream)
             if _mean_n_eff(stream, moments, *found) < _mean_n_eff(stream, moments):
                 _turn(stream, moments, *found)
             if pattern is not None:
