@@ -8,7 +8,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, INDEX_NAME, SELF_NAME
+from emp_llm.common.paths import EXTRAS, INDEX_NAME, REPORT_NAME, SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -65,6 +65,10 @@ def rotate(
         raise UserError("rotate runs in one process. A --device-map spreads the model over several GPUs.")
     Recipe(method="wanda", pattern=pattern).check()
     source = find_model(model.model, model.revision, model.trust_remote_code)
+    if (source.folder / REPORT_NAME).is_file():
+        raise UserError(
+            f"{source.name}: it is pruned, and a rotation would fill its zeros. Rotate the dense model, then prune."
+        )
     checkpoint, path = Checkpoint(source.folder), output or Path(f"{source.short_name}-rotated")
     head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())  # a tied one gets weights of its own
     with OutputFolder(path, [source.folder], checkpoint.output_bytes + head, overwrite) as out:

@@ -116,6 +116,13 @@ def test_other_families_are_refused(family: str, ids: torch.Tensor) -> None:
     assert "logits" in says or all(torch.equal(after[name], parameter) for name, parameter in before.items())
 
 
+def test_quantised_models_are_refused(models: Models, ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models("llama"))
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UserError, match="its weights are quantised"):
+        rotate_model(model, ids)
+
+
 @pytest.fixture(scope="module")
 def rotated(models: Models, given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RotationRecord]:
     """A tied model of several shards in bfloat16, turned by the command."""
@@ -210,20 +217,23 @@ def test_less_is_lost_of_a_real_model(shared: Path) -> None:
     assert damage[1] < 0.7 * damage[0]
 
 
-def test_bad_input(models: Models, rotated: tuple[Path, RotationRecord], text: Path, run: Run, tmp_path: Path) -> None:
+def test_bad_input(
+    models: Models, pruned: Models, rotated: tuple[Path, RotationRecord], text: Path, run: Run, tmp_path: Path
+) -> None:
     how = ("--calibration", text, "--samples", 10, "--seqlen", 32)
     refused = run("rotate", models("gemma2"), *how, "--output", tmp_path / "out")
     assert refused.returncode == 2
     assert "error: this model cannot be rotated: model.layers.0 has 4 norms" in refused.stderr
     assert list(tmp_path.iterdir()) == []
     for arguments, says in (
+        ({"model": pruned("llama")}, "it is pruned, and a rotation would fill its zeros"),
         ({"pattern": "2-4"}, "--pattern must be N:M"),
         ({"steps": -1}, "--steps"),
         ({"output": rotated[0]}, "it exists"),
         ({"device_map": "disk"}, "whole in memory"),
         ({"samples": 10**6}, "too short"),
     ):
-        options = {"calibration": str(text), "samples": 10, "seqlen": 32, "output": tmp_path / "out"} | arguments
+        given = {"model": models("llama"), "calibration": str(text), "samples": 10, "seqlen": 32, "output": tmp_path / "out"}
         with pytest.raises(UserError, match=says):
-            rotate(models("llama"), **options)
+            rotate(**given | arguments)
     assert list(tmp_path.iterdir()) == []

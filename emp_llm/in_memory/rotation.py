@@ -133,6 +133,8 @@ def rotate_model(
         raise UserError("a rotation needs the model whole in memory in float32, and a part of it is offloaded.")
     if model.config.is_encoder_decoder:
         raise _refusal("it has an encoder too")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise _refusal("its weights are quantised. Rotate the original model, and quantise the result")
     tokens, random = text.tokens, torch.Generator().manual_seed(seed)
     dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
     with torch.no_grad(), in_evaluation_mode(model), out_of_memory(lambda: "rotation: out of memory. Use a larger device."):
