@@ -9,7 +9,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
@@ -77,15 +77,17 @@ def heal(
     signature |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
 
     # Train, and write.
-    path = options.output or folder.with_name(f"{folder.name}-healed")
-    out = OutputFolder(path, [folder, source.folder], 2 * pruned.output_bytes, options.overwrite)
+    output = options.output or folder.with_name(f"{folder.name}-healed")
+    out = OutputFolder(output, [folder, source.folder], pruned.output_bytes, options.overwrite)
     ranks().share(None)  # all ranks check the output before the first rank creates it
     with out if ranks().main else nullcontext():
         if ranks().main:
             out.begin(signature, machine_name())
             if out.get("copied") is None:
-                shutil.copytree(folder, out.files, dirs_exist_ok=True)
-                (out.files / MANIFEST_NAME).unlink()
+                for path in (path for path in folder.rglob("*") if path.is_file()):
+                    copy = out.files / path.relative_to(folder)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)
                 keep_generated(out.files / SELF_NAME, data)
                 out.note(copied=True)
         with stopwatch("heal"):
@@ -104,7 +106,7 @@ def heal(
             out.complete()
             log_warnings(report.warnings)
         ranks().share(None)
-    logger.info("written to %s (%.1f s)", path, report.stages["heal"].seconds)
+    logger.info("written to %s (%.1f s)", output, report.stages["heal"].seconds)
     return report
 
 

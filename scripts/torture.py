@@ -44,24 +44,30 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
+from emp_llm.heal import heal
 from emp_llm.prune import prune
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
 # The calls that are counted, failed and killed at: (module, function). The copy of a small file counts as one call.
 _WRITES = [(os, name) for name in ("pwrite", "fsync", "replace", "mkdir", "ftruncate")]
-_WRITES += [(shutil, "copyfile"), (Path, "write_bytes")]  # type: ignore[list-item]
+_WRITES += [(shutil, "copyfile"), (Path, "write_bytes"), (torch, "save")]  # type: ignore[list-item]
 _READS = [(os, name) for name in ("preadv", "pread")]
 _READS += [(Path, "open")]  # type: ignore[list-item]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to torture: a command and its options. It writes `out` in the folder given to `run`."""
+    """A run to torture: a command and its options. It writes `out` in the folder given to `run`.
+
+    Attributes:
+        room: the disk that it takes at most, in sizes of its output.
+    """
 
     name: str
     command: Callable[..., object]
     options: dict[str, Any]
+    room: float = 1.0
 
     def run(self, folder: Path) -> None:
         self.command(output=folder / "out", **self.options)
@@ -72,12 +78,16 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
     data_free: dict[str, Any] = {"model": str(model), "method": "emp-magnitude", "targets": "all-linear"}
     blocks: dict[str, Any] = {"model": str(model), "calibration": text, "samples": samples, "seqlen": seqlen}
     blocks |= {"device_map": "cpu", "execution": "blocks", "hidden_states": "disk"}
+    heals = {name: value for name, value in blocks.items() if name not in ("model", "execution")}
+    heals |= {"folder": model.with_name("pruned"), "dense": str(model), "heal_steps": 4}
     return [
         Case("prune, rows", prune, data_free),
         Case("prune, a matrix at a time", prune, data_free | {"group": "matrix"}),
         Case("prune, all targets as one", prune, data_free | {"group": "all"}),
         Case("prune with calibration", prune, blocks | {"method": "emp-wanda"}),
         Case("prune with a refit", prune, blocks | {"method": "wanda", "refit": True}),
+        Case("prune with healing", prune, blocks | {"method": "wanda", "heal": True, "heal_steps": 4}, room=10),
+        Case("heal", heal, heals, room=10),
         Case("calibrate", calibrate, blocks),
     ]
 
@@ -336,7 +346,7 @@ def disturbances(
         every = range(1 + first, calls + 1, arguments.every)
         yield f"{errno.errorcode[code]}, at calls of {calls}", [faulty_at(case, call, code) for call in every]
     if os.geteuid() == 0:
-        yield "small disk (tmpfs)", [(i + 1) / 22 for i in range(21)]
+        yield "small disk (tmpfs)", [case.room * (i + 1) / 22 for i in range(21)]
 
 
 def torture(case: Case, arguments: argparse.Namespace, rng: random.Random, scratch: Path) -> Iterator[tuple[str, list[str]]]:
@@ -380,6 +390,7 @@ def main(line: list[str] | None = None) -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         model = sharded_demo(Path(scratch) / "model")
+        prune(str(model), method="magnitude", output=model.with_name("pruned"))  # for heal
         for case in cases(model):
             if arguments.only in case.name:
                 for row, found in torture(case, arguments, rng, Path(scratch)):

@@ -1,9 +1,11 @@
 """Healing: kept weights that learn the dense model's probabilities, in runs of commands and in memory."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,18 @@ import pytest
 import tiny
 import torch
 import torture
+from accelerate import cpu_offload
 from launch import launch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from emp_llm import Recipe, heal_model, prune_model
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.heal import heal
 from emp_llm.in_memory import healing
 from emp_llm.pack import pack
@@ -35,6 +42,12 @@ STEPS = 4
 
 class _Killed(BaseException):
     pass
+
+
+def kill_in_third_step(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+    """`on_step_begin` of a callback."""
+    if state.global_step == 2:
+        raise _Killed
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +151,9 @@ def test_a_killed_healing_resumes(
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models(family), output=tmp_path / "whole" / "out", **how)
 
-    class Kill(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                raise _Killed
-
     begin = healing._Watch.on_train_begin
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Watch, "on_step_begin", Kill.on_step_begin)
+        patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
         with pytest.raises(_Killed):
             prune(models(family), output=tmp_path / "killed" / "out", **how)
     assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
@@ -159,6 +167,30 @@ def test_a_killed_healing_resumes(
     prune(models(family), output=tmp_path / "killed" / "out", **how)
     assert steps == [2]
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("fault", [SafetensorError("No space left (os error 28)"), RuntimeError("inline_container.cc:626")])
+def test_a_disk_that_is_full_in_the_training(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """safetensors and torch say it in words of their own. Of the checkpoint, only an empty file of its state is left."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    module, name = (healing, "save_file") if isinstance(fault, SafetensorError) else (torch, "save")
+    save, second = getattr(module, name), tmp_path / "full" / ".out.partial" / "healing" / "checkpoint-2"
+
+    def fail(values: Any, path: Path | str) -> None:
+        if Path(path).parent == second:
+            (second / "trainer_state.json").touch()
+            raise fault
+        save(values, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fail)
+        with pytest.raises(UserError, match=r"full/out: the disk is full.*the same command resumes"):
+            prune(models("llama"), output=tmp_path / "full" / "out", **how)
+    prune(models("llama"), output=tmp_path / "full" / "out", **how)
+    assert torture.snapshot(tmp_path / "full") == torture.snapshot(tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +307,29 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
 
+def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
+    """The model stays as it was."""
+    recipe, tokens = Recipe(method="wanda", heal=True), healing_tokens(models("llama"), given)
+    model = AutoModelForCausalLM.from_pretrained(models("llama"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for match, data in {
+        r"^Recipe\(heal=True\) fits weights to calibration data; give data=": None,
+        "the text has 4 sequences, and 4 are needed for a step and one to measure": tokens[:4],
+        "trains on text alone": DataLoader(tokens, batch_size=2),  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(UserError, match=match):
+            prune_model(model, recipe, data)
+    with pytest.raises(UserError, match=r"^Recipe\(heal=True\) runs a model of transformers as a whole; Sequential is none"):
+        prune_model(nn.Sequential(nn.Linear(8, 8)), recipe.but(method="magnitude", targets=".*"), tokens)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(models("llama")))
+    with pytest.raises(UserError, match="healing needs both models whole in memory"):
+        prune_model(offloaded, recipe, tokens)
+    report = prune_model(model, "magnitude")
+    with pytest.raises(UserError, match="healing needs both models whole in memory"):
+        heal_model(model, offloaded, tokens, masks=report.masks)
+
+
 def test_two_ranks(models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     line = ["prune", models("llama"), "--method", "wanda", "--calibration", text, "--samples", 10, "--seqlen", 32]
     line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]
@@ -331,3 +386,59 @@ def test_a_dry_run_says_what_it_takes(models: Models, given: dict[str, Any], tmp
     (note,) = (each for each in plan.notes if each.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
     assert " min on this machine" in note
+    assert f"{format_bytes(36 * plan.coverage.weights)} of disk beside the output" in note
+    by_blocks = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given | {"device_map": "disk"})
+    assert any(f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in each for each in by_blocks.notes)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the free bytes of the disk."""
+    return lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+
+@pytest.mark.parametrize("how", [{"method": "wanda"}, {"structure": "neurons", "width_multiple": 8}])
+def test_a_disk_that_is_too_small(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    disk: Callable[[int], None],
+    how: dict[str, Any],
+) -> None:
+    """It has room for the output, and not for the checkpoints of the training."""
+    source = Checkpoint(models("llama"))
+    disk(source.output_bytes + 30_000)
+    prune(models("llama"), output=tmp_path / "pruned", **given | how)
+    monkeypatch.setattr(healing, "train", None)
+    with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
+        heal(tmp_path / "pruned", dense=str(models("llama")), output=tmp_path / "out", **given)
+    with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
+        prune(models("llama"), output=tmp_path / "new" / "out", heal=True, **given | how)
+
+
+def test_a_disk_that_is_full_in_the_copy(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prune(models("llama"), method="magnitude", output=tmp_path / "pruned")
+
+    def fail(*_: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(UserError, match="out: the disk is full"):
+        heal(tmp_path / "pruned", dense=str(models("llama")), output=tmp_path / "out", **given)
+
+
+def test_what_an_interrupted_run_has_written_is_not_needed_again(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Callable[[int], None]
+) -> None:
+    plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
+    how = given | {"heal": True, "heal_steps": STEPS, "output": tmp_path / "out"}
+    with monkeypatch.context() as patch:
+        patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
+        with pytest.raises(_Killed):
+            prune(models("llama"), **how)
+    written = sum(path.stat().st_blocks * 512 for path in (tmp_path / ".out.partial").rglob("*"))
+    disk(plan.disk_bytes + 36 * plan.coverage.weights - written)
+    prune(models("llama"), **how)

@@ -130,6 +130,7 @@ def test_healing_needs_room_for_the_optimiser(seven: ModelSize) -> None:
     needs, without = (estimated_needs("prune", seven, work) for work in (heals, replace(heals, heals=0)))
     assert (needs.gpus, without.gpus) == (2, 1)
     assert needs.hours > 2 * without.hours
+    assert needs.disk_gb - without.disk_gb == pytest.approx(36 * seven.in_blocks / 1e9, rel=0.05), "checkpoints of the training"
 
 
 def test_assumptions_are_said(seven: ModelSize) -> None:

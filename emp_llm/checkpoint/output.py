@@ -78,7 +78,7 @@ class OutputFolder:
             if real == origin or real in origin.parents or origin in real.parents:
                 raise UserError(f"{self._subject}: it is the input folder, lies inside it or contains it; name another folder.")
         self._check_path()
-        self._check_space(needed)
+        self.check_space(needed)
 
     def __enter__(self) -> Self:
         try:
@@ -233,11 +233,12 @@ class OutputFolder:
                 self._lock.acquire()
                 self._remove()
 
-    def _check_space(self, needed: int) -> None:
+    def check_space(self, needed: int) -> None:
+        """Raise UserError if the disk has no room for so many bytes, less those that the work takes already."""
         parent = next(folder for folder in self.path.parents if folder.exists())
         free = shutil.disk_usage(parent).free
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
-            needed -= sum(path.stat().st_blocks * 512 for path in self.files.rglob("*"))
+            needed -= sum(path.stat().st_blocks * 512 for path in self.work.rglob("*"))
         if free < needed:
             raise UserError(
                 f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "

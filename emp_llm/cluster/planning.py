@@ -24,6 +24,7 @@ from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
+from emp_llm.update.update import HEALING_BYTES
 
 # Memory of a process beside weights and passes, measured by scripts/measure_needs.py: scripts/results/needs.md.
 BASE = 0.35e9  # Python with torch, transformers and the tokenizer
@@ -206,7 +207,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     norms = 8 * size.inputs
     disk = {
         "calibrate": norms,
-        "prune": norms + size.file_bytes + (size.in_blocks * size.itemsize() if work.updates else 0),
+        "prune": norms + size.file_bytes + size.in_blocks * (work.updates * size.itemsize() + (work.heals > 0) * HEALING_BYTES),
         "evaluate": 1e7,
         "sweep": norms + work.points * 1e7,
     }[kind]

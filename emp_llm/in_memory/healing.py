@@ -6,25 +6,30 @@ on the calibration text, without labels or further data. `transformers.Trainer` 
 where the processor has instructions for them, a checkpoint at every measurement of the loss on held-out sequences.
 """
 
+import copy
+import errno
 import logging
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.utils import is_bitsandbytes_available
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrices import as_tensor, torch_dtype
+from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import cpu_fields, out_of_memory
@@ -41,8 +46,8 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
-from emp_llm.update.moved import MovedWeights, in_stored_dtype, words_of
-from emp_llm.update.update import check_update, updatable
+from emp_llm.update.moved import MovedWeights, in_dtype, words_of
+from emp_llm.update.update import check_update, healing_bytes, updatable
 
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
@@ -83,8 +88,7 @@ def heal_model(
     """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token probabilities.
 
     Args:
-        model: pruned; of transformers, whole in memory, of any floating-point dtype, which it keeps. It takes float32 during
-            the call.
+        model: pruned; of transformers, whole in memory, of any floating-point dtype. A copy of it in float32 is trained.
         dense: the model that was pruned, unchanged.
         data, tokenizer, samples, seqlen, seed: the text, as for `prune_model`, but no batches.
         masks: what stays zero: of `prune_model` (`report.masks`), `masks_of`, or a pruned checkpoint.
@@ -99,18 +103,31 @@ def heal_model(
         UserError: a model is not whole in memory, the masks are of another model, or the text is missing or too short.
     """
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text, found = data_in_memory(data, tokenizer, how, max_context(model.config)), find_masks(masks, model)
-    check_healable(model.config.to_dict(), text)
-    assert isinstance(text, CalibrationText)
-    if is_offloaded(model) or is_offloaded(dense):
-        raise UserError("healing needs both models whole in memory, and a part of one is offloaded.")
+    text, found = text_to_heal(data, tokenizer, how, model, dense), find_masks(masks, model)
     moving = list(found)
     if weights == "all":
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*found, *layers]), *_norms(model, architecture)]
+    healed = copy.deepcopy(model).float()
     with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("heal"):
-        return train(model, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed)
+        record = train(healed, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed)
+    if record.best:
+        for name in moving:
+            values = model.get_parameter(name).data
+            values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
+    found.apply(model)
+    return record
+
+
+def text_to_heal(data: Any, tokenizer: Any, how: CalibrationOptions, *models: PreTrainedModel) -> CalibrationText:
+    """The text for models in memory; UserError if one of them cannot be healed by it."""
+    text = data_in_memory(data, tokenizer, how, max_context(models[0].config))
+    check_healable(models[0].config.to_dict(), text)
+    assert isinstance(text, CalibrationText)
+    if any(is_offloaded(model) for model in models):
+        raise UserError("healing needs both models whole in memory, and a part of one is offloaded.")
+    return text
 
 
 def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: CalibrationText, options: Any) -> HealingRecord:
@@ -126,7 +143,7 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
         options: of a command that loads models and reads a text.
 
     Raises:
-        UserError: the models do not fit in memory.
+        UserError: the models do not fit in memory, or the checkpoints of the training on the disk.
     """
     checkpoint, trust = Checkpoint(out.files), options.trust_remote_code
     architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust)
@@ -134,19 +151,29 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
     chosen = (
         architecture.select("all-linear") if everything else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
     )
+    targets = updatable(chosen)
     model = load_model(out.files, options.device_map, "float32", trust)
     dtype = "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
     teacher = load_model(dense, options.device_map, dtype, trust)
     assert recipe.heal_steps is not None
-    if is_offloaded(model) or is_offloaded(teacher):
+    by_blocks = is_offloaded(model) or is_offloaded(teacher)
+    if ranks().main:
+        out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, recipe, by_blocks))
+    if by_blocks:
         if everything or ranks().count > 1 or (recipe.structure is not None and not recipe.structure.keep_shapes):
             raise UserError(
                 "--heal: the pruned model in float32 and the dense model do not fit in memory together, and healing block by "
                 "block runs in one process, without --heal-weights all, and not after --structure. Use a larger machine."
             )
         del model
-        return _heal_by_blocks(out, checkpoint, teacher, updatable(chosen), recipe, data.tokens, options)
-    targets = updatable(chosen)
+        moved = MovedWeights(out.work / "healing")
+        with stage("heal"), in_evaluation_mode(teacher):
+            record = heal_blocks(teacher, targets, checkpoint, data.tokens, _held_out(len(data.tokens)), moved, recipe, options)
+        for target in targets:
+            weight = moved.rows(target, 0, target.matrix.rows)
+            if weight is not None:
+                _overwrite(target.matrix, weight)
+        return record
     norms = _norms(model, architecture) if everything else []
     moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
     masks, folder = stored_masks(checkpoint, chosen, model), out.work / "healing"
@@ -155,68 +182,20 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
     if not ranks().main or record.best == 0:
         return record
     for target in targets:
-        values = rows_in(model.get_parameter(target.layer.parameter).data.cpu(), target.layer)
-        _overwrite(target, in_stored_dtype(values, target))  # type: ignore[arg-type]
+        _overwrite(target.matrix, rows_in(model.get_parameter(target.layer.parameter).data, target.layer))  # type: ignore[arg-type]
     for name in norms:
         stored = checkpoint.tensors[architecture.stored_names[name]]
-        with stored.shard.open("r+b") as file:
-            file.seek(stored.start)
-            file.write(words_of(model.get_parameter(name).data.cpu().to(torch_dtype(stored.dtype))).tobytes())
+        _overwrite(Matrix(replace(stored, shape=(1, stored.numel))), model.get_parameter(name).data[None])
     return record
 
 
-def _overwrite(target: Target, weight: Tensor) -> None:
-    """Put a weight of shape (outputs, inputs) in the place of a target in its file."""
-    with target.matrix.stored.shard.open("r+b") as file:
-        for offset, raw in target.matrix.pieces(0, words_of(weight)):
+def _overwrite(matrix: Matrix, weight: Tensor) -> None:
+    """Put a weight of shape (outputs, inputs) in the place of a matrix in its file."""
+    words = words_of(in_dtype(weight.cpu(), torch_dtype(matrix.stored.dtype)))
+    with matrix.stored.shard.open("r+b") as file:
+        for offset, raw in matrix.pieces(0, words):
             file.seek(offset)
             file.write(raw)
-
-
-def _heal_by_blocks(
-    out: OutputFolder,
-    checkpoint: Checkpoint,
-    dense: PreTrainedModel,
-    targets: list[Target],
-    recipe: Recipe,
-    tokens: Tensor,
-    how: Any,
-) -> HealingRecord:
-    """Heal a checkpoint in a work folder block by block; finished blocks are kept there, and resumed."""
-    moved, held = MovedWeights(out.work / "healing"), _held_out(len(tokens))
-
-    def weight_of(target: Target) -> Tensor:
-        with checkpoint.open_files() as files:
-            words = target.matrix.read(files.reader(target.matrix.stored.shard), 0, target.matrix.rows)
-        return as_tensor(words, target.matrix.stored.dtype)
-
-    steps = recipe.heal_steps or 1
-    with stage("heal"), in_evaluation_mode(dense):
-        heal_blocks(
-            dense,
-            targets,
-            tokens,
-            moved,
-            weight_of,
-            steps,
-            blocks=recipe.blocks,
-            held=held,
-            hidden_states=how.hidden_states,
-            seed=how.seed,
-        )
-    fits = moved.records().values()
-    curve = [sum(getattr(fit, name) or 0.0 for fit in fits) / len(fits) for name in ("held_out_before", "held_out_after")]
-    for target in targets:
-        weight = moved.rows(target, 0, target.matrix.rows)
-        if weight is not None:
-            _overwrite(target, weight)
-    return HealingRecord(
-        by="blocks",
-        steps=steps,
-        tokens=steps * SEQUENCES * tokens.shape[1],
-        best=steps if curve[1] < curve[0] else 0,
-        curve=[[0, curve[0]], [steps, curve[1]]],
-    )
 
 
 def train(
@@ -233,7 +212,7 @@ def train(
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls. A collective call.
 
     Args:
-        model: pruned, whole in memory; its parameters are float32 during the call.
+        model: pruned, whole in memory, float32. If no step is better than none (`best` is 0), its weights are of no use.
         dense: gives the probabilities; unchanged.
         tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it chooses the step whose
             weights are kept.
@@ -246,12 +225,8 @@ def train(
         UserError: memory runs out.
     """
     held = _held_out(len(tokens))
-    parameters = {name: model.get_parameter(name) for name in moving}
-    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
-    dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
-    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    model.float().requires_grad_(False)
-    groups = [rated(parameter.requires_grad_(True), RATE) for parameter in parameters.values()]
+    model.requires_grad_(False)
+    groups = [rated(model.get_parameter(name).requires_grad_(True), RATE) for name in moving]
     every = max(1, steps // _MEASURES)
     own = max(1, min(batch_size, SEQUENCES // ranks().count))
     times = max(1, SEQUENCES // (own * ranks().count))
@@ -266,21 +241,16 @@ def train(
         bf16=has_bfloat16(model.device),
         eval_strategy="steps",
         eval_on_start=True,
-        save_strategy="steps",
         eval_steps=every,
         save_steps=every,
         save_total_limit=1,
         load_best_model_at_end=True,
-        metric_for_best_model="loss",
         label_names=["input_ids"],
-        prediction_loss_only=True,
         seed=seed,
-        report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,
         use_cpu=model.device.type == "cpu",
-        ddp_find_unused_parameters=True,
     )
     examples = [{"input_ids": each} for each in tokens]
     remedy = "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by block with --device-map disk."
@@ -298,20 +268,10 @@ def train(
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=_last(folder))
     curve = _curve(trainer.state)
-    best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
-    model.requires_grad_(False)
-    for tensor, dtype in dtypes.items():
-        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) if dtype.is_floating_point else None
-        tensor.data = tensor.data.to(dtype) if limit is None else tensor.data.clamp(-limit, limit).to(dtype)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(wanted[name])
-        if best == 0 and name in before:
-            parameter.data.copy_(before[name])
-    masks.apply(model)
     return HealingRecord(
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * own * times * ranks().count * tokens.shape[1],
-        best=best,
+        best=min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step])),
         curve=[[step, loss] for step, loss in curve.items()],
     )
 
@@ -332,6 +292,15 @@ class _Healer(Trainer):  # type: ignore[misc]
         loss = F.kl_div(outputs.logits.float().log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
         loss = loss / ids.numel()
         return (loss, outputs) if return_outputs else loss
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """If the disk is full, torch and safetensors raise errors of their own."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except (SafetensorError, RuntimeError) as error:
+            if isinstance(error, SafetensorError) or "inline_container" in str(error):
+                raise OSError(errno.ENOSPC, str(error)) from error
+            raise
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Only the weights that move are saved, under the names that they have in memory."""
@@ -368,14 +337,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:
     """Adam; in 8 bits on a GPU where bitsandbytes is installed."""
-    if model.device.type == "cuda":
-        try:
-            from bitsandbytes.optim import Adam8bit
+    if model.device.type == "cuda" and is_bitsandbytes_available():
+        from bitsandbytes.optim import Adam8bit
 
-            eight: torch.optim.Optimizer = Adam8bit(groups, betas=(0.9, 0.95))
-            return eight
-        except ImportError:
-            pass
+        return Adam8bit(groups, betas=(0.9, 0.95))  # type: ignore[no-any-return]
     return torch.optim.Adam(groups, betas=(0.9, 0.95))
 
 
@@ -406,7 +371,7 @@ def _norms(model: nn.Module, architecture: Architecture) -> list[str]:
 
 def _last(folder: Path) -> str | None:
     """The newest complete checkpoint of an interrupted training."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if path.stat().st_size]
     return str(max(found, key=lambda path: int(path.name.partition("-")[2]))) if found else None
 
 

@@ -170,8 +170,18 @@ def _decide(
         logger.warning(PRUNED_BEFORE, name_of(model))
     check_groups(recipe, targets)
     scores = Scores(weights, targets, recipe)
-    if recipe.moves:
-        _check_updatable(model, recipe, targets, data, images or holds_images(data, tokenizer))
+    if recipe.updates:
+        flag = "Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"
+        _check_text(model, data, holds_images(data, tokenizer), flag, "block by block")
+        if reads_twice(model):
+            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
+        check_update(targets, recipe.update_flag, recipe.without_update)
+    if recipe.heal:
+        from emp_llm.in_memory.healing import text_to_heal
+
+        _check_text(model, data, holds_images(data, tokenizer), "Recipe(heal=True)", "as a whole")
+        check_update(targets, "--heal", "Leave out --heal")
+        text_to_heal(data, tokenizer, text, model)
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
     norms, propagated = None, None
@@ -220,20 +230,14 @@ def _decide(
     return ModelReport(record, masks, norms, model), [(each, found[each.name]) for each in targets if each.name in found]
 
 
-def _check_updatable(model: nn.Module, recipe: Recipe, targets: list[Target], data: Any, images: bool) -> None:
-    """Raise UserError if the weights of a model cannot be fitted to calibration data."""
-    flag, does = ("Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"), "block by block"
-    if not recipe.updates:
-        flag, does = "Recipe(heal=True)", "as a whole"
+def _check_text(model: nn.Module, data: Any, images: bool, flag: str, runs: str) -> None:
+    """Raise UserError unless there is a model of transformers, and a text to move its weights by."""
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{flag} runs a model of transformers {does}; {type(model).__name__} is none.")
-    if recipe.updates and reads_twice(model):
-        raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
+        raise UserError(f"{flag} runs a model of transformers {runs}; {type(model).__name__} is none.")
     if data is None:
         raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
     if images:
-        raise UserError(f"{flag} runs {does}, on text alone; give data without images.")
-    check_update(targets, *((recipe.update_flag, recipe.without_update) if recipe.updates else ("--heal", "Leave out --heal")))
+        raise UserError(f"{flag} runs {runs}, on text alone; give data without images.")
 
 
 def _calibrated(

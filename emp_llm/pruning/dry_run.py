@@ -2,7 +2,7 @@
 
 import logging
 import os
-import time
+import timeit
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.update.update import update_bytes
+from emp_llm.update.update import healing_bytes, healing_weights, update_bytes
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
@@ -123,7 +123,7 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
 
 
 def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, options: PruneOptions) -> list[str]:
-    """Tokens, memory and time of healing, if the recipe heals. A product of matrices tells the speed of this machine."""
+    """Tokens, memory, disk and time of healing, if the recipe heals. A product of matrices tells the speed of this machine."""
     if not recipe.heal:
         return []
     import torch
@@ -133,20 +133,19 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
 
     seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
     text, steps = checkpoint.config.get("text_config") or checkpoint.config, recipe.heal_steps or 0
-    moving = checkpoint.parameters if recipe.heal_weights == "all" else sum(target.matrix.numel for target in targets)
+    moving, disk = (
+        healing_weights(checkpoint, targets, recipe),
+        healing_bytes(checkpoint, targets, recipe, options.device_map == "disk"),
+    )
     dense = sum(size for size, _ in checkpoint.states.values())
     memory = dense + 4 * checkpoint.parameters + 12 * moving + 16 * 4 * seqlen * text.get("vocab_size", 0)
     matrix = torch.ones(1024, 1024, device="cuda" if torch.cuda.is_available() else "cpu")
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        float((matrix @ matrix)[0, 0])
-        seconds.append(time.perf_counter() - start)
+    seconds = min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=3))
     operations = 8 * checkpoint.parameters * steps * 4 * seqlen
-    minutes = max(1, round(operations / (2 * 1024**3 / min(seconds)) / 60))
+    minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
         f"heal: {steps} steps of 4 x {seqlen} tokens, about {minutes} min on this machine; {format_bytes(memory)} of memory "
-        "beside the activations (with less, block by block)"
+        f"beside the activations (with less, block by block); until it ends, {format_bytes(disk)} of disk beside the output"
     ]
 
 

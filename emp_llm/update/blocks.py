@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
 from emp_llm.models.modules import weight_of
-from emp_llm.options.calibration import Place
-from emp_llm.records.run_report import FitRecord
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.update.update import updatable
-from emp_llm.update.walk import Block, OfTarget
+from emp_llm.update.walk import Block
 
 SEQUENCES = 4  # of a step
 RATE = 0.01  # of Adam at its highest, as a share of the root mean square of a tensor's kept weights
@@ -31,47 +32,59 @@ RATE = 0.01  # of Adam at its highest, as a share of the root mean square of a t
 def heal_blocks(
     model: PreTrainedModel,
     targets: Sequence[Target],
+    checkpoint: Checkpoint,
     tokens: Tensor,
-    moved: MovedWeights,
-    weight_of_target: OfTarget,
-    steps: int,
-    *,
-    blocks: str | None = None,
     held: int,
-    hidden_states: Place = "auto",
-    seed: int = 0,
-) -> None:
+    moved: MovedWeights,
+    recipe: Recipe,
+    options: Any,
+) -> HealingRecord:
     """Heal all blocks that `moved` does not hold yet, and put their weights there.
 
     Args:
         model: dense, on any devices, offloaded or not; unchanged afterwards.
-        targets: those outside of the language model's decoder blocks are left out.
+        targets: in the language model's decoder blocks.
+        checkpoint: pruned; its zeros stay.
         tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure the error.
         moved: of finished blocks.
-        weight_of_target: returns the pruned weight of a target in its stored dtype, shape (outputs, inputs). Its zeros stay.
-        steps: of four sequences, for each block.
-        blocks, hidden_states: of the walk; seed: of the order of the sequences.
+        recipe: how many steps of four sequences each block takes.
+        options: of a command that loads models and reads a text.
     """
-    runner = BlockwiseModel(model, blocks, hidden_states)
+    steps = recipe.heal_steps or 1
+    runner = BlockwiseModel(model, recipe.blocks, options.hidden_states)
     batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
     runner.prepare(batches[0])
     model.requires_grad_(False)
-    with runner.walk([*batches, *rest], "heal") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
+    walks = runner.walk([*batches, *rest], "heal")
+    with checkpoint.open_files() as files, walks as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
         for number in (*seen, *held_out):
             pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
-            members = [target for target in updatable(targets) if target.name.startswith(f"{step.name}.")]
-            block, done = Block(model, step, members, walk, pruned), moved.has(step.index)
+            members = [target for target in targets if target.name.startswith(f"{step.name}.")]
+            block = Block(model, step, members, walk, pruned)
             for target in members:
-                before = moved.block(step.index)[target.name].weight if done else None
-                block.change(target, None, weight_of_target(target) if before is None else before)
+                stored, rows = target.matrix.stored, target.matrix.rows
+                weight = moved.rows(target, 0, rows)
+                if weight is None:
+                    weight = as_tensor(target.matrix.read(files.reader(stored.shard), 0, rows), stored.dtype)
+                block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
-            if members and not done:
-                moved.put(step.index, _heal(block, members, seen, held_out, steps, seed))
+            if members and not moved.has(step.index):
+                moved.put(step.index, _heal(block, members, seen, held_out, steps, options.seed))
             for number in (*seen, *held_out):
                 with block.pruned_weights():
                     pruned.put(number, step.output(number, pruned))
+    fits = moved.records().values()
+    before = sum(fit.held_out_before or 0.0 for fit in fits) / len(fits)
+    after = sum(fit.held_out_after or 0.0 for fit in fits) / len(fits)
+    return HealingRecord(
+        by="blocks",
+        steps=steps,
+        tokens=steps * SEQUENCES * tokens.shape[1],
+        best=steps if after < before else 0,
+        curve=[[0, before], [steps, after]],
+    )
 
 
 def rated(weight: Tensor, rate: float = RATE) -> dict[str, Any]:

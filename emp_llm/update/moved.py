@@ -38,8 +38,12 @@ class Moved:
 
 
 def in_stored_dtype(weight: Tensor, target: Target) -> Tensor:
-    """A float32 weight in the dtype in which its target is stored; values beyond the range of the dtype become its largest."""
-    dtype = torch_dtype(target.matrix.stored.dtype)
+    """A float32 weight in the dtype in which its target is stored."""
+    return in_dtype(weight, torch_dtype(target.matrix.stored.dtype))
+
+
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 weight in another dtype; values beyond its range become its largest."""
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return weight.clamp(-most, most).to(dtype)
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 
+HEALING_BYTES = 3 * 12  # of a weight on disk: the best, the last and the next checkpoint, each with two states of Adam
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
 
 
@@ -53,6 +55,18 @@ def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:
         weights = sum(matrix.numel * (2 * matrix.itemsize + 1 + 4) for matrix in matrices)
         most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
     return most
+
+
+def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe) -> int:
+    """An upper bound on the number of weights that healing moves."""
+    return checkpoint.parameters if recipe.heal_weights == "all" else sum(target.matrix.numel for target in targets)
+
+
+def healing_bytes(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, by_blocks: bool) -> int:
+    """An upper bound on the disk that healing takes beside the output."""
+    if by_blocks:  # the weights of finished blocks are kept
+        return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+    return HEALING_BYTES * healing_weights(checkpoint, targets, recipe)
 
 
 def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe) -> list[str]:
