@@ -92,6 +92,16 @@ def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out
 
 
+def test_the_study_of_rotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with one row, whose three models differ."""
+    model = str(ROOT / "scripts" / "demo" / "model")
+    few = ["--samples", "4", "--seqlen", "64", "--limit", "2", "--steps", "2", "--recipes", "2:4, Wanda"]
+    assert run(monkeypatch, "study_rotate", model, *few) == 0
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    assert cells[0] == "2:4, Wanda"
+    assert len(set(cells)) == 4
+
+
 def test_pruned_or_quantised() -> None:
     """The tables are those of the measurements."""
     study, results = import_module("study_quantise"), SCRIPTS / "results"
