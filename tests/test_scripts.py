@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -92,11 +93,12 @@ def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out
 
 
-def test_the_study_of_rotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_of_rotations(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A table with one row, whose three models differ."""
-    model = str(ROOT / "scripts" / "demo" / "model")
-    few = ["--samples", "4", "--seqlen", "64", "--limit", "2", "--steps", "2", "--recipes", "2:4, Wanda"]
-    assert run(monkeypatch, "study_rotate", model, *few) == 0
+    few = ["--samples", "4", "--seqlen", "64", "--block", "64", "--limit", "4", "--steps", "2", "--recipes", "2:4, Wanda"]
+    assert run(monkeypatch, "study_rotate", str(models("llama")), *few) == 0
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
     assert cells[0] == "2:4, Wanda"
     assert len(set(cells)) == 4
