@@ -115,7 +115,7 @@ shards() {
     echo "norms|tests/test_cuda.py|norms or pruning"
     echo "checkpoints wanda|tests/test_cuda.py|checkpoints and wanda"
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
-    echo "refit|tests/test_cuda.py|refit or searches or healing"
+    echo "refit|tests/test_cuda.py|refit or searches or healing or rotation"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|"
     echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model or semi_structured"

@@ -23,6 +23,7 @@ from emp_llm.plan import plan
 from emp_llm.prune import prune
 from emp_llm.records.base import FileRecord, read_record
 from emp_llm.report import report
+from emp_llm.rotate import rotate
 from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
@@ -37,7 +38,7 @@ def read(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def written(
-    evaluable: Models, runs: Path, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+    evaluable: Models, runs: Path, task_suite: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """Files that real runs wrote, by the name of their schema."""
     folder = tmp_path_factory.mktemp("written")
@@ -50,6 +51,7 @@ def written(
     measure(model, output=folder / "measure.json", criteria="magnitude", orders="1,2")
     report([runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True)
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
+    rotate(model, output=folder / "rotated", calibration=str(text), samples=2, seqlen=32, steps=1)
     how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
     bench(str(folder / "all"), output=folder / "bench.json", **how)
     study = folder / "study"
@@ -67,6 +69,7 @@ def written(
     return {
         "run": [read(output / "emp_report.json") for output in outputs],
         "manifest": [read(output / "emp_manifest.json") for output in outputs],
+        "rotation": [read(folder / "rotated" / "emp_llm" / "rotation.json")],
         "results": [read(folder / "pruned.json"), read(folder / "dense.json")],
         "sweep": [read(folder / "sweep" / "sweep.json")],
         "measure": [read(folder / "measure.json")],
