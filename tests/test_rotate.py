@@ -184,6 +184,20 @@ def test_the_search_lowers_n_eff(ids: torch.Tensor) -> None:
     assert found[0] > found[1] > found[2]
 
 
+@torch.no_grad()
+def test_rows_and_inputs_of_zeros(ids: torch.Tensor) -> None:
+    """A neuron and a head that do nothing have no N_eff; the others are turned all the same."""
+    model = model_of(KEPT["mistral"])
+    for block in model.model.layers:
+        for layer in (block.mlp.gate_proj, block.mlp.up_proj, block.self_attn.v_proj):
+            layer.weight[:8] = 0
+        block.self_attn.o_proj.weight[3] = 0
+    before = model(ids).logits
+    record = rotate_model(model, ids, steps=5, pattern="2:4")
+    assert ((model(ids).logits - before).norm() / before.norm()).item() < 1e-4
+    assert 0 < record.n_eff_after < record.n_eff_before < 1
+
+
 def test_an_order_for_a_pattern_spreads_the_large_columns() -> None:
     """Of the best order, each group takes its two large columns; found by swaps from a deal that fails."""
     made = torch.Generator().manual_seed(0)

@@ -30,7 +30,7 @@ from emp_llm.common.machine import enough_memory, out_of_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.models.layers import ROUTER_NAMES, Layer
-from emp_llm.models.modules import bias_of, find_blocks, weight_of
+from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
@@ -43,6 +43,7 @@ _ROWS = 512  # of each matrix, drawn anew in each step
 _BLOCKS = 8  # in each step, drawn anew
 _ROWS_OF_ORDER = 2**16  # at most, of all matrices, to choose the order of columns
 _SWAPS = 300  # rounds; in each, every group of columns tries one swap
+_TINY = 1e-20  # the least sum of a row's squared scores, so that nothing is divided by zero
 _LIMIT = 1e-3  # of the difference of logits in float32, as a share of their norm
 
 
@@ -378,7 +379,7 @@ def _moments(model: PreTrainedModel, stream: _Stream, tokens: Tensor, batch_size
                     watch(writer.inputs, own.inputs, number, writer.heads)
         for batch in torch.split(tokens, batch_size):
             with enough_memory(lambda: ("rotation", input_device(model)), batch):
-                model(batch.to(input_device(model)), use_cache=False)
+                body_of(model)(batch.to(input_device(model)), use_cache=False)
             bar.update(len(batch))
     return moments
 
@@ -443,8 +444,8 @@ def _scores(
 
 
 def _n_eff(scores: Tensor) -> Tensor:
-    """N_eff/N of rows of squared scores."""
-    total = scores.sum(1)
+    """N_eff/N of rows of squared scores; 0 of a row of zeros."""
+    total = scores.sum(1).clamp(min=_TINY)
     return (scores + 1e-12 * total[:, None]).sqrt().sum(1).square() / total / scores.shape[1]
 
 
@@ -514,7 +515,7 @@ def _in_order(
     for number, (block, own, turn) in enumerate(zip(stream.blocks, moments, turns, strict=True)):
         readers = sum(len(part) for part in block.readers) + len(block.values[:1])
         found = [scores for scores, _ in _scores(block, own, q.to(own.stream[0].device), turn, some, random)]
-        found = [scores / scores.sum(1, keepdim=True) for scores in found]
+        found = [scores / scores.sum(1, keepdim=True).clamp(min=_TINY) for scores in found]
         rows += [scores.to(q.device) for scores in found[:readers]]
         reached = [index for index, moment in enumerate(own.inputs) if isinstance(moment, Tensor)]
         for index, scores in zip(reached, found[readers:], strict=True):
