@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
 from emp_llm.common.machine import Stopwatch, machine_name
-from emp_llm.common.paths import REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.prune import PruneOptions, check_options, structured
@@ -77,6 +77,8 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning(PRUNED_BEFORE, source.name)
+    if (source.folder / ROTATION_NAME).is_file() and recipe.beta is not None and recipe.needs_activations and budget is None:
+        logger.warning("warning: %s is rotated, and beta removes more there than it can lose; give --sparsity.", source.name)
 
     # Which weights, by which scores.
     images = recipe.needs_activations and may_reach_images(options)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, INDEX_NAME, REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import EXTRAS, INDEX_NAME, REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -16,7 +16,6 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.rotation import RotationRecord
 
 logger = logging.getLogger(__name__)
-ROTATION_NAME = Path(EXTRAS) / "rotation.json"
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,21 @@ def test_it_is_pruned_healed_and_verified_like_any_other(
     assert not verify(tmp_path / "healed", source=str(rotated[0])).differences
 
 
+def test_a_prune_by_beta_warns(
+    models: Models,
+    rotated: tuple[Path, RotationRecord],
+    given: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = []
+    for number, (model, how) in enumerate([(rotated[0], {}), (rotated[0], {"sparsity": 0.5}), (models("llama-tied"), {})]):
+        caplog.clear()
+        prune(model, output=tmp_path / str(number), **given | how)
+        said.append(any("is rotated, and beta removes more" in record.getMessage() for record in caplog.records))
+    assert said == [True, False, False]
+
+
 def test_the_same_seed_gives_the_same_bytes(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
     for name in ("one", "two"):
         rotate(models("llama"), output=tmp_path / name, steps=2, pattern="2:4", **given)

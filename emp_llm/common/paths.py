@@ -17,6 +17,7 @@ SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model i
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"  # what a calibration has collected for Taylor scores, experts or layers
+ROTATION_NAME = Path(EXTRAS) / "rotation.json"  # of a rotated dense model
 # Other formats of weights. A copy of such a file would add the dense model to a pruned one.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")
 
