@@ -23,6 +23,7 @@ from study_experts import increase
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Entry = dict[str, Any]
 MASKS: dict[str, Entry] = {
+    "magnitude": {"method": "magnitude"},
     "wanda": {"method": "wanda"},
     "sparsegpt": {"method": "sparsegpt"},
     "emp-admm": {"method": "emp-admm", "refit": True},
@@ -35,7 +36,8 @@ HOW = {"": "as it is", "heal": "healed", "blocks": "healed by blocks"}
 def points() -> list[str]:
     """All points, the telling ones first."""
     names = [f"{mask} {size} {how}".strip() for size in SIZES for how in ("", "heal") for mask in ("wanda", "emp-admm")]
-    names += [f"{mask} 0.5 blocks" for mask in ("wanda", "emp-admm")] + ["sparsegpt 0.5", "sparsegpt 0.5 heal"]
+    names += [f"{mask} 0.5 blocks" for mask in ("wanda", "emp-admm")]
+    names += [f"{mask} 0.5 {how}".strip() for how in ("", "heal") for mask in ("magnitude", "sparsegpt")]
     return [name.replace("emp-admm 2:4", "admm 2:4") for name in names]
 
 
