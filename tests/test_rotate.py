@@ -200,6 +200,19 @@ def test_the_search_lowers_n_eff(ids: torch.Tensor) -> None:
 
 
 @torch.no_grad()
+def test_unusual_blocks(ids: torch.Tensor) -> None:
+    """Heads that the config does not describe are not turned; a parameter of the block itself is refused."""
+    model = model_of(KEPT["mistral"])
+    before = model(ids).logits
+    model.config.num_attention_heads = 1  # some configs have another number for each layer
+    rotate_model(model, ids, steps=2)
+    assert ((model(ids).logits - before).norm() / before.norm()).item() < 1e-4
+    model.model.layers[0].memory = torch.nn.Parameter(torch.ones(32, 32))
+    with pytest.raises(UserError, match=r"model\.layers\.0\.memory is not the weight of a linear layer"):
+        rotate_model(model, ids)
+
+
+@torch.no_grad()
 def test_rows_and_inputs_of_zeros(ids: torch.Tensor) -> None:
     """A neuron and a head that do nothing have no N_eff; the others are turned all the same."""
     model = model_of(KEPT["mistral"])

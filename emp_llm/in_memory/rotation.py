@@ -136,7 +136,7 @@ def rotate_model(
         raise _refusal("it has an encoder too")
     if getattr(model.config, "quantization_config", None) is not None:
         raise _refusal("its weights are quantised. Rotate the original model, and quantise the result")
-    tokens, random = text.tokens, torch.Generator().manual_seed(seed)
+    tokens, random, own = text.tokens, torch.Generator().manual_seed(seed), model.dtype
     dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
     with torch.no_grad(), in_evaluation_mode(model), out_of_memory(lambda: "rotation: out of memory. Use a larger device."):
         try:
@@ -156,9 +156,8 @@ def rotate_model(
             n_eff.append(_mean_n_eff(stream, moments))
             difference = _check(model, before, tokens)
         finally:
-            of_new = dtypes[model.get_input_embeddings().weight]  # a head that was tied
             for each in [*model.parameters(), *model.buffers()]:
-                each.data = each.data.to(dtypes.get(each, of_new))
+                each.data = each.data.to(dtypes.get(each, own))  # the weight of a head that was tied is new
     return RotationRecord(
         steps=steps,
         pattern=pattern,
@@ -183,7 +182,7 @@ def _stream_of(model: PreTrainedModel) -> _Stream:
         raise _refusal("it is not a decoder of text alone with embeddings and a head")
     last = _norms_in(model.get_submodule(path.rpartition(".")[0]))
     if len(last) != 1:
-        raise _refusal("it has not one norm in front of its head")
+        raise _refusal("it does not have one norm in front of its head")
     width = embeddings.weight.shape[1]
     blocks = []
     for number, module in enumerate(modules):
@@ -216,30 +215,30 @@ def _block_of(
         mates = {each: own for each, own in readers.items() if each.name.rpartition(".")[0] == parent}
         if layer.kind == "attention":
             # Queries are as many as the writer's inputs, unless a gate stands between values and writer.
-            sizes = {each.leaf: len(own) for each, own in mates.items()}
+            sizes, inputs = {each.leaf: len(own) for each, own in mates.items()}, weight.shape[1]
             value = next((each for each in mates if each.leaf in ("v_proj", "qkv_proj")), None)
-            plain = weight.shape[1] % heads == 0 and sizes.get("q_proj", weight.shape[1]) == weight.shape[1]
+            rows = sizes.get("v_proj", (sizes.get("qkv_proj", 0) - inputs) // 2)
+            plain = inputs % heads == 0 and rows % (inputs // heads) == 0 and sizes.get("q_proj", inputs) == inputs
             turns = value is not None and plain
             block.writers.append(_Writer(weight, bias, model.get_submodule(layer.name), heads if turns else 0))
             if value is not None and turns:
-                rows = sizes[value.leaf] if value.leaf == "v_proj" else (sizes[value.leaf] - weight.shape[1]) // 2
                 readers[value], values, its_bias = mates[value][:-rows], mates[value][-rows:], bias_of(model, value)
-                block.values.append(values.view(-1, weight.shape[1] // heads, width))
+                block.values.append(values.view(-1, inputs // heads, width))
                 if its_bias is not None:
                     block.values.append(its_bias[-rows:].view(*block.values[0].shape[:2], 1))
         else:
             whole = all(own.shape[0] % weight.shape[1] == 0 for own in mates.values()) and layer.expert is None
             biases = [bias_of(model, each) for each in mates]
             inside = [*mates.values(), *(each for each in biases if each is not None)] if whole else []
-            inputs = model.get_submodule(layer.name) if layer.expert is None else None
-            block.writers.append(_Writer(weight, bias, inputs, mates=inside))
+            module = model.get_submodule(layer.name) if layer.expert is None else None
+            block.writers.append(_Writer(weight, bias, module, mates=inside))
     for layer, weight in readers.items():
         if len(weight):
             block.readers[layer.kind != "attention"].append(weight)
     known = {layer.parameter for layer in layers}
     for leaf, parameter in model.get_submodule(name).named_parameters():
         if f"{name}.{leaf}" not in known and parameter.dim() > 1 and width in parameter.shape:
-            if leaf.split(".")[-2] not in ROUTER_NAMES or parameter.shape[1:] != (width,):
+            if leaf.rpartition(".")[0].rpartition(".")[2] not in ROUTER_NAMES or parameter.shape[1:] != (width,):
                 raise _refusal(f"{name}.{leaf} is not the weight of a linear layer")
             block.readers[1].append(parameter.data)
     return block

@@ -133,10 +133,8 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
 
     seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
     text, steps = checkpoint.config.get("text_config") or checkpoint.config, recipe.heal_steps or 0
-    moving, disk = (
-        healing_weights(checkpoint, targets, recipe),
-        healing_bytes(checkpoint, targets, recipe, options.device_map == "disk"),
-    )
+    moving = healing_weights(checkpoint, targets, recipe)
+    disk = healing_bytes(checkpoint, targets, recipe, by_blocks=options.device_map == "disk")
     dense = sum(size for size, _ in checkpoint.states.values())
     memory = dense + 4 * checkpoint.parameters + 12 * moving + 16 * 4 * seqlen * text.get("vocab_size", 0)
     matrix = torch.ones(1024, 1024, device="cuda" if torch.cuda.is_available() else "cpu")
