@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -210,6 +211,12 @@ def test_unusual_blocks(ids: torch.Tensor) -> None:
     model.model.layers[0].memory = torch.nn.Parameter(torch.ones(32, 32))
     with pytest.raises(UserError, match=r"model\.layers\.0\.memory is not the weight of a linear layer"):
         rotate_model(model, ids)
+
+
+def test_blocks_that_write_by_other_names_are_refused(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "_WRITERS", re.compile("writes"))
+    with pytest.raises(UserError, match=r"model\.layers\.0 has no linear layer with a known name that writes"):
+        rotate_model(model_of(KEPT["mistral"]), ids)
 
 
 @torch.no_grad()

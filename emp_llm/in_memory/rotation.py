@@ -232,6 +232,8 @@ def _block_of(
             inside = [*mates.values(), *(each for each in biases if each is not None)] if whole else []
             module = model.get_submodule(layer.name) if layer.expert is None else None
             block.writers.append(_Writer(weight, bias, module, mates=inside))
+    if not block.writers:
+        raise _refusal(f"{name} has no linear layer with a known name that writes to the residual stream")
     for layer, weight in readers.items():
         if len(weight):
             block.readers[layer.kind != "attention"].append(weight)
