@@ -94,6 +94,9 @@ def entered(name: str) -> tuple[int, int]:
 
 def _count(name: str, found: "multiprocessing.SimpleQueue[tuple[int, int]]") -> None:
     """Run a program, with our package imported anew. Flag 1 of a code object: a function, not a module or a class."""
+    import torch
+
+    torch.set_num_threads(1)  # torch makes a new pool in a fork; if several threads ask for it at once, one finds none
     for module in [module for module in sys.modules if module.partition(".")[0] == PACKAGE.name]:
         del sys.modules[module]
     seen: set[tuple[str, int]] = set()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 IMPORTS = [
     "accelerate",
     "lm_eval",
@@ -72,6 +74,7 @@ def launch(
 
     def run(index: int) -> None:
         """One rank: torchrun's environment, its own log, then the command."""
+        torch.set_num_threads(1)  # torch makes a new pool in a fork; if several threads ask for it at once, one finds none
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200", TOKENIZERS_PARALLELISM="false")
         for number, kind in ((1, "out"), (2, "err")):
