@@ -30,11 +30,15 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
 
 
+_OPTIONS = ("dense", "revision", "trust_remote_code", "output", "overwrite", "calibration", "samples", "seqlen")
+_OPTIONS += ("batch_size", "hidden_states", "seed", "device_map", "dtype")
+
+
 @command
 def heal(
     folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")],
     how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
-    options: HealOptions,
+    options: Annotated[HealOptions, Some(_OPTIONS)],
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities. Zeros stay zero.
 
@@ -44,7 +48,7 @@ def heal(
     Returns the report of the checkpoint, with the training as `healing`.
     """
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
-    from emp_llm.calibration.passes import calibration_signature, fit_origin, model_origin
+    from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
@@ -91,10 +95,10 @@ def heal(
                 keep_generated(out.files / SELF_NAME, data)
                 out.note(copied=True)
         with stopwatch("heal"):
-            healing = heal_folder(out, source.folder, recipe, data, options)
-        if ranks().main:
             about = model_origin(source.name, source.revision, dense)
-            healing.origin, healing.command = fit_origin(data, options, about), command_line()
+            healing = heal_folder(out, source.folder, recipe, data, options, about)
+        if ranks().main:
+            healing.command = command_line()
             report.recipe, report.healing, report.evaluation = recipe, healing, None
             report.stages |= stage_records(stopwatch.record)
             report.warnings += healing_warnings(healing)

@@ -203,10 +203,10 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
             if recipe.heal:
                 assert isinstance(data, CalibrationText)
                 ranks().share(None)
-                with stopwatch("heal"):
-                    healing = heal_folder(out, source.folder, recipe, data, options)
                 origin = model_origin(source.name, source.revision, checkpoint)
-                healing.origin, about = fit_origin(data, options, origin), about or fit_origin(data, options, origin)
+                with stopwatch("heal"):
+                    healing = heal_folder(out, source.folder, recipe, data, options, origin)
+                about = about or fit_origin(data, options, origin)
             if ranks().main:
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, written.identity, source.folder)

@@ -86,7 +86,7 @@ def rotate(
             if name.name not in ("config.json", INDEX_NAME):
                 (out.files / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.folder / name, out.files / name)
-        record.source = fit_origin(data, text, model_origin(source.name, source.revision, checkpoint))
+        record.source = fit_origin(data, text, model_origin(source.name, source.revision, checkpoint), "model")
         record.command = command_line()
         (out.files / EXTRAS).mkdir()
         keep_generated(out.files / SELF_NAME, data)

@@ -324,8 +324,9 @@ class Study:
         if basis == "asis":
             return self.folder
         if not folder.exists():
+            turn = self.turn(basis)
             with torch.no_grad():
-                model = self.folded.model_of(self.turn(basis)).to(self.model.dtype)
+                model = self.folded.model_of(turn).to(self.model.dtype)
             self._save(model, folder)
         return folder
 

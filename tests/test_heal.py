@@ -31,6 +31,7 @@ from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.push import method_words
+from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.update import blocks
 from emp_llm.update.moved import MovedWeights
@@ -89,10 +90,18 @@ def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any],
     # The written weights are those of the best step: their divergence is the one in the curve.
     tokens = healing_tokens(models(family), given)
     held = tokens[-1:]
-    dense, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed))
+    loaded = [AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)]
     with torch.no_grad():
-        p, q = (each(held).logits.double().log_softmax(-1) for each in (dense, model))
+        p, q, r = (each(held).logits.double().log_softmax(-1) for each in loaded)
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(curve[report.healing.best], rel=0.1)
+    # So are the perplexities of the same sequences.
+    for name, logs in {"dense": p, "after": q, "before": r}.items():
+        loss = -logs[:, :-1].gather(2, held[:, 1:, None]).mean()
+        assert report.healing.perplexity[name] == pytest.approx(float(loss.exp()), rel=0.02)
+    assert report.healing.origin is not None
+    assert (report.healing.origin.execution, report.healing.origin.seed) == ("model", 0)
+    (line,) = healing_lines(report)
+    assert line.endswith("perplexity {before:.3f} to {after:.3f}, dense {dense:.3f}".format(**report.healing.perplexity))
     assert verify(healed, source=str(models(family))).differences == []
 
 
@@ -260,6 +269,37 @@ def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, m
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+def test_too_little_memory_for_the_whole_model(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be killed in the training. An interrupted run keeps its way, whatever memory is free then."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    free = iter([0, 10**12, 0])
+    monkeypatch.setattr(healing, "available_memory", lambda: next(free))
+    how = given | {"device_map": "auto", "method": "wanda", "heal": True, "heal_steps": 1}
+    run = blocks._heal
+
+    def kill(*_: Any) -> Any:
+        raise _Killed
+
+    monkeypatch.setattr(blocks, "_heal", kill)
+    with pytest.raises(_Killed):
+        prune(models("llama"), output=tmp_path / "out", **how)
+    monkeypatch.setattr(blocks, "_heal", run)
+    with caplog.at_level("INFO"):
+        report = prune(models("llama"), output=tmp_path / "out", **how)
+    assert isinstance(report, RunReport)
+    assert report.healing is not None
+    assert report.healing.by == "blocks"
+    assert "healing block by block, because the whole model takes" in caplog.text
+    whole = prune(models("llama"), output=tmp_path / "whole", **how)  # now there is enough
+    assert isinstance(whole, RunReport)
+    assert whole.healing is not None
+    assert whole.healing.by == "model"
+    with pytest.raises(UserError, match="do not fit in memory together"):
+        prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
+
+
 def test_a_layer_that_no_batch_calls(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +354,7 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for match, data in {
         r"^Recipe\(heal=True\) fits weights to calibration data; give data=": None,
-        "the text has 4 sequences, and 4 are needed for a step and one to measure": tokens[:4],
+        "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out": tokens[:4],
         "trains on text alone": DataLoader(tokens, batch_size=2),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(UserError, match=match):
@@ -352,7 +392,7 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
 
     refused("no emp_report.json", folder=models("llama"))
     refused("its weights are not those that were pruned", dense=str(models("qwen2")), heal_steps=1)
-    refused("the text has 4 sequences, and 4 are needed for a step and one to measure", samples=4)
+    refused("the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out", samples=4)
     refused("must be at least 1", heal_steps=0)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")

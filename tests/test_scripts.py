@@ -104,6 +104,19 @@ def test_the_study_of_rotations(
     assert len(set(cells)) == 4
 
 
+def test_the_study_of_bases_resumes(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Later points find the turn again, and the table has all of them."""
+    few = ["--samples", "6", "--seqlen", "64", "--block", "64", "--limit", "4", "--steps", "2", "--bases", "neff"]
+    few += ["--heal-steps", "1", "--output", str(tmp_path / "tiny.jsonl")]
+    for methods in ("wanda", "wanda,wanda+heal"):
+        assert run(monkeypatch, "study_basis", str(models("llama")), *few, "--budgets", "0.5", "--methods", methods) == 0
+    assert "1/1 point/neff/0.5/wanda+heal" in capsys.readouterr().out
+    assert run(monkeypatch, "study_basis", "--write", str(tmp_path), str(tmp_path / "tiny.jsonl")) == 0
+    assert "| wanda+heal | " in (tmp_path / "tables.md").read_text()
+
+
 def test_pruned_or_quantised() -> None:
     """The tables are those of the measurements."""
     study, results = import_module("study_quantise"), SCRIPTS / "results"

@@ -174,10 +174,10 @@ def model_origin(
     )
 
 
-def fit_origin(data: Data, how: CalibrationOptions, about: CalibrationRecord) -> CalibrationRecord:
+def fit_origin(data: Data, how: CalibrationOptions, about: CalibrationRecord, execution: str = "blocks") -> CalibrationRecord:
     """The origin of weights that were fitted to calibration data; `about` is the part that concerns the model."""
     record = _with_data(about, data, how)
-    return msgspec.structs.replace(record, tokens=data.number, execution="blocks", ranks=ranks().count, versions=versions())
+    return msgspec.structs.replace(record, tokens=data.number, execution=execution, ranks=ranks().count, versions=versions())
 
 
 def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) -> CalibrationRecord:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -27,12 +28,12 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from transformers.utils import is_bitsandbytes_available
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
-from emp_llm.calibration.passes import in_evaluation_mode
+from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.machine import cpu_fields, out_of_memory
+from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.machine import available_memory, cpu_fields, out_of_memory
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.in_memory.masks import Masks, rows_in
@@ -45,10 +46,12 @@ from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
+from emp_llm.records.source import CalibrationRecord
 from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
 from emp_llm.update.moved import MovedWeights, in_dtype, words_of
-from emp_llm.update.update import check_update, healing_bytes, updatable
+from emp_llm.update.update import check_update, healing_bytes, healing_memory, updatable
 
+logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _MEASURES = 10  # of the held-out loss
@@ -66,8 +69,8 @@ def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = No
     held = _held_out(len(data.tokens))
     if len(data.tokens) - held < SEQUENCES:
         raise UserError(
-            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES} are needed for a step and one to "
-            "measure. Give more --samples, or a lower --seqlen."
+            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} are needed: {SEQUENCES} for a "
+            "step, and one that is held out. Give more --samples, or a lower --seqlen."
         )
 
 
@@ -130,7 +133,9 @@ def text_to_heal(data: Any, tokenizer: Any, how: CalibrationOptions, *models: Pr
     return text
 
 
-def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: CalibrationText, options: Any) -> HealingRecord:
+def heal_folder(
+    out: OutputFolder, dense: Path, recipe: Recipe, data: CalibrationText, options: Any, about: CalibrationRecord
+) -> HealingRecord:
     """Train the weights of a pruned checkpoint in a work folder, and write them in place. A collective call.
 
     A call that was interrupted resumes from its last checkpoint, and writes the same bytes.
@@ -141,6 +146,7 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
         recipe: which layers heal, and for how many steps.
         data: the text.
         options: of a command that loads models and reads a text.
+        about: the dense model, from `model_origin`.
 
     Raises:
         UserError: the models do not fit in memory, or the checkpoints of the training on the disk.
@@ -151,10 +157,17 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
     chosen = (
         architecture.select("all-linear") if everything else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
     )
-    targets = updatable(chosen)
-    model = load_model(out.files, options.device_map, "float32", trust)
+    targets, device_map = updatable(chosen), options.device_map
+    if device_map == "auto" and not torch.cuda.is_available():
+        needed = healing_memory(checkpoint, targets, recipe, min(options.batch_size, SEQUENCES) * data.tokens.shape[1])
+        if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
+            out.note(healed_by_blocks=needed > available_memory())
+        if ranks().share(out.get("healed_by_blocks")):
+            logger.info("healing block by block, because the whole model takes %s of memory.", format_bytes(needed))
+            device_map = "disk"
+    model = load_model(out.files, device_map, "float32", trust)
     dtype = "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
-    teacher = load_model(dense, options.device_map, dtype, trust)
+    teacher = load_model(dense, device_map, dtype, trust)
     assert recipe.heal_steps is not None
     by_blocks = is_offloaded(model) or is_offloaded(teacher)
     if ranks().main:
@@ -173,12 +186,13 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
             weight = moved.rows(target, 0, target.matrix.rows)
             if weight is not None:
                 _overwrite(target.matrix, weight)
-        return record
+        return _with_origin(record, data, options, about)
     norms = _norms(model, architecture) if everything else []
     moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
     masks, folder = stored_masks(checkpoint, chosen, model), out.work / "healing"
     with stage("heal"):
         record = train(model, teacher, data.tokens, masks, moving, folder, recipe.heal_steps, options.batch_size, options.seed)
+    record = _with_origin(record, data, options, about)
     if not ranks().main or record.best == 0:
         return record
     for target in targets:
@@ -186,6 +200,12 @@ def heal_folder(out: OutputFolder, dense: Path, recipe: Recipe, data: Calibratio
     for name in norms:
         stored = checkpoint.tensors[architecture.stored_names[name]]
         _overwrite(Matrix(replace(stored, shape=(1, stored.numel))), model.get_parameter(name).data[None])
+    return record
+
+
+def _with_origin(record: HealingRecord, data: CalibrationText, options: Any, about: CalibrationRecord) -> HealingRecord:
+    record.origin = fit_origin(data, options, about, record.by)
+    record.origin.seed = options.seed  # of the order of the sequences
     return record
 
 
@@ -263,16 +283,19 @@ def train(
             data_collator=default_data_collator,
             optimizers=(_optimizer(groups, model), None),
             callbacks=[SparsityCallback(masks), _Watch(bar)],
+            compute_metrics=lambda held: dict(zip(("perplexity", "dense"), np.exp(held.predictions.mean(0)), strict=True)),
         )
         trainer.dense = dense
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=_last(folder))
-    curve = _curve(trainer.state)
+    curve, perplexity = _curve(trainer.state), _curve(trainer.state, "perplexity")
+    best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
     return HealingRecord(
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * own * times * ranks().count * tokens.shape[1],
-        best=min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step])),
+        best=best,
         curve=[[step, loss] for step, loss in curve.items()],
+        perplexity={"dense": _curve(trainer.state, "dense")[0], "before": perplexity[0], "after": perplexity[best]},
     )
 
 
@@ -287,11 +310,19 @@ class _Healer(Trainer):  # type: ignore[misc]
         ids = inputs["input_ids"]
         with torch.no_grad():
             wanted = self.dense(input_ids=ids.to(self.dense.device), use_cache=False).logits.float()
-        outputs = model(input_ids=ids, use_cache=False)
-        wanted = wanted.to(outputs.logits.device)
-        loss = F.kl_div(outputs.logits.float().log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
-        loss = loss / ids.numel()
-        return (loss, outputs) if return_outputs else loss
+        found = model(input_ids=ids, use_cache=False).logits
+        found, wanted = found.float().log_softmax(-1), wanted.to(found.device).log_softmax(-1)
+        loss = F.kl_div(found, wanted, reduction="sum", log_target=True) / ids.numel()
+        return (loss, (found, wanted)) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The divergence of a batch, and the mean loss of each of its sequences: of this model, and of the dense one."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            divergence, both = self.compute_loss(model, inputs, return_outputs=True)
+        following = inputs["input_ids"][:, 1:, None]
+        losses = torch.stack([-each[:, :-1].gather(2, following.to(each.device)).mean((1, 2)) for each in both], 1)
+        return divergence, losses, losses
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """If the disk is full, torch and safetensors raise errors of their own."""
@@ -344,9 +375,9 @@ def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.op
     return torch.optim.Adam(groups, betas=(0.9, 0.95))
 
 
-def _curve(state: Any) -> dict[int, float]:
-    """Step -> held-out loss."""
-    return {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+def _curve(state: Any, what: str = "loss") -> dict[int, float]:
+    """Step -> what was measured on the held-out sequences."""
+    return {entry["step"]: entry[f"eval_{what}"] for entry in state.log_history if f"eval_{what}" in entry}
 
 
 def healing_warnings(healing: HealingRecord) -> list[str]:

@@ -38,7 +38,7 @@ class CalibrationOptions:
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
-    seed: Annotated[int, Opt("Random seed of texts that are shuffled or generated.")] = 0
+    seed: Annotated[int, Opt("Random seed of shuffled or generated texts, of training and of searches.")] = 0
 
     @property
     def text_name(self) -> str:

@@ -18,7 +18,7 @@ from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.update.update import healing_bytes, healing_weights, update_bytes
+from emp_llm.update.update import healing_bytes, healing_memory, update_bytes
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
@@ -132,11 +132,9 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     from emp_llm.models.placement import max_context
 
     seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
-    text, steps = checkpoint.config.get("text_config") or checkpoint.config, recipe.heal_steps or 0
-    moving = healing_weights(checkpoint, targets, recipe)
+    steps = recipe.heal_steps or 0
+    memory = healing_memory(checkpoint, targets, recipe, min(options.batch_size, 4) * seqlen)
     disk = healing_bytes(checkpoint, targets, recipe, by_blocks=options.device_map == "disk")
-    dense = sum(size for size, _ in checkpoint.states.values())
-    memory = dense + 4 * checkpoint.parameters + 12 * moving + 16 * 4 * seqlen * text.get("vocab_size", 0)
     matrix = torch.ones(1024, 1024, device="cuda" if torch.cuda.is_available() else "cpu")
     seconds = min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=3))
     operations = 8 * checkpoint.parameters * steps * 4 * seqlen

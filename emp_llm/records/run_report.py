@@ -211,6 +211,7 @@ class HealingRecord(Part, kw_only=True):
         by: the whole model at once, or block by block.
         curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by blocks, the mean squared error
             of a block's outputs as a share of their squares.
+        perplexity: on the held-out sequences: of the dense model, and of the pruned one "before" and "after"; none by blocks.
         origin: its text, seed and versions; command: of a run of `heal`.
     """
 
@@ -219,6 +220,7 @@ class HealingRecord(Part, kw_only=True):
     tokens: Count
     best: Count
     curve: list[list[float]]
+    perplexity: dict[str, float] = {}
     origin: CalibrationRecord | None = None
     command: str | None = None
 

@@ -158,17 +158,19 @@ FIT_ERRORS = ("error_before", "error_after", "held_out_before", "held_out_after"
 
 
 def healing_lines(report: RunReport) -> list[str]:
-    """One line: the divergence from the dense model on held-out sequences, before and after; none without healing."""
+    """One line: the distance from the dense model on held-out sequences, before and after; none without healing."""
     healing = report.healing
     if healing is None:
         return []
     curve, by_model = {int(step): loss for step, loss in healing.curve}, healing.by == "model"
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
     what, unit = ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
-    minutes = report.stages["heal"].seconds / 60
+    minutes, told = report.stages["heal"].seconds / 60, ""
+    if healing.perplexity:
+        told = "; perplexity {before:.3f} to {after:.3f}, dense {dense:.3f}".format(**healing.perplexity)
     return [
-        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; {what} on held-out sequences "
-        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best})"
+        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences {what} "
+        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
     ]
 
 

@@ -244,8 +244,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 ranks().share(None)
                 models.free()
                 with stopwatch("heal"):
-                    healing = heal_folder(out, source.folder, recipe, data, options)
-                healing.origin = fit_origin(data, options, origin)
+                    healing = heal_folder(out, source.folder, recipe, data, options, origin)
             if ranks().main:
                 identity = identity_of(checkpoint)
                 if norms is not None and not calibrates:

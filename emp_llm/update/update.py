@@ -69,6 +69,18 @@ def healing_bytes(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Rec
     return HEALING_BYTES * healing_weights(checkpoint, targets, recipe)
 
 
+def healing_memory(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, tokens: int) -> int:
+    """A lower bound on the memory that healing a whole model takes, in bytes; activations come on top.
+
+    It holds the dense model; the pruned one in float32; of each weight that moves its gradient and two states of Adam; and the
+    logits of both models, their logarithms and gradients for `tokens` tokens at a time.
+    """
+    dense = sum(size for size, _ in checkpoint.states.values())
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    logits: int = 16 * tokens * text.get("vocab_size", 0)
+    return dense + 4 * checkpoint.parameters + 12 * healing_weights(checkpoint, targets, recipe) + logits
+
+
 def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe) -> list[str]:
     """Sentences about targets that moved on weak grounds: left out, on few tokens, or with a higher damping than asked for.
 
