@@ -78,6 +78,9 @@ def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, mani
     from emp_llm.pruning.scores import Scores, input_norms
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
+    if manifest.recipe.moves:
+        how = "healed" if manifest.recipe.heal else "fitted"
+        logger.info("%s is %s: its kept weights may differ from the source, and its zeros are checked.", pruned.folder, how)
     if manifest.recipe.structure is not None:
         check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)

@@ -130,9 +130,12 @@ def test_the_loss_is_the_divergence(models: Models) -> None:
     assert float(found) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)
 
 
-def test_the_command_makes_the_bytes_of_prune(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+def test_the_command_makes_the_bytes_of_prune(
+    models: Models, given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     how = given | {"method": "admm", "refit": True, "pattern": "2:4"}
     plain, healed, report = pruned_and_healed(models("llama"), tmp_path, **how)
+    caplog.set_level("INFO")
     again = heal(plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given)
     for name in sorted(path.name for path in healed.glob("*.safetensors")):
         assert (healed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -141,6 +144,7 @@ def test_the_command_makes_the_bytes_of_prune(models: Models, given: dict[str, A
     assert again.healing.command is not None
     assert again.healing.curve == report.healing.curve if report.healing is not None else False
     assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
+    assert "again is healed: its kept weights may differ" in caplog.text
     for weight in (each for name, each in weights_of(healed).items() if "mlp" in name):
         assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
     assert "healed" in method_words(again.recipe)
