@@ -300,6 +300,7 @@ def test_too_little_memory_for_the_whole_model(
     assert isinstance(whole, RunReport)
     assert whole.healing is not None
     assert whole.healing.by == "model"
+    assert whole.healing.best == 1  # a single step has a rate
     with pytest.raises(UserError, match="do not fit in memory together"):
         prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
 

@@ -257,7 +257,7 @@ def train(
         per_device_eval_batch_size=own,
         gradient_accumulation_steps=times,
         lr_scheduler_type="cosine",
-        warmup_steps=max(1, steps // 20),
+        warmup_steps=steps // 20,
         bf16=has_bfloat16(model.device),
         eval_strategy="steps",
         eval_on_start=True,
