@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 _FENCE = re.compile(r"^( *)```(bash|console|python)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]*) -->\s*$")
 _RUN_WITH = re.compile(r"<!-- run with: ([^>]*) -->\s*$")
-_TIMES = re.compile(r"\d+(\.\d+)? (s|ms|GB/s)\b")
+_TIMES = re.compile(r"\d+(\.\d+)? (s|ms|min|GB/s)\b")
 _NUMBER = re.compile(r"(?<![\w.-])[+-]?\d+\.\d+(?![\w.])")  # with a decimal point, and not in a name
 _RULE = re.compile(r"-+(?: +-+)+")  # below the heads of a table's columns
 _QUESTIONS = 240  # of each task of the demo suite
