@@ -82,6 +82,8 @@ def rotate(
             record = rotate_model(turned, data.tokens, steps=steps, pattern=pattern, **how)
         out.begin({})
         turned.save_pretrained(out.files)
+        for shard in out.files.glob("*.safetensors"):
+            shutil.copymode(out.files / "config.json", shard)  # safetensors may let only the owner read
         for name in checkpoint.side_files():
             if name.name not in ("config.json", INDEX_NAME):
                 (out.files / name).parent.mkdir(parents=True, exist_ok=True)

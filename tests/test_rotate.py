@@ -142,6 +142,7 @@ def test_the_folder_is_a_checkpoint_of_the_same_class(
     assert not config.pop("tie_word_embeddings")
     assert config == {name: value for name, value in before.items() if name != "tie_word_embeddings"}
     stored = load_file(folder / "model.safetensors")
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     dense, turned = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (source, folder))
     assert record.parameters_after - record.parameters_before == 256 * 32
