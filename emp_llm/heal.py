@@ -30,15 +30,15 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
 
 
-_OPTIONS = ("dense", "revision", "trust_remote_code", "output", "overwrite", "calibration", "samples", "seqlen")
-_OPTIONS += ("batch_size", "hidden_states", "seed", "device_map", "dtype")
+_MODELS = ("dense", "revision", "trust_remote_code", "device_map", "dtype")
+_TEXT = ("calibration", "samples", "seqlen", "batch_size", "hidden_states", "seed")
 
 
 @command
 def heal(
     folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")],
     how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
-    options: Annotated[HealOptions, Some(_OPTIONS)],
+    options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities. Zeros stay zero.
 
