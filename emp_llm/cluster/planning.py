@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_type_hints
 
@@ -88,7 +87,6 @@ class ModelSize:
         return self.parameters * self.itemsize()
 
 
-@cache
 def model_size(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSize:
     """The counts of a model, of the weightless model that transformers builds from its config.json; no weights are downloaded.
 
