@@ -21,7 +21,7 @@ from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.sweep import METHODS, SweepOptions, SweepPoint, plan_points
+from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
 from emp_llm.update.update import HEALING_BYTES
 
@@ -173,10 +173,8 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     Raises:
         UserError: the model does not fit on one GPU, and each of several processes needs it whole.
     """
-    reads_text, judges = (
-        work.calibrates or work.updates or work.heals > 0,
-        kind in ("evaluate", "sweep") and work.suite is not None,
-    )
+    reads_text = work.calibrates or work.updates or work.heals > 0
+    judges = kind in ("evaluate", "sweep") and work.suite is not None
     runs_model = reads_text or kind != "prune"
     tokens = work.samples * work.seqlen if reads_text else 0
     judged = judged_tokens(size, work) if judges else 0.0
@@ -375,17 +373,9 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     Raises:
         UserError: a method or number is wrong, or the options of a command conflict.
     """
-    asked = SweepOptions(
-        methods=options.methods,
-        betas=options.betas,
-        orders=options.orders,
-        sparsities=options.sparsities,
-        patterns=options.patterns,
-        emp_sparsities=options.emp_sparsities,
-    )
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
-    points = plan_points(asked, Recipe(), updates=not sweeps)
+    points = plan_points(SweepOptions(**_point_options(options)), Recipe(), updates=not sweeps)
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
     recipes: dict[SweepPoint, Norms] = {}
@@ -441,10 +431,8 @@ def model_jobs(
         jobs.append(Job(id=f"{slug}.{name}", kind=kind, command=command, after=after, output=output, needs=needs))
 
     if options.per == "model":
-        words = _given(methods=options.methods, betas=options.betas, orders=options.orders, sparsities=options.sparsities)
-        words += _given(emp_sparsities=options.emp_sparsities, patterns=options.patterns)
         calibrates = any(norms.shared or norms.reads_text for norms in recipes.values())
-        words += [*evaluation, *targets, *(text if calibrates else [])]
+        words = [*_given(**_point_options(options)), *evaluation, *targets, *(text if calibrates else [])]
         whole = replace(work, calibrates=calibrates, points=len(recipes))
         add("sweep", "sweep", [*start, *words], [], f"runs/{slug}", whole)
         return jobs
@@ -463,6 +451,11 @@ def model_jobs(
         result = f"results/{slug}.{point.name}.json"
         add(f"{point.name}.evaluate", "evaluate", judged, [f"{slug}.{point.name}.prune"], result)
     return jobs
+
+
+def _point_options(options: PlanOptions) -> dict[str, Any]:
+    """The options that `plan` and `sweep` share, in the order of their declaration."""
+    return {each.name: getattr(options, each.name) for each in fields(PointOptions)}
 
 
 def _recipe_words(point: SweepPoint) -> list[str]:
