@@ -379,21 +379,16 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
     recipes: dict[SweepPoint, Norms] = {}
-    known: dict[tuple[Any, ...], Norms] = {}  # recipes that differ in their numbers only are checked once
     for point in points:
-        given = point.recipe
-        form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
-        if form not in known:
-            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
-            words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
-            command = parsed("prune", ["--model", "model", *words])
-            check_options(**command.groups)
-            recipe = command.groups["recipe"]
-            reads = recipe.moves or (recipe.needs_activations and command.activations is None)
-            shared = reads and not recipe.moves and command.propagate == "dense"
-            heals = recipe.heal_steps or 0
-            known[form] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
-        recipes[point] = known[form]
+        words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
+        words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
+        command = parsed("prune", ["--model", "model", *words])
+        check_options(**command.groups)
+        recipe = command.groups["recipe"]
+        reads = recipe.moves or (recipe.needs_activations and command.activations is None)
+        shared = reads and not recipe.moves and command.propagate == "dense"
+        heals = recipe.heal_steps or 0
+        recipes[point] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
