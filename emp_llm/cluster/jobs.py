@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
@@ -164,12 +165,11 @@ def _in_order(jobs: list[Job], path: Path) -> list[Job]:
 
 def option_of(job: Job, flag: str) -> str:
     """The value of an option of a job's command; empty if it has none. The parser takes 15 ms for a command."""
-    words = job.arguments
-    for number, word in enumerate(words):
+    for word, following in pairwise([*job.arguments, ""]):
         if word == flag:
-            return words[number + 1] if number + 1 < len(words) else ""
+            return following
         if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
+            return word.removeprefix(f"{flag}=")
     return ""
 
 
