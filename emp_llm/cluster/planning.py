@@ -174,10 +174,10 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
         UserError: the model does not fit on one GPU, and each of several processes needs it whole.
     """
     reads_text = work.calibrates or work.updates or work.heals > 0
-    judges = kind in ("evaluate", "sweep") and work.suite is not None
+    suite = work.suite if kind in ("evaluate", "sweep") else None
     runs_model = reads_text or kind != "prune"
     tokens = work.samples * work.seqlen if reads_text else 0
-    judged = judged_tokens(size, work) if judges else 0.0
+    judged = 0.0 if suite is None else judged_tokens(size, suite, work.limit)
     item = size.itemsize(work.dtype)
     weights = size.parameters * (item + (16 if work.heals else 0))  # healing: float32 weights, gradients, states of Adam
 
@@ -197,7 +197,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     memory = BASE_OF_PRUNE
     if runs_model:
         memory = max(memory, (BASE_WITH_GPU if on_gpu else BASE + weights + passes) + held)
-    if judges and work.suite is not None and work.suite.tasks:
+    if suite is not None and suite.tasks:
         memory += BASE_OF_TASKS + EXAMPLE_BYTES * ANSWERS * min(EXAMPLES, work.limit or EXAMPLES)
 
     norms = 8 * size.inputs
@@ -211,7 +211,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     times = 1 + work.points  # an evaluation of the dense model, and of each point
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
     forward += 4 * work.heals * 4 * work.seqlen  # steps of four sequences, as long as four forward passes
-    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else times if judges else 0))
+    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else 0 if suite is None else times))
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
     return Needs(
@@ -224,16 +224,15 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     )
 
 
-def judged_tokens(size: ModelSize, work: Work) -> float:
-    """Number of tokens of one evaluation of a suite: of its text, and of the answers to its tasks."""
-    assert work.suite is not None
-    text, corpus = 0.0, work.suite.corpus
+def judged_tokens(size: ModelSize, suite: Suite, limit: int | None) -> float:
+    """Number of tokens of one evaluation of a suite with a limit: of its text, and of the answers to its tasks."""
+    text, corpus = 0.0, suite.corpus
     if corpus is not None:
-        known = corpus.file is not None and Path(corpus.file).is_file()
-        text = (Path(str(corpus.file)).stat().st_size if known else TEXT_BYTES) / BYTES_PER_TOKEN
-        if work.limit is not None:
-            text = min(text, work.limit * min(corpus.seqlen or 2048, size.context or 2048))
-    limits = [min(EXAMPLES, work.limit or EXAMPLES, task.limit or EXAMPLES) for task in work.suite.tasks]
+        file = Path(corpus.file or "")
+        text = (file.stat().st_size if file.is_file() else TEXT_BYTES) / BYTES_PER_TOKEN
+        if limit is not None:
+            text = min(text, limit * min(corpus.seqlen or 2048, size.context or 2048))
+    limits = [min(EXAMPLES, limit or EXAMPLES, task.limit or EXAMPLES) for task in suite.tasks]
     return text + ANSWERS * TASK_TOKENS * sum(limits)
 
 

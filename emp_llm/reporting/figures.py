@@ -223,15 +223,15 @@ def _log_scale(axes: Any, measure: str, values: list[float]) -> None:
 def _difference_panel(axes: Any, measure: str, gaps: list[Difference], styles: dict[str, dict[str, Any]]) -> None:
     """The difference between EMP and each baseline, ± two standard errors where these are known."""
     lines: dict[tuple[str, str], list[Difference]] = {}
-    for each in sorted(gaps, key=lambda each: each.point.sparsity or 0.0):
+    for each in sorted(gaps, key=lambda each: each.point.sparsity):
         lines.setdefault((label_of(each.point), each.match), []).append(each)
-    reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
+    reach = max(100 * each.point.sparsity for each in gaps)
     for number, ((label, match), members) in enumerate(lines.items()):
         aside = 0.006 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
         style = {key: styles[label][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
         axes.errorbar(
-            [100 * (each.point.sparsity or 0.0) + aside for each in members],
+            [100 * each.point.sparsity + aside for each in members],
             [each.change.value for each in members],
             yerr=[2 * (each.change.stderr or 0.0) for each in members],
             elinewidth=0.8,
@@ -356,9 +356,9 @@ def _healing(study: Study, name: str) -> Drawing:
     """How far the models were from the dense one on held-out sequences, while they were healed."""
     with new_figure(3.4) as figure:
         axes = figure.subplots()
-        healed = [point for point in study.points if point.healing is not None]
-        for number, point in enumerate(healed):
-            steps, losses = zip(*(point.healing.curve if point.healing is not None else []), strict=True)
+        healed = [(point, point.healing) for point in study.points if point.healing is not None]
+        for number, (point, healing) in enumerate(healed):
+            steps, losses = zip(*healing.curve, strict=True)
             style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
             axes.plot(steps, losses, label=printable(label_of(point), LABEL), **style)
         axes.set_ylim(bottom=0)
@@ -366,7 +366,7 @@ def _healing(study: Study, name: str) -> Drawing:
         axes.set_ylabel("divergence, nats per token")
         figure.legend(loc="outside lower center", ncols=3)
         caption = "Divergence of the next-token probabilities from the dense model's, on held-out sequences of the text."
-        if any(point.healing is not None and point.healing.by == "blocks" for point in healed):
+        if any(healing.by == "blocks" for _, healing in healed):
             caption += " Where healing went block by block: the error of a block's outputs."
         return drawn(figure, name, f"{study.title}: healing", caption)
 
