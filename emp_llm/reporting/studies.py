@@ -384,7 +384,7 @@ class Study:
     @property
     def measured(self) -> list[Grid]:
         """The matrices with effective numbers of each criterion, order and variant; once, unless the numbers differ."""
-        found: dict[str, Grid] = {}
+        found: list[Grid] = []
         numbers: dict[str, list[list[float | None]]] = {}
         for point in self.points:
             own = [effective_share(matrix) for matrix in point.matrices.values()]
@@ -393,9 +393,9 @@ class Study:
             held = numbers.setdefault(label, [])
             if point.recipe.adaptive and own not in held and any(share is not None for share in own):
                 name = f"{label} ({point.name})" if held else label
-                found[name] = Grid(name, by_role_and_block(point.matrices))
+                found.append(Grid(name, by_role_and_block(point.matrices)))
                 held.append(own)
-        return list(found.values())
+        return found
 
     @property
     def kept(self) -> list[Grid]:
