@@ -90,8 +90,8 @@ def collect(
         from emp_llm.reporting.page import report_content
         from emp_llm.reporting.studies import read_inputs
 
-        report = report_content(*read_inputs(paths), f"Study {study.resolve().name}", not no_plots)
-        files |= {f"report/{name}": content for name, content in report.files.items()}
+        _, report, _ = report_content(*read_inputs(paths), f"Study {study.resolve().name}", not no_plots)
+        files |= {f"report/{name}": content for name, content in report.items()}
     record = Collected(
         done=len(views) - len(missing),
         jobs=len(views),

@@ -51,9 +51,9 @@ def report(
 
     points, benches = read_inputs(runs)
     check_folder(output, overwrite, SUMMARY)
-    content = report_content(points, benches, title, not no_plots)
-    write_folder(output, content.files, overwrite, SUMMARY)
-    return ReportSummary(content.page, output, sorted(content.files), content.text)
+    page, files, text = report_content(points, benches, title, not no_plots)
+    write_folder(output, files, overwrite, SUMMARY)
+    return ReportSummary(page, output, sorted(files), text)
 
 
 def show(summary: ReportSummary) -> None:

@@ -586,13 +586,11 @@ def mean(values: list[float]) -> float:
 def draw(path: Path, pictures: dict[str, Entry]) -> None:
     """The scores of one layer in two bases, and the energy of their smallest weights."""
     import numpy as np
-    from matplotlib.figure import Figure
 
-    from emp_llm.reporting.figures import COLOURS, styled
+    from emp_llm.reporting.figures import COLOURS, new_figure
 
     names = {"asis": "as it is", "neff": "turned"}
-    with styled():
-        figure = Figure(figsize=(8, 3.1), layout="constrained")
+    with new_figure(3.1) as figure:
         panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.9])
         for axes, (basis, words), colour in zip(panels, names.items(), COLOURS, strict=False):
             entry = pictures[basis]

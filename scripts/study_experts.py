@@ -418,10 +418,9 @@ def _words(name: Name) -> str:
 
 def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
     """The increase of the perplexity by the number of experts, for each score; a ring is EMP's beta = 1."""
-    from emp_llm.reporting.figures import COLOURS, GREY, MARKERS, drawn, new_figure, styled
+    from emp_llm.reporting.figures import COLOURS, GREY, MARKERS, drawn, new_figure
 
-    with styled():
-        figure = new_figure(3.9)
+    with new_figure(3.9) as figure:
         panels = figure.subplots(1, len(dense["texts"]), squeeze=False)[0]
         for place, (axes, text) in enumerate(zip(panels, dense["texts"], strict=True)):
             for number, score in enumerate((*SCORES, "random")):

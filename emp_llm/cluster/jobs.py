@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
@@ -144,19 +145,15 @@ def _job(line: str, where: str) -> Job:
 
 def _in_order(jobs: list[Job], path: Path) -> list[Job]:
     """The jobs with those that they wait for before them; UserError for an unknown one, or a circle."""
-    by_id = {job.id: job for job in jobs}
-    seen: set[str] = set()
-    ordered = True
+    places = {job.id: place for place, job in enumerate(jobs)}
     for job in jobs:
-        missing = next((name for name in job.after if name not in by_id), None)
+        missing = next((name for name in job.after if name not in places), None)
         if missing is not None:
             raise UserError(f"{path}: {job.id} waits for {quotable(missing)}, which is not in the plan; change after.")
-        ordered = ordered and seen.issuperset(job.after)
-        seen.add(job.id)
-    if ordered:
+    if all(places[name] < places[job.id] for job in jobs for name in job.after):
         return jobs
     try:
-        return [by_id[name] for name in TopologicalSorter({job.id: job.after for job in jobs}).static_order()]
+        return [jobs[places[name]] for name in TopologicalSorter({job.id: job.after for job in jobs}).static_order()]
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
         raise UserError(f"{path}: these jobs wait for each other: {circle}. Take one out of after.") from error
@@ -164,12 +161,11 @@ def _in_order(jobs: list[Job], path: Path) -> list[Job]:
 
 def option_of(job: Job, flag: str) -> str:
     """The value of an option of a job's command; empty if it has none. The parser takes 15 ms for a command."""
-    words = job.arguments
-    for number, word in enumerate(words):
+    for word, following in pairwise([*job.arguments, ""]):
         if word == flag:
-            return words[number + 1] if number + 1 < len(words) else ""
+            return following
         if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
+            return word.removeprefix(f"{flag}=")
     return ""
 
 

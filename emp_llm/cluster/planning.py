@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_type_hints
 
@@ -22,7 +21,7 @@ from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.sweep import METHODS, SweepOptions, SweepPoint, plan_points
+from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
 from emp_llm.update.update import HEALING_BYTES
 
@@ -88,7 +87,6 @@ class ModelSize:
         return self.parameters * self.itemsize()
 
 
-@cache
 def model_size(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSize:
     """The counts of a model, of the weightless model that transformers builds from its config.json; no weights are downloaded.
 
@@ -175,13 +173,11 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     Raises:
         UserError: the model does not fit on one GPU, and each of several processes needs it whole.
     """
-    reads_text, judges = (
-        work.calibrates or work.updates or work.heals > 0,
-        kind in ("evaluate", "sweep") and work.suite is not None,
-    )
+    reads_text = work.calibrates or work.updates or work.heals > 0
+    suite = work.suite if kind in ("evaluate", "sweep") else None
     runs_model = reads_text or kind != "prune"
     tokens = work.samples * work.seqlen if reads_text else 0
-    judged = judged_tokens(size, work) if judges else 0.0
+    judged = 0.0 if suite is None else judged_tokens(size, suite, work.limit)
     item = size.itemsize(work.dtype)
     weights = size.parameters * (item + (16 if work.heals else 0))  # healing: float32 weights, gradients, states of Adam
 
@@ -201,7 +197,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     memory = BASE_OF_PRUNE
     if runs_model:
         memory = max(memory, (BASE_WITH_GPU if on_gpu else BASE + weights + passes) + held)
-    if judges and work.suite is not None and work.suite.tasks:
+    if suite is not None and suite.tasks:
         memory += BASE_OF_TASKS + EXAMPLE_BYTES * ANSWERS * min(EXAMPLES, work.limit or EXAMPLES)
 
     norms = 8 * size.inputs
@@ -215,7 +211,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     times = 1 + work.points  # an evaluation of the dense model, and of each point
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
     forward += 4 * work.heals * 4 * work.seqlen  # steps of four sequences, as long as four forward passes
-    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else times if judges else 0))
+    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else 0 if suite is None else times))
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
     return Needs(
@@ -228,16 +224,15 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     )
 
 
-def judged_tokens(size: ModelSize, work: Work) -> float:
-    """Number of tokens of one evaluation of a suite: of its text, and of the answers to its tasks."""
-    assert work.suite is not None
-    text, corpus = 0.0, work.suite.corpus
+def judged_tokens(size: ModelSize, suite: Suite, limit: int | None) -> float:
+    """Number of tokens of one evaluation of a suite with a limit: of its text, and of the answers to its tasks."""
+    text, corpus = 0.0, suite.corpus
     if corpus is not None:
-        known = corpus.file is not None and Path(corpus.file).is_file()
-        text = (Path(str(corpus.file)).stat().st_size if known else TEXT_BYTES) / BYTES_PER_TOKEN
-        if work.limit is not None:
-            text = min(text, work.limit * min(corpus.seqlen or 2048, size.context or 2048))
-    limits = [min(EXAMPLES, work.limit or EXAMPLES, task.limit or EXAMPLES) for task in work.suite.tasks]
+        file = Path(corpus.file or "")
+        text = (file.stat().st_size if file.is_file() else TEXT_BYTES) / BYTES_PER_TOKEN
+        if limit is not None:
+            text = min(text, limit * min(corpus.seqlen or 2048, size.context or 2048))
+    limits = [min(EXAMPLES, limit or EXAMPLES, task.limit or EXAMPLES) for task in suite.tasks]
     return text + ANSWERS * TASK_TOKENS * sum(limits)
 
 
@@ -377,35 +372,22 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     Raises:
         UserError: a method or number is wrong, or the options of a command conflict.
     """
-    asked = SweepOptions(
-        methods=options.methods,
-        betas=options.betas,
-        orders=options.orders,
-        sparsities=options.sparsities,
-        patterns=options.patterns,
-        emp_sparsities=options.emp_sparsities,
-    )
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
-    points = plan_points(asked, Recipe(), updates=not sweeps)
+    points = plan_points(SweepOptions(**_point_options(options)), Recipe(), updates=not sweeps)
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
     recipes: dict[SweepPoint, Norms] = {}
-    known: dict[tuple[Any, ...], Norms] = {}  # recipes that differ in their numbers only are checked once
     for point in points:
-        given = point.recipe
-        form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
-        if form not in known:
-            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
-            words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
-            command = parsed("prune", ["--model", "model", *words])
-            check_options(**command.groups)
-            recipe = command.groups["recipe"]
-            reads = recipe.moves or (recipe.needs_activations and command.activations is None)
-            shared = reads and not recipe.moves and command.propagate == "dense"
-            heals = recipe.heal_steps or 0
-            known[form] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
-        recipes[point] = known[form]
+        words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
+        words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
+        command = parsed("prune", ["--model", "model", *words])
+        check_options(**command.groups)
+        recipe = command.groups["recipe"]
+        reads = recipe.moves or (recipe.needs_activations and command.activations is None)
+        shared = reads and not recipe.moves and command.propagate == "dense"
+        heals = recipe.heal_steps or 0
+        recipes[point] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
@@ -443,10 +425,8 @@ def model_jobs(
         jobs.append(Job(id=f"{slug}.{name}", kind=kind, command=command, after=after, output=output, needs=needs))
 
     if options.per == "model":
-        words = _given(methods=options.methods, betas=options.betas, orders=options.orders, sparsities=options.sparsities)
-        words += _given(emp_sparsities=options.emp_sparsities, patterns=options.patterns)
         calibrates = any(norms.shared or norms.reads_text for norms in recipes.values())
-        words += [*evaluation, *targets, *(text if calibrates else [])]
+        words = [*_given(**_point_options(options)), *evaluation, *targets, *(text if calibrates else [])]
         whole = replace(work, calibrates=calibrates, points=len(recipes))
         add("sweep", "sweep", [*start, *words], [], f"runs/{slug}", whole)
         return jobs
@@ -465,6 +445,11 @@ def model_jobs(
         result = f"results/{slug}.{point.name}.json"
         add(f"{point.name}.evaluate", "evaluate", judged, [f"{slug}.{point.name}.prune"], result)
     return jobs
+
+
+def _point_options(options: PlanOptions) -> dict[str, Any]:
+    """The options that `plan` and `sweep` share, in the order of their declaration."""
+    return {each.name: getattr(options, each.name) for each in fields(PointOptions)}
 
 
 def _recipe_words(point: SweepPoint) -> list[str]:

@@ -21,12 +21,11 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.cluster.jobs import Job, JobKind, Needs
+from emp_llm.cluster.jobs import Job, JobKind, Needs, Number
 from emp_llm.common.errors import UserError, count_of, printable, quotable
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import converted
 
-_Count = Annotated[int, Meta(ge=1)]
 Hours = Annotated[float, Meta(gt=0, le=8760)]
 Size = Annotated[float, Meta(gt=0)]
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
@@ -48,7 +47,7 @@ class LargestNode(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         cpus: cores. memory_gb: memory. gpus: number of GPUs. gpu_gb: memory of each.
     """
 
-    cpus: _Count
+    cpus: Number
     memory_gb: Size
     gpus: Annotated[int, Meta(ge=0)] = 0
     gpu_gb: Annotated[float, Meta(ge=0)] = 0.0
@@ -102,14 +101,14 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     constraint: str | None = None
     gpus: str = "--gpus-per-node={gpus}"
     memory: str = "--mem={megabytes}M"
-    cpus: _Count = 4
+    cpus: Number = 4
     options: list[str] = []
     max_hours: Hours = 24.0
     min_hours: Hours = 0.25
     signal_seconds: Annotated[int, Meta(ge=1, le=65535)] = 180
     requeues: Annotated[int, Meta(ge=0)] = 50
-    at_once: _Count | None = None
-    largest_array: _Count = 1000
+    at_once: Number | None = None
+    largest_array: Number = 1000
     largest_node: LargestNode | None = None
     needs: dict[JobKind, SiteNeeds] = {}
     modules: list[str] = []
@@ -122,8 +121,8 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     def needs_of(self, job: Job) -> Needs:
         """The needs of a job: the site's numbers, and the plan's for the others."""
-        own = msgspec.structs.asdict(self.needs.get(job.kind, SiteNeeds()))
-        return msgspec.structs.replace(job.needs, **{name: value for name, value in own.items() if value is not None})
+        own = self.needs.get(job.kind, SiteNeeds())
+        return msgspec.structs.replace(job.needs, **msgspec.to_builtins(own))  # which leaves out null
 
 
 def quotes_well(text: str) -> bool:

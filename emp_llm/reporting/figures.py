@@ -70,35 +70,24 @@ class Drawing:
 
 
 @contextmanager
-def styled() -> Iterator[None]:
-    """Apply the style of figures while one is drawn; the user's matplotlib settings have no effect.
+def new_figure(height: float) -> Iterator[Any]:
+    """An empty figure of the common width; height in inches. The user's matplotlib settings have no effect in this context.
 
     Raises:
         UserError: matplotlib is not installed; it names the extra.
     """
     try:
-        import matplotlib.figure
+        from matplotlib import style
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(f"Plots need matplotlib ({reason(error)}): pip install 'emp-llm[plots]', or add --no-plots.") from error
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with style.context(_STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in other scripts: boxes, in the PNG only
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
-
-
-def new_figure(height: float) -> Any:
-    """An empty figure of the common width for Agg, with no window and no global state; height in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+        yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = False) -> Drawing:
-    """Render a finished figure as SVG and PNG, without dates or versions; call it within `styled`."""
+    """Render a finished figure as SVG and PNG, without dates or versions; call it within the context of `new_figure`."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = name  # the same ids in every run
@@ -168,8 +157,7 @@ def _sparsity_figure(
     """A measure against β and against sparsity; below them, the differences between EMP and its baselines."""
     styles, dense = _styles(found), suite.dense.get(measure)
     by_beta = len({dot.beta for curve in found for dot in curve.dots if dot.beta is not None}) > 1
-    with styled():
-        figure = new_figure(6.4 if gaps else 3.9)
+    with new_figure(6.4 if gaps else 3.9) as figure:
         grid = figure.add_gridspec(2 if gaps else 1, 2, height_ratios=(3, 2) if gaps else (1,))
         main = figure.add_subplot(grid[0, 1] if by_beta else grid[0, :])
         for curve in found:
@@ -235,15 +223,15 @@ def _log_scale(axes: Any, measure: str, values: list[float]) -> None:
 def _difference_panel(axes: Any, measure: str, gaps: list[Difference], styles: dict[str, dict[str, Any]]) -> None:
     """The difference between EMP and each baseline, ± two standard errors where these are known."""
     lines: dict[tuple[str, str], list[Difference]] = {}
-    for each in sorted(gaps, key=lambda each: each.point.sparsity or 0.0):
+    for each in sorted(gaps, key=lambda each: each.point.sparsity):
         lines.setdefault((label_of(each.point), each.match), []).append(each)
-    reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
+    reach = max(100 * each.point.sparsity for each in gaps)
     for number, ((label, match), members) in enumerate(lines.items()):
         aside = 0.006 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
         style = {key: styles[label][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
         axes.errorbar(
-            [100 * (each.point.sparsity or 0.0) + aside for each in members],
+            [100 * each.point.sparsity + aside for each in members],
             [each.change.value for each in members],
             yerr=[2 * (each.change.stderr or 0.0) for each in members],
             elinewidth=0.8,
@@ -282,9 +270,8 @@ def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
         maps.append(np.array(rows, dtype=float))  # NaN where it is unknown
     low = math.floor(20 * min(map(np.nanmin, maps))) / 20
     high = max(math.ceil(20 * max(map(np.nanmax, maps))) / 20, low + 0.05)
-    with styled():
-        heights = [0.55 + 0.32 * len(cells) for cells in maps]
-        figure = new_figure(1.2 + sum(heights))
+    heights = [0.55 + 0.32 * len(cells) for cells in maps]
+    with new_figure(1.2 + sum(heights)) as figure:
         panels = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, grid, cells in zip(panels, grids, maps, strict=True):
             axes.set_facecolor("#eeeeee")
@@ -315,8 +302,7 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
     every = Grid("", {key: cell for grid in grids for key, cell in grid.cells.items()})
     roles, blocks = every.roles[:_MOST_PANELS], every.blocks
     width = min(6.0, 0.5 * _KEPT_WIDTH / len(blocks) / len(grids))
-    with styled():
-        figure = new_figure(0.9 + 1.6 * len(roles))
+    with new_figure(0.9 + 1.6 * len(roles)) as figure:
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         for axes, role in zip(panels, roles, strict=True):
             for number, grid in enumerate(grids):
@@ -344,7 +330,7 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
 
 def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
     """The scores of the experts of each layer: in colour where they stay, in grey where they were removed."""
-    with styled():
+    with new_figure(1.9 + 0.24 * len(layers)) as figure:
         from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
 
@@ -353,7 +339,6 @@ def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
             shares = np.array(each.scores) / (max(each.scores or [1]) or 1)
             row[: each.units] = colormaps["Greys"](0.1 + 0.5 * shares)
             row[each.kept_units] = colormaps["viridis"](shares[each.kept_units])
-        figure = new_figure(1.9 + 0.24 * len(layers))
         axes = figure.subplots()
         axes.grid(visible=False)
         axes.pcolormesh(cells, edgecolors="white", linewidth=0.3, rasterized=True)  # thousands of cells
@@ -369,12 +354,11 @@ def _experts(layers: list[UnitsRecord], title: str, name: str) -> Drawing:
 
 def _healing(study: Study, name: str) -> Drawing:
     """How far the models were from the dense one on held-out sequences, while they were healed."""
-    with styled():
-        figure = new_figure(3.4)
+    with new_figure(3.4) as figure:
         axes = figure.subplots()
-        healed = [point for point in study.points if point.healing is not None]
-        for number, point in enumerate(healed):
-            steps, losses = zip(*(point.healing.curve if point.healing is not None else []), strict=True)
+        healed = [(point, point.healing) for point in study.points if point.healing is not None]
+        for number, (point, healing) in enumerate(healed):
+            steps, losses = zip(*healing.curve, strict=True)
             style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
             axes.plot(steps, losses, label=printable(label_of(point), LABEL), **style)
         axes.set_ylim(bottom=0)
@@ -382,7 +366,7 @@ def _healing(study: Study, name: str) -> Drawing:
         axes.set_ylabel("divergence, nats per token")
         figure.legend(loc="outside lower center", ncols=3)
         caption = "Divergence of the next-token probabilities from the dense model's, on held-out sequences of the text."
-        if any(point.healing is not None and point.healing.by == "blocks" for point in healed):
+        if any(healing.by == "blocks" for _, healing in healed):
             caption += " Where healing went block by block: the error of a block's outputs."
         return drawn(figure, name, f"{study.title}: healing", caption)
 
@@ -392,8 +376,7 @@ def _masses(study: Study, grids: list[Grid], name: str) -> Drawing:
     found = [[cell for cell in grid.cells.values() if cell.s_eff_bound_mean is not None] for grid in grids]
     sizes = sorted({cell.group_size or 2 for cells in found for cell in cells})
     margins = [cell.least_margin_over_bound for cells in found for cell in cells if cell.least_margin_over_bound is not None]
-    with styled():
-        figure = new_figure(4.4)
+    with new_figure(4.4) as figure:
         axes = figure.subplots()
         for number, size in enumerate(sizes):
             numbers = np.unique(np.linspace(2, size, 300).astype(int))

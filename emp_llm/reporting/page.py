@@ -377,28 +377,18 @@ SUMMARY = "report.json"
 NOTHING_EQUAL = "no emp point and baseline have equally many zeros, so none are compared; the page shows all points"
 
 
-@dataclass(frozen=True)
-class ReportContent:
+def report_content(
+    points: Sequence[MeasuredPoint], benches: Sequence[Bench], title: str, plots: bool
+) -> tuple[ReportPage, dict[str, bytes], str]:
     """A report in memory.
-
-    Attributes:
-        page: the content of report.json.
-        files: all files by their relative names.
-        text: the comparison of EMP with its baselines, for a terminal.
-    """
-
-    page: ReportPage
-    files: dict[str, bytes]
-    text: str
-
-
-def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], title: str, plots: bool) -> ReportContent:
-    """The files of a report.
 
     Args:
         points, benches: from `studies.read_inputs`.
         title: heading of the page.
         plots: whether to draw figures; UserError if matplotlib is missing.
+
+    Returns:
+        The content of report.json; all files by their relative names; the comparison of EMP with its baselines, for a terminal.
     """
     page = ReportPage(title=printable(title))
     files: dict[str, bytes] = {}
@@ -437,7 +427,7 @@ def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], ti
     ):
         if records:
             files[name] = _csv(records)
-    return ReportContent(page, files, "\n".join(lines))
+    return page, files, "\n".join(lines)
 
 
 def _csv(records: list[Record]) -> bytes:

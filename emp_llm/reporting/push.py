@@ -209,11 +209,6 @@ def find_origin(source: ModelSource, base_model: str | None = None) -> Origin:
     return Origin(name, revision, {key: metadata[key] for key in _CARRIED if metadata.get(key)})
 
 
-def is_ours(path: Path) -> bool:
-    """Whether emp-llm wrote a card and nobody deleted its mark to keep changes."""
-    return _MARK in path.read_text(encoding="utf-8", errors="replace")
-
-
 def card_text(
     name: str,
     branch: str | None,
@@ -495,7 +490,7 @@ def push_checkpoint(
         files |= plots
 
         card, text = folder / CARD_NAME, ""
-        if card.exists() and not is_ours(card):
+        if card.exists() and _MARK not in card.read_text(encoding="utf-8", errors="replace"):  # or its mark was deleted
             logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
         else:
             origin = find_origin(source, base_model)

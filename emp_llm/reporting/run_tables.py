@@ -326,12 +326,9 @@ def _measure(measure: MeasureEntry) -> str:
         known = [
             (entry.n_eff, entry.group_size) for entry in entries if entry.n_eff is not None and entry.group_size is not None
         ]
-        if known:
-            medians = sorted(n_eff.median / size for n_eff, size in known)
-            shares += [min(n_eff.min / size for n_eff, size in known), medians[len(medians) // 2]]
-            shares += [max(n_eff.max / size for n_eff, size in known)]
-        else:
-            shares += [None, None, None]
+        medians = sorted(n_eff.median / size for n_eff, size in known)
+        shares += [min(n_eff.min / size for n_eff, size in known), medians[len(medians) // 2]]
+        shares += [max(n_eff.max / size for n_eff, size in known)]
         rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), *mass_cells(entries)])
     targets = measure.targets
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"

@@ -73,7 +73,7 @@ class MeasuredPoint:
         recipe: of the pruned model; its method is "dense" for the dense model itself.
         variant: other differences from points of the same method, in words; usually empty.
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
-        sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
+        sparsity, sparsity_of_all: of the targets, and of all parameters, which may be unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets by layer, each expert alone; targets: counts over all of them.
         fits: of the layers, by a refit, SparseGPT or ADMM.
@@ -93,7 +93,7 @@ class MeasuredPoint:
     variant: str = ""
     match: MatchBy | None = None
     baseline_of: str | None = None
-    sparsity: float | None = None
+    sparsity: float = 0.0
     sparsity_of_all: float | None = None
     pruned: bool = True
     matrices: Mapping[str, MatrixRecord] = field(default_factory=dict)
@@ -384,7 +384,7 @@ class Study:
     @property
     def measured(self) -> list[Grid]:
         """The matrices with effective numbers of each criterion, order and variant; once, unless the numbers differ."""
-        found: dict[str, Grid] = {}
+        found: list[Grid] = []
         numbers: dict[str, list[list[float | None]]] = {}
         for point in self.points:
             own = [effective_share(matrix) for matrix in point.matrices.values()]
@@ -393,9 +393,9 @@ class Study:
             held = numbers.setdefault(label, [])
             if point.recipe.adaptive and own not in held and any(share is not None for share in own):
                 name = f"{label} ({point.name})" if held else label
-                found[name] = Grid(name, by_role_and_block(point.matrices))
+                found.append(Grid(name, by_role_and_block(point.matrices)))
                 held.append(own)
-        return list(found.values())
+        return found
 
     @property
     def kept(self) -> list[Grid]:
@@ -457,7 +457,7 @@ def short_model_name(model: str) -> str:
 
 def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     """Link uniform points, as baselines, to an EMP point of the same criterion that removes exactly as many weights."""
-    adaptive: dict[tuple[str, bool, float | None], list[MeasuredPoint]] = {}
+    adaptive: dict[tuple[str, bool, float], list[MeasuredPoint]] = {}
     for point in points:
         if point.recipe.adaptive and point.pruned:
             adaptive.setdefault((point.recipe.name, point.recipe.relative, point.sparsity), []).append(point)
@@ -566,7 +566,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
     groups: dict[tuple[str, str, float | None, Allocation], list[Dot]] = {}
     for point in study.pruned:
         value = point.values_of(suite.key).get(measure)
-        if value is None or not math.isfinite(value.value) or point.sparsity is None:
+        if value is None or not math.isfinite(value.value):
             continue
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)

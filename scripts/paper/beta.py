@@ -27,7 +27,7 @@ from weight_pruning import effective, magnitudes, masked, select_weights
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.reporting.figures import COLOURS, MARKERS, Drawing, drawn, new_figure, styled
+from emp_llm.reporting.figures import COLOURS, MARKERS, Drawing, drawn, new_figure
 
 BETAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 ROOT = Path(__file__).parents[2]
@@ -115,8 +115,7 @@ def _add_curves(
 
 
 def _drawing(curves: dict[str, list[tuple[float, float]]], heads: tuple[str, list[tuple[float, float]]] | None) -> Drawing:
-    with styled():
-        figure = new_figure(4.2)
+    with new_figure(4.2) as figure:
         axes = figure.subplots()
         for place, (name, points) in enumerate(curves.items()):
             style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}

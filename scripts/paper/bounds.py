@@ -17,7 +17,7 @@ from paper_pages import Page, options_of, written_page
 from torch import Tensor
 
 from emp_llm.common.tables import markdown_table
-from emp_llm.reporting.figures import COLOURS, MARKERS, N_EFF, drawn, new_figure, styled
+from emp_llm.reporting.figures import COLOURS, MARKERS, N_EFF, drawn, new_figure
 from emp_llm.selection.effective import (
     effective_mask,
     effective_mass,
@@ -101,8 +101,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 
 def _add_figure(page: Page, points: dict[str, Points]) -> None:
-    with styled():
-        figure = new_figure(3.6)
+    with new_figure(3.6) as figure:
         left, right = figure.subplots(1, 2)
         numbers = torch.tensor([*range(2, 50, 2), *range(50, SIZE, 25), SIZE], dtype=torch.float64)
         left.plot(numbers, effective_mass_bound(numbers, SIZE), color="black", label="the bound")
