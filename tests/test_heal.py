@@ -375,6 +375,19 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
         heal_model(model, offloaded, tokens, masks=report.masks)
 
 
+def test_options_of_the_text_count(
+    models: Models, given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Healing reads the text, also where the method needs none, or takes its norms from a file."""
+    caplog.set_level("INFO")
+    how = given | {"heal": True, "heal_steps": 1}
+    prune(models("llama"), method="magnitude", output=tmp_path / "magnitude", **how)
+    prune(models("llama"), method="wanda", output=tmp_path / "wanda", **given)
+    norms = tmp_path / "wanda" / "emp_llm" / "activations.safetensors"
+    prune(models("llama"), method="wanda", activations=norms, output=tmp_path / "healed", **how)
+    assert "no effect" not in caplog.text
+
+
 def test_two_ranks(models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     line = ["prune", models("llama"), "--method", "wanda", "--calibration", text, "--samples", 10, "--seqlen", 32]
     line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]

@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect are logged."""
     if not recipe.needs_activations:
-        unused = _changed(options) if not recipe.updates else ["--activations"] if options.activations is not None else []
+        unused = _changed(options) if not recipe.moves else ["--activations"] if options.activations is not None else []
         if unused:
             verb = "has" if len(unused) == 1 else "have"
             logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
         return None
     if options.activations is None:
         return None
-    if not recipe.updates and generates(options.text_name):
+    if not recipe.moves and generates(options.text_name):
         raise UserError("--calibration self: --activations holds the norms of a text already. Leave out one of them.")
-    if (options.samples, options.seqlen) != (None, None) and not recipe.updates:
+    if (options.samples, options.seqlen) != (None, None) and not recipe.moves:
         logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
     from emp_llm.calibration.activations import Activations
 

@@ -66,12 +66,12 @@ def _reads_text(kind: str, options: Any) -> bool:
         return False
     if kind == "calibrate" or options.calibration is not None:
         return True
-    if options.activations is not None:
-        return False
+    calibrates = options.activations is None
     if kind == "sweep":
-        return not all(method.strip().endswith("magnitude") for method in (options.methods or METHODS).split(","))
+        methods = (options.methods or METHODS).split(",")
+        return calibrates and not all(method.strip().endswith("magnitude") for method in methods)
     recipe: Recipe = options.groups["recipe"]
-    return recipe.needs_activations or recipe.moves
+    return recipe.moves or (recipe.needs_activations and calibrates)
 
 
 def download(wanted: Wanted, study: Path, cache: str | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.errors import format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.prune import PruneOptions
@@ -140,8 +140,8 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     operations = 8 * checkpoint.parameters * steps * 4 * seqlen
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
-        f"heal: {steps} steps of 4 x {seqlen} tokens, about {minutes} min on this machine; {format_bytes(memory)} of memory "
-        f"beside the activations (with less, block by block); until it ends, {format_bytes(disk)} of disk beside the output"
+        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this machine; {format_bytes(memory)} of "
+        f"memory beside the activations (with less, block by block); until it ends, {format_bytes(disk)} of disk beside the output"
     ]
 
 
