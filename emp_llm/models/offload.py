@@ -6,7 +6,6 @@ while this one computes.
 """
 
 import ctypes
-import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -163,6 +162,6 @@ def _unload(modules: Iterable[nn.Module]) -> int:
 
 def _trim() -> None:
     """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
-    trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
