@@ -51,10 +51,6 @@ class ModelWeights(Checkpoint):
             dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
             self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, like.nbytes)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        return {}
-
     def locate(self, structure: Architecture) -> None:
         """Note where the stored tensors of a model's layers are in its parameters."""
         for name, stored in structure.stored_names.items():
