@@ -123,13 +123,11 @@ class BlockwiseModel:
                 yield walk.tail(number).logits
 
     def walk(self, batches: Sequence[Tensor], title: str = "blocks") -> "Walk":
-        """Run the part before the first block for every batch; returns the pass, for use as a context.
+        """Run the part before the first block for every batch (at least one); returns the pass, for use as a context.
 
         Raises:
-            UserError: there are no batches, or the model's blocks cannot be run one at a time.
+            UserError: the model's blocks cannot be run one at a time.
         """
-        if not batches:
-            raise UserError("there are no batches to run; give at least one.")
         self.prepare(batches[0])
         return Walk(self, batches, title)
 

@@ -44,11 +44,8 @@ def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
     """
     owner, _, leaf = name.rpartition(".")
     try:
-        module = model.get_submodule(owner)
+        module, parameter = model.get_submodule(owner), model.get_parameter(name)
     except AttributeError:
-        return None
-    parameter = module._parameters.get(leaf)
-    if parameter is None:
         return None
     hook = _offload_hook(module)
     if parameter.device.type != "meta" or hook is None or not isinstance(hook.weights_map, Mapping):
