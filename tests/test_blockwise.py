@@ -144,8 +144,6 @@ def test_blocks_by_name(models: Models) -> None:
 
 def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(models("llama"), "cpu")
-    with pytest.raises(UserError, match="--hidden-states 'moon' is not one of auto, device, cpu, disk"):
-        BlockwiseModel(model, hidden_states="moon").walk([tokens()])
 
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.calibration.texts import generates, has_images
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.options.calibration import NormOptions
 from emp_llm.options.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -37,15 +37,14 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
 
 def _changed(options: NormOptions) -> list[str]:
     """The flags of the norms' options that do not have their defaults; a switch that is off has the prefix "no-"."""
-    values = {
-        each.name: getattr(options, each.name) for each in fields(NormOptions) if getattr(options, each.name) != each.default
-    }
-    return [f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in values.items()]
+    values = ((each, getattr(options, each.name)) for each in fields(NormOptions))
+    changed = ((each.name, value) for each, value in values if value != each.default)
+    return [f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in changed]
 
 
-def may_reach_images(options: CalibrationOptions) -> bool:
+def may_reach_images(options: NormOptions) -> bool:
     """Whether the norms may cover the vision tower: they come from a file, or from data with images."""
-    return getattr(options, "activations", None) is not None or has_images(options.text_name)
+    return options.activations is not None or has_images(options.text_name)
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:

@@ -204,9 +204,11 @@ def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums
     collected = InputSums()
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        if collected.paused:
+            return
         for layer in layers:  # several whose weights are one matrix in the model share their inputs
             own = outputs if layer.expert is None else outputs[:, layer.expert.first : layer.expert.last]
             collected.observe(layer.name, inputs, own)
 
-    with layer_hooks(model, layers, observe, lambda: collected.paused):
+    with layer_hooks(model, layers, observe):
         yield collected

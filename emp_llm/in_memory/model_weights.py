@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers.core_model_loading import revert_weight_conversion
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
@@ -21,7 +21,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.in_memory.masks import check_merged
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.layers import MIXES_TOKENS, Layer
-from emp_llm.models.modules import block_lists, model_layers
+from emp_llm.models.modules import Towers, block_lists, model_layers
 from emp_llm.models.offload import resident_parameter
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -49,17 +49,7 @@ class ModelWeights(Checkpoint):
         self.tensors = {}
         for name, like in _stored_like(model, self._values).items():
             dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
-            size = like.numel() * like.element_size()
-            self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, size)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {}
-
-    def flatten(self, name: str) -> None:
-        """Take a convolution's weight, shape (filters, inputs, height, width), as a matrix with one filter per row."""
-        stored = self.tensors[name]
-        self.tensors[name] = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
+            self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, like.nbytes)
 
     def locate(self, structure: Architecture) -> None:
         """Note where the stored tensors of a model's layers are in its parameters."""
@@ -124,7 +114,7 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
     except UserError:
         if blocks is not None:
             raise
-        layers = _plain_layers(model)
+        layers = [_of_named_kind(layer) for layer in model_layers(model, Towers((), "", {}))]
     layers = _with_convolutions(model, weights, layers)
     names = {name: name for name in weights.tensors}
     in_block = [layer.parameter for layer in layers if layer.block is not None]
@@ -132,25 +122,22 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
     return Architecture(weights, layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes)
 
 
-def _plain_layers(model: nn.Module) -> list[Layer]:
-    """The layers of a module without blocks."""
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            layers.append(Layer(name, "embedding", None))
-        elif isinstance(module, nn.Linear | Conv1D):
-            kind = "attention" if MIXES_TOKENS.search(re.sub(r"\.\d+", "", name)) else "mlp"
-            layers.append(Layer(name, kind, None, isinstance(module, Conv1D)))  # type: ignore[arg-type]
-    return layers
+def _of_named_kind(layer: Layer) -> Layer:
+    """A layer of a module without blocks: attention if its name says that it mixes tokens, else MLP."""
+    if layer.kind == "embedding":
+        return layer
+    mixes = MIXES_TOKENS.search(re.sub(r"\.\d+", "", layer.name))
+    return replace(layer, kind="attention" if mixes else "mlp")
 
 
 def _with_convolutions(model: nn.Module, weights: ModelWeights, layers: list[Layer]) -> list[Layer]:
-    """Layers and the convolutions of a module, in its order."""
+    """Layers and the convolutions of a module, in its order. A convolution's weight becomes a matrix, a row for each filter."""
     found = {layer.name: layer for layer in layers}
     for name, module in model.named_modules():
-        if isinstance(module, _CONVOLUTIONS) and f"{name}.weight" in weights.tensors:
+        stored = weights.tensors.get(f"{name}.weight")
+        if isinstance(module, _CONVOLUTIONS) and stored is not None:
             found[name] = Layer(name, "mlp", None)
-            weights.flatten(f"{name}.weight")
+            weights.tensors[stored.name] = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -173,10 +160,6 @@ def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tenso
     """Stored name -> meta tensor of its shape and dtype, as `save_pretrained` would write them."""
     own = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
-        return own
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # a version of transformers that converts no weights
         return own
     stored: dict[str, Tensor] = revert_weight_conversion(model, own)
     converted = {tensor.dtype for tensor in stored.values()} - {tensor.dtype for tensor in own.values()}
@@ -221,6 +204,3 @@ class _ParameterReader(FileReader):
 
     def read(self, raw: memoryview, offset: int) -> None:
         raw[:] = self._bytes[offset : offset + len(raw)]
-
-    def close(self) -> None:
-        pass

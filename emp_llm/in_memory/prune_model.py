@@ -273,8 +273,7 @@ def _calibrated(
         norms, tokens = norms_of_batches(model, layers, batches)
         return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
     assert isinstance(sequences, CalibrationText | CalibrationRows)
-    with in_evaluation_mode(model):
-        return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)
+    return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)
 
 
 def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from emp_llm.checkpoint.bits import Bytes, booleans, mask_of
+from emp_llm.checkpoint.bits import booleans
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
@@ -66,7 +66,7 @@ def stored_masks(
             parameters[layer.parameter] = np.ones(model.get_parameter(layer.parameter).shape, dtype=np.bool_)
     for name, of_tensor in by_tensor.items():
         stored = checkpoint.tensors[name]
-        kept = booleans(_stored_mask(packed, stored), words_in(stored)).reshape(stored.shape)
+        kept = _stored_mask(packed, stored).reshape(stored.shape)
         for target in of_tensor:
             matrix = kept if target.matrix.expert is None else kept[target.matrix.expert]
             rows_in(parameters[target.layer.parameter], target.layer)[:] = matrix.T if target.matrix.transposed else matrix
@@ -151,10 +151,11 @@ def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -
     return recipe if blocks is None else recipe.but(blocks=blocks)
 
 
-def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> Bytes:
-    """The mask of all words of a stored tensor."""
+def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> NDArray[np.bool_]:
+    """The mask of all words of a stored tensor, in one dimension."""
     if packed is not None:
         shard = next(shard for shard in packed.shards.values() if shard.path == stored.shard)
-        return shard.mask(stored)
+        return booleans(shard.mask(stored), words_in(stored))
     with FileReader(stored.shard) as file:
-        return mask_of(read_words(file, stored, 0, words_in(stored)))
+        kept: NDArray[np.bool_] = read_words(file, stored, 0, words_in(stored)) != 0
+    return kept

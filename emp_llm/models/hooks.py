@@ -29,9 +29,7 @@ Product = tuple[str, int, Tensor, Tensor]
 
 
 @contextmanager
-def layer_hooks(
-    model: nn.Module, layers: Iterable[Layer], observe: LayerObserver, paused: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
+def layer_hooks(model: nn.Module, layers: Iterable[Layer], observe: LayerObserver) -> Iterator[None]:
     """Call `observe(layers, inputs, outputs)` after each call of these layers, inside this context.
 
     Experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
@@ -42,7 +40,6 @@ def layer_hooks(
         observe: receives the layers whose weights are one matrix in the model (mostly one layer), its inputs, shape
             (..., inputs), and its outputs. For an expert, these have one row for each of its tokens, and a bias that is added
             to the product is part of the outputs.
-        paused: returns true while nothing is to be observed.
 
     Raises:
         UserError: in the forward pass, if an expert's matrix is used in another orientation than its shape suggests.
@@ -55,17 +52,15 @@ def layer_hooks(
             continue
 
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer) -> None:
-            if not paused():
-                observe([layer], args[0], outputs)
+            observe([layer], args[0], outputs)
 
         handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
     for path, own in experts.items():
         running: list[_Watch] = []
 
         def enter(module: nn.Module, args: Any, own: list[Layer] = own, running: list[_Watch] = running) -> None:
-            if not paused():
-                running.append(_Watch(module, own, observe))
-                running[-1].__enter__()  # type: ignore[no-untyped-call]
+            running.append(_Watch(module, own, observe))
+            running[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
             if running:

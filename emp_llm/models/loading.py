@@ -158,8 +158,7 @@ def load_model(
     places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
     parameters, kind = count_of(model.num_parameters(), "parameter"), str(model.dtype).removeprefix("torch.")
     logger.debug("%s: loaded in %.1f s; %s, %s, %s.", folder, time.perf_counter() - start, parameters, kind, places)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model
 
 
 @contextmanager

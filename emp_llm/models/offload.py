@@ -6,7 +6,6 @@ while this one computes.
 """
 
 import ctypes
-import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,11 +44,8 @@ def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
     """
     owner, _, leaf = name.rpartition(".")
     try:
-        module = model.get_submodule(owner)
+        module, parameter = model.get_submodule(owner), model.get_parameter(name)
     except AttributeError:
-        return None
-    parameter = module._parameters.get(leaf)
-    if parameter is None:
         return None
     hook = _offload_hook(module)
     if parameter.device.type != "meta" or hook is None or not isinstance(hook.weights_map, Mapping):
@@ -163,6 +159,6 @@ def _unload(modules: Iterable[nn.Module]) -> int:
 
 def _trim() -> None:
     """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
-    trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -12,14 +12,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.matrices import WORD, Words, torch_dtype
+from emp_llm.checkpoint.matrices import Words, torch_dtype
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import RowFigures
 
 _KEY = "emp_llm"
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @dataclass
@@ -50,8 +50,7 @@ def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def words_of(weight: Tensor) -> Words:
     """The bits of a weight on the CPU, of its shape."""
-    size = weight.element_size()
-    words: Words = weight.contiguous().view(_INTEGER[size]).numpy().view(WORD[size])
+    words: Words = weight.contiguous().view(_WORD[weight.element_size()]).numpy()
     return words
 
 
@@ -102,8 +101,7 @@ class MovedWeights:
             try:
                 with safe_open(path, framework="pt") as file:
                     about = msgspec.json.decode(file.metadata()[_KEY], type=dict[str, _About])
-                    names = file.keys()
-                    weights = {name: file.get_tensor(name) for name in names}
+                    weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
                 raise UserError(
                     f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {path.parents[1]}."

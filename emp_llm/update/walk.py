@@ -74,24 +74,21 @@ def update_model(
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
-    runner.prepare(batches[0])
     with runner.walk([*batches, *rest], "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
         for number in (*seen, *held_out):
             pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
-            if ranks().share(moved.has(step.index)):
-                found = ranks().share(moved.block(step.index) if ranks().main else None)
-                for target in members:
-                    weight = found[target.name].weight
-                    block.change(target, mask_of(target) if weight is None else None, weight)
-                step.run()
-            elif members:
+            if members and not ranks().share(moved.has(step.index)):
                 found = _update_block(block, recipe, seen, held_out, mask_of, counts_of)
                 if ranks().main:
                     moved.put(step.index, found)
             else:
+                found = ranks().share(moved.block(step.index) if members and ranks().main else {})
+                for target in members:
+                    weight = found[target.name].weight
+                    block.change(target, mask_of(target) if weight is None else None, weight)
                 step.run()
             for number in (*seen, *held_out):
                 with block.pruned_weights():
