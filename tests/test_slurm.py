@@ -13,6 +13,8 @@ import pytest
 from conftest import Run
 from studies import TOKEN, command_job, job, stand_in, study_of
 
+from emp_llm.cli import options_from
+from emp_llm.cluster.downloads import wanted_by
 from emp_llm.cluster.jobs import Job
 from emp_llm.cluster.slurm import JobArray, Site, grouped_jobs, read_site, request_of, script_text
 from emp_llm.common.errors import UserError
@@ -49,6 +51,26 @@ GROUPS = {
         ["0:a0 1:a1 2:a2", "0:a3", "0:last after 001 002"],
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reads"),
+    [
+        ("calibrate", "", True),
+        ("evaluate", "--suite paper", False),
+        ("prune", "--method magnitude", False),
+        ("prune", "--method magnitude --heal", True),
+        ("prune", "--method wanda", True),
+        ("prune", "--method wanda --activations norms", False),
+        ("prune", "--method wanda --activations norms --refit", True),
+        ("prune", "--method wanda --activations norms --heal", True),
+        ("sweep", "--methods magnitude,emp-magnitude", False),
+        ("sweep", "--methods magnitude,wanda", True),
+    ],
+)
+def test_the_text_that_a_job_reads_is_downloaded(kind: str, options: str, reads: bool) -> None:
+    job = command_job("a", kind, f"--model m {options}")
+    assert wanted_by([job], [], options_from).texts == ["wikitext2"] * reads
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -140,8 +140,9 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     operations = 8 * checkpoint.parameters * steps * 4 * seqlen
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
-        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this machine; {format_bytes(memory)} of "
-        f"memory beside the activations (with less, block by block); until it ends, {format_bytes(disk)} of disk beside the output"
+        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this machine; "
+        f"{format_bytes(memory)} of memory beside the activations (with less, block by block); "
+        f"until it ends, {format_bytes(disk)} of disk beside the output"
     ]
 
 
