@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,10 +36,11 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
+from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
     from emp_llm.update.moved import MovedWeights
@@ -109,7 +111,7 @@ def _write_shards(
     outcomes: dict[str, Outcome] = {}
     hashes: dict[str, str] = dict((output and output.get("shards")) or {})
 
-    def finish(shard: Path, digest: RunningHash, statistics: list[RowStatistics]) -> None:
+    def finish(shard: Path, digest: RunningHash, statistics: list[RowFigures]) -> None:
         sync_path(folder / shard.name)
         hashes[shard.name] = digest.finish()
         pruner.checkpoint.check_unchanged()
@@ -199,13 +201,13 @@ class _ShardFile:
         for piece in prefetch(partial(read, first) for first in range(start, end, PIECE)):
             self._put([piece])
 
-    def put_rows(self, target: Target, chunks: Iterable[Chunk]) -> RowStatistics:
+    def put_rows(self, target: Target, chunks: Iterable[Chunk]) -> RowFigures:
         """Write the rows of a target; returns their figures."""
-        statistics = RowStatistics(target.matrix.rows)
+        rows = no_figures(target.matrix.rows)
         for chunk in chunks:
-            statistics.put(chunk.first, chunk.figures)
+            put_figures(rows, chunk.first, chunk.figures)
             self._put(target.matrix.pieces(chunk.first, chunk.words))
-        return statistics
+        return rows
 
     def _put(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Queue pieces for writing; wait while too many are queued."""
@@ -233,18 +235,14 @@ def gaps(targets: Sequence[Target], start: int, end: int) -> Iterator[tuple[int,
     yield start, end
 
 
-def _save_statistics(path: Path, statistics: list[RowStatistics]) -> None:
-    np.save(path, np.concatenate([each.table for each in statistics], axis=1) if statistics else np.empty(0))
+def _save_statistics(path: Path, statistics: list[RowFigures]) -> None:
+    np.save(path, np.concatenate(statistics, axis=1) if statistics else np.empty(0))
     sync_path(path)
 
 
-def _saved_statistics(path: Path, targets: list[Target]) -> list[RowStatistics]:
-    table, first, statistics = np.load(path), 0, []
-    for target in targets:
-        statistics.append(RowStatistics(target.matrix.rows))
-        statistics[-1].table[:] = table[:, first : first + target.matrix.rows]
-        first += target.matrix.rows
-    return statistics
+def _saved_statistics(path: Path, targets: list[Target]) -> list[RowFigures]:
+    table, ends = np.load(path), accumulate((target.matrix.rows for target in targets), initial=0)
+    return [RowFigures(*table[:, first:end]) for first, end in pairwise(ends)]
 
 
 def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str, Any] | None) -> dict[str, Any]:
