@@ -87,7 +87,7 @@ def write_checkpoint(
     total = sum(shard.stat().st_size for shard in checkpoint.shards)
     try:
         once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations  # a calibration has just read it
-        with checkpoint.open_files(sources, once) as files, progress_bar(total, "prune", "B") as bar:
+        with FilePool(sources, once) as files, progress_bar(total, "prune", "B") as bar:
             write = _write_together if pruner.counts.group == "all" else _write_shards
             outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
         read = known or {shard.name: digest.finish() for shard, digest in sources.items()}
@@ -253,7 +253,7 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
     """
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
-        "source": {"files": {name: list(state) for name, state in checkpoint.states.items()}},
+        "source": {"files": checkpoint.states},
         "recipe": recorded(recipe).as_dict(),
         "activations": activations,
     }
