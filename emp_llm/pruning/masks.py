@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.files import FilePool, prefetch
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import Scores, naming_rows
@@ -175,8 +174,7 @@ class Pruner:
             UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
         """
         outcomes = []
-        total = sum(target.matrix.numel for target in self.targets)
-        with self.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
+        with self.scores.reading("decide") as (files, bar):
             selector = self.search(self.targets, files) if self.counts.group == "all" else None
             for target in self.targets:
                 if self.counts.group == "matrix":
@@ -187,7 +185,6 @@ class Pruner:
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)
                 outcomes.append(self.outcome(target, rows, selector))
-        self.checkpoint.check_unchanged()
         return Outcomes(outcomes, self.whole(selector))
 
     def masks(self) -> "Callable[[Target], Tensor]":
@@ -298,8 +295,7 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
     """
     reader, outcomes = pruners[0], [[] for _ in pruners]  # type: ignore[var-annotated]
-    total = sum(target.matrix.numel for target in reader.targets)
-    with reader.checkpoint.open_files() as files, progress_bar(total, "measure", "W") as bar:
+    with reader.scores.reading("measure") as (files, bar):
         for target in reader.targets:
             statistics = [no_figures(target.matrix.rows) for _ in pruners]
             for first, words in reader.read(target, files):
@@ -309,5 +305,4 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
                 bar.update(words.size)
             for rows, pruner, found in zip(statistics, pruners, outcomes, strict=True):
                 found.append(pruner.outcome(target, rows, None))
-    reader.checkpoint.check_unchanged()
     return [Outcomes(found, None) for found in outcomes]
