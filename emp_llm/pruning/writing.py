@@ -110,38 +110,28 @@ def _write_shards(
     """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
     outcomes: dict[str, Outcome] = {}
     hashes: dict[str, str] = dict((output and output.get("shards")) or {})
-
-    def finish(shard: Path, digest: RunningHash, statistics: list[RowFigures]) -> None:
+    for shard in pruner.checkpoint.shards:
+        targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
+        if output is not None and shard.name in hashes:
+            statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
+            for done, rows in zip(targets, statistics, strict=True):
+                outcomes[done.name] = pruner.outcome(done, rows, None)
+            bar.update(size)
+            continue
+        digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
+        with _ShardFile(folder / shard.name, digest, bar) as file:
+            for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
+                file.copy(reader, start, end)
+                if target is not None:
+                    selector = pruner.search([target], files)
+                    statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
+                    outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
         sync_path(folder / shard.name)
         hashes[shard.name] = digest.finish()
         pruner.checkpoint.check_unchanged()
         if output is not None:
             _save_statistics(output.work / f"{shard.name}.npy", statistics)
             output.note(shards=dict(hashes))
-
-    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-sync") as behind:
-        finishing = []
-        for shard in pruner.checkpoint.shards:
-            targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
-            if output is not None and shard.name in hashes:
-                statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
-                for done, rows in zip(targets, statistics, strict=True):
-                    outcomes[done.name] = pruner.outcome(done, rows, None)
-                bar.update(size)
-                continue
-            digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
-            with _ShardFile(folder / shard.name, digest, bar) as file:
-                for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
-                    file.copy(reader, start, end)
-                    if target is not None:
-                        selector = pruner.search([target], files)
-                        statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
-                        outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
-            finishing.append(behind.submit(finish, shard, digest, statistics))
-            if len(finishing) > 1:
-                finishing.pop(0).result()
-        for last in finishing:
-            last.result()
     return outcomes, None, hashes
 
 
