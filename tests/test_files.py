@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -121,12 +120,10 @@ def test_number_of_open_files_is_limited(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, len(CONTENT)])
-def test_hash_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(files, "PIECE", 1000)
+def test_hash_of_a_file(tmp_path: Path, size: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(CONTENT[:size])
     assert file_hash(path) == blake3(CONTENT[:size]).hexdigest()
-    assert file_hash(path, "sha256") == hashlib.sha256(CONTENT[:size]).hexdigest()
 
 
 @pytest.mark.parametrize("cuts", [[0, 512, 5000, 10240], [0, 100], [200, 300], []])

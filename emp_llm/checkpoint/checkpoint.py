@@ -5,7 +5,6 @@ that different models have different identities. The hashes of a pruned checkpoi
 describes these files. Otherwise the files are hashed once, and the hashes are cached by path, size and modification time.
 """
 
-import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, RunningHash, file_hash, read_json, write_json
+from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, file_hash, read_json, write_json
 from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import (
@@ -80,13 +79,13 @@ class Checkpoint:
         return sum(file.stat().st_size for file in files)
 
     @property
-    def states(self) -> dict[str, tuple[int, int]]:
-        """Size and modification time (ns) of each shard, when the checkpoint was opened."""
-        return {shard.name: state[:2] for shard, state in self._states.items() if state is not None}
+    def states(self) -> dict[str, list[int]]:
+        """Size and modification time (ns) of each shard, when the checkpoint was opened; as JSON, for records."""
+        return {shard.name: list(state[:2]) for shard, state in self._states.items() if state is not None}
 
-    def open_files(self, digests: dict[Path, RunningHash] | None = None, once: bool = False) -> FilePool:
-        """The shards, open for reading, as a context; `digests` and `once` of `FilePool`."""
-        return FilePool(digests, once)
+    def open_files(self) -> FilePool:
+        """The shards, open for reading, as a context."""
+        return FilePool()
 
     def check_unchanged(self) -> None:
         """Raise UserError if a shard has changed since the checkpoint was opened."""
@@ -261,7 +260,7 @@ def known_hashes(checkpoint: Checkpoint) -> dict[str, str] | None:
 def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
     """Cache the shards' hashes, for their sizes and modification times when the checkpoint was opened."""
     with suppress(OSError):  # the cache is optional
-        write_json(_cache_file(checkpoint), {"files": _state(checkpoint), "blake3": hashes})
+        write_json(_cache_file(checkpoint), {"files": checkpoint.states, "blake3": hashes})
 
 
 def identity_from_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> str:
@@ -278,36 +277,25 @@ def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
 
 def _hashes_in_manifest(checkpoint: Checkpoint) -> dict[str, str] | None:
     """The hashes in a pruned checkpoint's manifest, if it names these shards and none of them is newer."""
-    path = checkpoint.folder / MANIFEST_NAME
-    if not path.is_file():
-        return None
+    path, hashes = checkpoint.folder / MANIFEST_NAME, {}
     try:
-        files = read_json(path, limit=INDEX_LIMIT).get("files")
-    except UserError:
+        files, written = read_json(path, limit=INDEX_LIMIT)["files"], path.stat().st_mtime_ns
+        for name, (size, modified) in checkpoint.states.items():
+            if files[name]["bytes"] != size or modified > written or not isinstance(files[name]["blake3"], str):
+                return None
+            hashes[name] = files[name]["blake3"]
+    except (UserError, OSError, KeyError, TypeError):  # no manifest, or not one of ours
         return None
-    hashes: dict[str, str] = {}
-    for name, (size, modified) in checkpoint.states.items():
-        entry = files.get(name) if isinstance(files, dict) else None
-        if not isinstance(entry, dict) or entry.get("bytes") != size or modified > path.stat().st_mtime_ns:
-            return None
-        if not isinstance(entry.get("blake3"), str):
-            return None
-        hashes[name] = entry["blake3"]
     return hashes
 
 
 def _hashes_in_cache(checkpoint: Checkpoint) -> dict[str, str] | None:
-    with suppress(OSError, ValueError):
-        entry: Any = json.loads(_cache_file(checkpoint).read_text(encoding="utf-8"))
-        if isinstance(entry, dict) and entry.get("files") == _state(checkpoint):
-            hashes = entry.get("blake3")
-            if isinstance(hashes, dict) and hashes.keys() == checkpoint.states.keys():
-                return {str(name): str(digest) for name, digest in hashes.items()}
+    with suppress(UserError):
+        entry = read_json(_cache_file(checkpoint), limit=INDEX_LIMIT)
+        hashes = entry.get("blake3") if entry.get("files") == checkpoint.states else None
+        if isinstance(hashes, dict) and hashes.keys() == checkpoint.states.keys():
+            return {name: str(digest) for name, digest in hashes.items()}
     return None
-
-
-def _state(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    return {name: list(state) for name, state in checkpoint.states.items()}
 
 
 def _cache_file(checkpoint: Checkpoint) -> Path:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-PIECE = 1 << 22  # bytes copied or hashed at a time
+PIECE = 1 << 22  # bytes copied at a time
 JSON_LIMIT = 1 << 24
 INDEX_LIMIT = 1 << 26  # the largest published index has 9 MB
 _PAGE = 4096  # direct writes of all systems accept multiples of it
@@ -140,16 +140,11 @@ class FilePool:
 
 
 class RunningHash:
-    """The hash of a file, taken from bytes in memory as long as they come in order; the others are read at the end.
+    """BLAKE3 of a file, taken from bytes in memory as long as they come in order; the others are read at the end."""
 
-    Args:
-        path: the file.
-        kind: "blake3", or "sha256".
-    """
-
-    def __init__(self, path: Path, kind: str = "blake3") -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._end = path, 0
-        self._digest: Any = blake3() if kind == "blake3" else hashlib.sha256()
+        self._digest: Any = blake3()
 
     def add(self, offset: int, raw: memoryview) -> None:
         """Bytes of the file from `offset` on."""
@@ -159,20 +154,14 @@ class RunningHash:
 
     def finish(self) -> str:
         """The hash of the file in hexadecimal; ReadError if the rest cannot be read."""
-        size = self._path.stat().st_size
-        if self._end < size:
-            buffer = memoryview(bytearray(PIECE))
-            with FileReader(self._path) as file:
-                while self._end < size:
-                    piece = buffer[: min(PIECE, size - self._end)]
-                    file.read(piece, self._end)
-                    self.add(self._end, piece)
-        return str(self._digest.hexdigest())
+        with reading(self._path), self._path.open("rb") as file:
+            file.seek(self._end)
+            return str(hashlib.file_digest(file, lambda: self._digest).hexdigest())
 
 
-def file_hash(path: Path, kind: str = "blake3") -> str:
-    """The hash of a file in hexadecimal: "blake3", or "sha256" for the Hub."""
-    return RunningHash(path, kind).finish()
+def file_hash(path: Path) -> str:
+    """BLAKE3 of a file in hexadecimal; ReadError if it cannot be read."""
+    return RunningHash(path).finish()
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_from
 from emp_llm.checkpoint.files import INDEX_LIMIT, FileReader, file_hash, prefetch, read_json
 from emp_llm.checkpoint.headers import StoredTensor, parse_header, read_header
 from emp_llm.checkpoint.matrices import Words, mask_bytes, read_words, word_bytes, words_in
-from emp_llm.common.errors import ReadError, UserError, quotable, reason
+from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.paths import PACK_NAME
 
 Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
@@ -175,7 +175,7 @@ class PackedShard:
             if used != self._entries.keys():
                 raise ValueError(f"{quotable(min(self._entries.keys() - used))} belongs to no tensor of the original")
         except ValueError as error:
-            damaged(path, error)
+            damaged(path, reason(error))
 
     def zeros_in(self, tensor: StoredTensor) -> int:
         """The number of words of a tensor that are not stored; 0 if it is dense. For raw weights."""
@@ -313,8 +313,8 @@ class PackedFolder:
                 raise ValueError("it names a shard among the other files")
             if any("/" in name or not name.endswith(".safetensors") for name in shards):
                 raise ValueError("its shards are not plain names of safetensors files")
-        except (msgspec.ValidationError, ValueError) as error:
-            damaged(path, error)
+        except ValueError as error:  # msgspec.ValidationError too
+            damaged(path, reason(error))
         self.layout, self.base = PackLayout(told.kind, told.codec, told.block), told.base or {}
         if self.layout.codec == "zstd":
             need_zstandard(str(folder))
@@ -362,11 +362,8 @@ def packed_name(shard: str) -> str:
     return shard.removesuffix(".safetensors") + SUFFIX
 
 
-def damaged(path: Path, cause: Exception | str) -> NoReturn:
+def damaged(path: Path, why: str) -> NoReturn:
     """Raise the UserError for an unsound packed file."""
-    if isinstance(cause, ReadError):
-        raise cause
-    why = cause if isinstance(cause, str) else reason(cause)
     raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.")
 
 

@@ -264,9 +264,9 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
                         digest.update(raw)
                         file.write(raw)
                         bar.update(len(raw))
-            if digest.hexdigest() != shard.digest and base is None:
-                damaged(shard.path, "the unpacked shard does not have the announced checksum")
-            if digest.hexdigest() != shard.digest and base is not None:
+            if digest.hexdigest() != shard.digest:
+                if base is None:
+                    damaged(shard.path, "the unpacked shard does not have the announced checksum")
                 raise UserError(
                     f"--base {base.folder}: with the mask {shard.path} it does not yield the packed file (another checksum). "
                     f"Either it is not the exact model that was pruned ({packed.base_name}), or other weights changed after "

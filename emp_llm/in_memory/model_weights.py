@@ -65,7 +65,7 @@ class ModelWeights(Checkpoint):
             else:
                 self._places[matrix.stored.shard] = partial(_expert_matrix, values, layer, matrix)
 
-    def open_files(self, digests: Any = None, once: bool = False) -> FilePool:
+    def open_files(self) -> FilePool:
         return _Parameters(self._places)
 
     def check_unchanged(self) -> None:

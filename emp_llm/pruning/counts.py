@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
-from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
@@ -63,11 +62,10 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     recipe, targets = scores.recipe, scores.targets
     group = group or recipe.group
     check_groups(recipe.but(group=group), targets)
+    if recipe.rule is not None:
+        return Counts(group, recipe.rule)
     if recipe.adaptive:
         return _effective_counts(scores, {} if known is None else known)
-    rule = recipe.rule
-    if rule is not None:
-        return Counts(group, rule)
     if recipe.shares == "owl":
         return _spread(targets, group, _outlier_shares(scores))
     if recipe.removed is None:
@@ -140,12 +138,10 @@ def read_report(run: Path) -> RunReport:
 
 
 def _effective_counts(scores: Scores, known: Numbers) -> Counts:
-    """The counts of an emp method: by the numbers of each group itself, or by those of the magnitudes."""
+    """The counts of an emp method without a rule: by a sparsity's beta, or by the numbers of the magnitudes."""
     recipe = scores.recipe
     order = 2.0 if recipe.order is None else recipe.order
     if not recipe.counts_by_magnitude:
-        if recipe.beta is not None:
-            return Counts(recipe.group, recipe.rule)
         beta = _beta_of(recipe, effective_numbers(scores))
         return Counts(recipe.group, KeepRule(beta=beta, order=order))
     if order not in known:
@@ -199,8 +195,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
     """
     order, group = 2.0 if scores.recipe.order is None else scores.recipe.order, scores.recipe.group
     pruner, groups = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order))), []
-    total = sum(target.matrix.numel for target in scores.targets)
-    with scores.checkpoint.open_files() as files, progress_bar(total, "effective numbers", "W") as bar:
+    with scores.reading("effective numbers") as (files, bar):
         if group == "row":  # the kernels compute N_eff
             for target in scores.targets:
                 numbers = np.zeros((2, target.matrix.rows))
@@ -219,7 +214,6 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
                     bar.update(rows_scores.numel())
                 moments = parts.merged()
                 groups.append((moments.number().numpy(), moments.mass.numpy(), moments.size))
-    scores.checkpoint.check_unchanged()
     return groups
 
 
@@ -251,13 +245,11 @@ def _kept_in_bfloat16(scores: Scores, betas: Sequence[float]) -> list[int]:
 
     kept = [0] * len(betas)
     pruner = Pruner(scores, Counts("row", scores.recipe.rule))
-    total = sum(target.matrix.numel for target in scores.targets)
-    with scores.checkpoint.open_files() as files, progress_bar(total, "effective numbers", "W") as bar:
+    with scores.reading("effective numbers") as (files, bar):
         for rows_scores in pruner.scored(scores.targets, files):
             for place, beta in enumerate(betas):
                 kept[place] += int(select_rows(rows_scores, KeepRule(beta=beta, dtype="bfloat16")).kept.sum())
             bar.update(rows_scores.numel())
-    scores.checkpoint.check_unchanged()
     return kept
 
 
@@ -328,10 +320,8 @@ def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
     blocks: dict[Any, list[Target]] = {}
     for target in targets:
         blocks.setdefault(_block_of(target), []).append(target)
-    total = 2 * sum(target.matrix.numel for target in targets)
-    with scores.checkpoint.open_files() as files, progress_bar(total, "outliers", "W") as bar:
+    with scores.reading("outliers", times=2) as (files, bar):
         outliers = {key: _outliers(scores, key, members, files, bar) for key, members in blocks.items()}
-    scores.checkpoint.check_unchanged()
     sizes = {key: sum(target.matrix.numel for target in members) for key, members in blocks.items()}
     sparsity_of = block_sparsities(recipe.sparsity, recipe.owl_lambda, outliers, sizes)
     least, most = (percent_cell(find(sparsity_of.values())) for find in (min, max))

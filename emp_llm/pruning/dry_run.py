@@ -96,13 +96,12 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
     if recipe.adaptive:
         name = f"{name}, order {recipe.order:g}, group {recipe.group}"
         name += ", counts by |W|" if recipe.counts_by_magnitude else ""
+    size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
     if recipe.adaptive and not unknown and not hollow and ranks().main:
         betas = sorted({*CURVE_BETAS, recipe.beta or 1.0})
         weights = sum(target.matrix.numel for target in chosen.targets)
-        size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
         logger.info("reading the targets (%s) for the sparsity at each beta; nothing is written.", format_bytes(size))
         curve = curve_points(betas, kept_at_betas(scores, betas), weights, checkpoint.parameters)
-    moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
     return DryRun(
         layers=planned_layers(chosen.targets),
         coverage=chosen.coverage,
@@ -112,7 +111,7 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or recipe.updates else None,
         resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
         fit_bytes=update_bytes(chosen.targets, recipe) if recipe.updates else None,
-        fit_disk_bytes=moved_bytes if recipe.updates else None,
+        fit_disk_bytes=size if recipe.updates else None,
         push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,

@@ -29,12 +29,11 @@ def holds_stored_weights(model: PreTrainedModel, checkpoint: Checkpoint, targets
     """
     if is_offloaded(model):
         return False
-    for target in targets:
+    for target, first, stored in _stored_rows(checkpoint, targets):
         weight = weight_of(model, target.layer)
         if weight.shape != (target.matrix.rows, target.matrix.columns) or not weight.is_floating_point():
             return False
-    for target, first, stored in _stored_rows(checkpoint, targets):
-        own = weight_of(model, target.layer)[first : first + len(stored)]
+        own = weight[first : first + len(stored)]
         same = stored.to(own.device, own.dtype)
         if not torch.equal(own.view(_BITS[own.element_size()]), same.view(_BITS[own.element_size()])):
             return False

@@ -7,7 +7,7 @@ group stay, and it is set to zero or left. The writer puts the bytes at the same
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.files import FilePool, prefetch
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import Scores, naming_rows
 from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
 from emp_llm.selection.rows import prune_words, words_supported
@@ -175,19 +174,17 @@ class Pruner:
             UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
         """
         outcomes = []
-        total = sum(target.matrix.numel for target in self.targets)
-        with self.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
+        with self.scores.reading("decide") as (files, bar):
             selector = self.search(self.targets, files) if self.counts.group == "all" else None
             for target in self.targets:
                 if self.counts.group == "matrix":
                     selector = self.search([target], files)
-                rows = RowStatistics(target.matrix.rows)
+                rows = no_figures(target.matrix.rows)
                 for chunk in self.pruned(target, files, selector, moved):
-                    rows.put(chunk.first, chunk.figures)
+                    put_figures(rows, chunk.first, chunk.figures)
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)
                 outcomes.append(self.outcome(target, rows, selector))
-        self.checkpoint.check_unchanged()
         return Outcomes(outcomes, self.whole(selector))
 
     def masks(self) -> "Callable[[Target], Tensor]":
@@ -238,22 +235,18 @@ class Pruner:
         scores = Scores(self.checkpoint, [target], self.scores.recipe, {target.name: InputStatistics(norm, tokens)})
         return Pruner(scores, self.counts, self._device).masks()(target)
 
-    def outcome(self, target: Target, rows: RowStatistics, selector: "GroupSelector | None") -> Outcome:
+    def outcome(self, target: Target, rows: RowFigures, selector: "GroupSelector | None") -> Outcome:
         """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""
-        columns, group = rows.columns, self.counts.group
-        n_eff: Any = columns["n_eff"]
-        s_eff: Any = columns["s_eff"]
+        group, n_eff, s_eff = self.counts.group, rows.n_eff, rows.s_eff
         if group == "matrix":
             if selector is not None:
-                columns["n_eff"][0] = float(selector.moments.number())
-                columns["s_eff"][0] = selector.effective_mass()
-            n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
+                n_eff[0], s_eff[0] = float(selector.moments.number()), selector.effective_mass()
+            n_eff, s_eff = n_eff[:1].copy(), s_eff[:1].copy()
         elif group == "all":
             n_eff = s_eff = None
         if n_eff is not None and target.name in self.counts.n_eff:
             n_eff = self.counts.n_eff[target.name]
-        kept, zeros = columns["kept"].astype(np.int64), int(columns["zeros"].sum())
-        return Outcome(target, kept, columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
+        return Outcome(target, rows.kept.astype(np.int64), rows.kept_mass, rows.mass, n_eff, s_eff, int(rows.zeros.sum()))
 
     def whole(self, selector: "GroupSelector | None") -> tuple[float, float] | None:
         """N_eff and s_eff of all targets as one group; None for other groups."""
@@ -302,16 +295,14 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
     """
     reader, outcomes = pruners[0], [[] for _ in pruners]  # type: ignore[var-annotated]
-    total = sum(target.matrix.numel for target in reader.targets)
-    with reader.checkpoint.open_files() as files, progress_bar(total, "measure", "W") as bar:
+    with reader.scores.reading("measure") as (files, bar):
         for target in reader.targets:
-            statistics = [RowStatistics(target.matrix.rows) for _ in pruners]
+            statistics = [no_figures(target.matrix.rows) for _ in pruners]
             for first, words in reader.read(target, files):
                 for rows, pruner in zip(statistics, pruners, strict=True):
                     with naming_rows(target, first, words):
-                        rows.put(first, pruner._prune(target, first, words.copy(), None))
+                        put_figures(rows, first, pruner._prune(target, first, words.copy(), None))
                 bar.update(words.size)
             for rows, pruner, found in zip(statistics, pruners, outcomes, strict=True):
                 found.append(pruner.outcome(target, rows, None))
-    reader.checkpoint.check_unchanged()
     return [Outcomes(found, None) for found in outcomes]

@@ -61,27 +61,17 @@ class Outcomes(NamedTuple):
     whole: tuple[float, float] | None
 
 
-class RowStatistics:
-    """The figures of one target's rows, filled in chunk by chunk.
+def no_figures(rows: int) -> RowFigures:
+    """The figures of one target's rows, to be filled in chunk by chunk: float64, zeros so far."""
+    # Allocated at once: small arrays allocated between large chunks would keep the heap from shrinking.
+    return RowFigures(*np.zeros((len(RowFigures._fields), rows)))
 
-    Attributes:
-        table: float64, shape (fields of `RowFigures`, rows).
-    """
 
-    def __init__(self, rows: int) -> None:
-        # Allocated at once: small arrays allocated between large chunks would keep the heap from shrinking.
-        self.table = np.zeros((len(RowFigures._fields), rows))
-
-    @property
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """The figures by name; views."""
-        return dict(zip(RowFigures._fields, self.table, strict=True))
-
-    def put(self, first: int, figures: RowFigures) -> None:
-        """Store the figures of a chunk of rows; figures that are None stay zero."""
-        for name, values in figures._asdict().items():
-            if values is not None:
-                self.columns[name][first : first + len(values)] = values
+def put_figures(rows: RowFigures, first: int, chunk: RowFigures) -> None:
+    """Store the figures of a chunk of rows, `first` being its first row; figures that are None stay zero."""
+    for figures, values in zip(rows, chunk, strict=True):
+        if values is not None:
+            figures[first : first + len(values)] = values
 
 
 def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:

@@ -11,10 +11,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import file_hash, tensor_bytes
+from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows
 from emp_llm.common.errors import UserError
+from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Recipe
@@ -75,6 +76,18 @@ class Scores:
     def with_norms(self, norms: Mapping[str, InputStatistics]) -> "Scores":
         """The scores by these norms."""
         return Scores(self.checkpoint, self.targets, self.recipe, norms)
+
+    @contextmanager
+    def reading(self, title: str, times: int = 1) -> Iterator[tuple[FilePool, Bar]]:
+        """The files of the weights, and progress in weights, for a pass over all targets, or several.
+
+        Raises:
+            UserError: the weights have changed in the meantime.
+        """
+        total = times * sum(target.matrix.numel for target in self.targets)
+        with self.checkpoint.open_files() as files, progress_bar(total, title, "W") as bar:
+            yield files, bar
+        self.checkpoint.check_unchanged()
 
     def criterion_of(self, target: Target) -> Criterion:
         """The criterion that scores a target."""
@@ -230,8 +243,6 @@ class GivenScores:
         """The scores of rows first to last - 1 of a target, on the CPU; UserError if they are complex numbers."""
         tensor, matrix = self._tensors[self._name(target)], target.matrix
         if isinstance(tensor, StoredTensor):
-            from emp_llm.checkpoint.files import FileReader
-
             with FileReader(tensor.shard) as file:
                 words = Matrix(tensor, matrix.transposed, matrix.expert).read(file, first, last)
             scores = as_tensor(words, tensor.dtype)

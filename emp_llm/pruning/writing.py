@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,10 +36,11 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
+from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
     from emp_llm.update.moved import MovedWeights
@@ -85,7 +87,7 @@ def write_checkpoint(
     total = sum(shard.stat().st_size for shard in checkpoint.shards)
     try:
         once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations  # a calibration has just read it
-        with checkpoint.open_files(sources, once) as files, progress_bar(total, "prune", "B") as bar:
+        with FilePool(sources, once) as files, progress_bar(total, "prune", "B") as bar:
             write = _write_together if pruner.counts.group == "all" else _write_shards
             outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
         read = known or {shard.name: digest.finish() for shard, digest in sources.items()}
@@ -108,38 +110,28 @@ def _write_shards(
     """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
     outcomes: dict[str, Outcome] = {}
     hashes: dict[str, str] = dict((output and output.get("shards")) or {})
-
-    def finish(shard: Path, digest: RunningHash, statistics: list[RowStatistics]) -> None:
+    for shard in pruner.checkpoint.shards:
+        targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
+        if output is not None and shard.name in hashes:
+            statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
+            for done, rows in zip(targets, statistics, strict=True):
+                outcomes[done.name] = pruner.outcome(done, rows, None)
+            bar.update(size)
+            continue
+        digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
+        with _ShardFile(folder / shard.name, digest, bar) as file:
+            for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
+                file.copy(reader, start, end)
+                if target is not None:
+                    selector = pruner.search([target], files)
+                    statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
+                    outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
         sync_path(folder / shard.name)
         hashes[shard.name] = digest.finish()
         pruner.checkpoint.check_unchanged()
         if output is not None:
             _save_statistics(output.work / f"{shard.name}.npy", statistics)
             output.note(shards=dict(hashes))
-
-    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-sync") as behind:
-        finishing = []
-        for shard in pruner.checkpoint.shards:
-            targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
-            if output is not None and shard.name in hashes:
-                statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
-                for done, rows in zip(targets, statistics, strict=True):
-                    outcomes[done.name] = pruner.outcome(done, rows, None)
-                bar.update(size)
-                continue
-            digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
-            with _ShardFile(folder / shard.name, digest, bar) as file:
-                for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
-                    file.copy(reader, start, end)
-                    if target is not None:
-                        selector = pruner.search([target], files)
-                        statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
-                        outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
-            finishing.append(behind.submit(finish, shard, digest, statistics))
-            if len(finishing) > 1:
-                finishing.pop(0).result()
-        for last in finishing:
-            last.result()
     return outcomes, None, hashes
 
 
@@ -199,13 +191,13 @@ class _ShardFile:
         for piece in prefetch(partial(read, first) for first in range(start, end, PIECE)):
             self._put([piece])
 
-    def put_rows(self, target: Target, chunks: Iterable[Chunk]) -> RowStatistics:
+    def put_rows(self, target: Target, chunks: Iterable[Chunk]) -> RowFigures:
         """Write the rows of a target; returns their figures."""
-        statistics = RowStatistics(target.matrix.rows)
+        rows = no_figures(target.matrix.rows)
         for chunk in chunks:
-            statistics.put(chunk.first, chunk.figures)
+            put_figures(rows, chunk.first, chunk.figures)
             self._put(target.matrix.pieces(chunk.first, chunk.words))
-        return statistics
+        return rows
 
     def _put(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Queue pieces for writing; wait while too many are queued."""
@@ -233,18 +225,14 @@ def gaps(targets: Sequence[Target], start: int, end: int) -> Iterator[tuple[int,
     yield start, end
 
 
-def _save_statistics(path: Path, statistics: list[RowStatistics]) -> None:
-    np.save(path, np.concatenate([each.table for each in statistics], axis=1) if statistics else np.empty(0))
+def _save_statistics(path: Path, statistics: list[RowFigures]) -> None:
+    np.save(path, np.concatenate(statistics, axis=1) if statistics else np.empty(0))
     sync_path(path)
 
 
-def _saved_statistics(path: Path, targets: list[Target]) -> list[RowStatistics]:
-    table, first, statistics = np.load(path), 0, []
-    for target in targets:
-        statistics.append(RowStatistics(target.matrix.rows))
-        statistics[-1].table[:] = table[:, first : first + target.matrix.rows]
-        first += target.matrix.rows
-    return statistics
+def _saved_statistics(path: Path, targets: list[Target]) -> list[RowFigures]:
+    table, ends = np.load(path), accumulate((target.matrix.rows for target in targets), initial=0)
+    return [RowFigures(*table[:, first:end]) for first, end in pairwise(ends)]
 
 
 def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str, Any] | None) -> dict[str, Any]:
@@ -255,7 +243,7 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
     """
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
-        "source": {"files": {name: list(state) for name, state in checkpoint.states.items()}},
+        "source": {"files": checkpoint.states},
         "recipe": recorded(recipe).as_dict(),
         "activations": activations,
     }

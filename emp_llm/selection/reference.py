@@ -413,7 +413,6 @@ class GroupSelector:
         self._parts = MomentsOfGroup(rule.order)
         self._dtype = torch.float32
         self._searches: dict[int, _RadixSearch] = {}
-        self._fed = False
         self._above_n_eff = array("d")
         self._kept_ties = 0
 
@@ -428,15 +427,13 @@ class GroupSelector:
             self.moments = self._parts.merged()
             self.count, self.nu = int(_counts(self._rule, self.moments)[0]), int(self.moments.counts()[0])
             self._searches = {k: _RadixSearch(k, self._dtype.itemsize) for k in {self.count, self.nu}}
-        elif self._fed:
+        else:
             for search in self._searches.values():
                 search.end_round()
-        self._fed = False
         return any(search.bits_left for search in self._searches.values())
 
     def search(self, scores: Tensor) -> None:
         """One round of the search for the cut."""
-        self._fed = True
         keys = order_keys(scores)
         for search in self._searches.values():
             search.feed(keys)

@@ -14,8 +14,8 @@ _DTYPES = ("BF16", "F16", "F32")
 
 
 def words_supported(dtype: str, rule: KeepRule) -> bool:
-    """Whether `prune_words` implements a rule for weights of a dtype, named as in safetensors ("BF16")."""
-    return dtype in _DTYPES and rule.compiled
+    """Whether `prune_words` implements a rule, N_eff being of order 2 in float64, for a dtype of safetensors ("BF16")."""
+    return dtype in _DTYPES and rule.order == 2.0 and rule.dtype == "float64"
 
 
 def prune_words(words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bool = True) -> RowFigures:

@@ -44,11 +44,6 @@ class KeepRule(NamedTuple):
     order: float = 2.0
     dtype: str = "float64"
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the compiled kernel and numpy implement the rule: N_eff has order 2, in float64."""
-        return self.order == 2.0 and self.dtype == "float64"
-
 
 class RowFigures(NamedTuple):
     """Figures of pruned rows, as arrays or tensors.
