@@ -380,9 +380,8 @@ class _Closed(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, units: Experts, removed: Tensor) -> None:
         super().__init__()
-        own = {
-            part: value for part in units.parts if (value := _value(module, part.removeprefix(f"{units.module}."))) is not None
-        }
+        tensors = module.state_dict(keep_vars=True)
+        own = {part: tensors[part.removeprefix(f"{units.module}.")] for part in units.parts}
         self._removed = removed
         self._routers = {tuple(value.shape) for part, value in own.items() if value.dim() == 2 and not part.endswith("bias")}
         self._biases = {
@@ -406,16 +405,6 @@ class _Closed(TorchFunctionMode):
             self._done = True
             result = result.masked_fill(self._removed.to(result.device), -math.inf)
         return result
-
-
-def _value(module: nn.Module, path: str) -> Tensor | None:
-    """A parameter or buffer of a module; None if it lies in another."""
-    *around, leaf = path.split(".")
-    try:
-        found = getattr(module.get_submodule(".".join(around)), leaf)
-    except AttributeError:
-        return None
-    return found if isinstance(found, Tensor) else None
 
 
 @contextmanager
