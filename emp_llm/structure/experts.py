@@ -361,9 +361,9 @@ def _unknown(units: Experts) -> UserError:
     )
 
 
-def expert_scores(units: Experts, criterion: str, sums: Tensor) -> NDArray[np.float64]:
+def expert_scores(units: Experts, criterion: str, sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """The score of each expert, float64, shape (experts,); `sums` is an element of `expert_sums`."""
-    tokens, weighted, plain, _ = sums.double().numpy()
+    tokens, weighted, plain, _ = sums
     scores: Any = {
         "reap": weighted / np.maximum(tokens, 1),
         "man": plain / np.maximum(tokens, 1),

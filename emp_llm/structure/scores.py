@@ -62,60 +62,53 @@ def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str],
     Raises:
         UserError: features of a layer are missing, or weights are not finite.
     """
-    if every[0].kind in ("experts", "layers") and criterion != "magnitude":
-        found = [(units, None if feature is None else feature(units.name)) for units in every]
-        return [_score_of_sums(units, criterion, sums) for units, sums in found]
-    parts = [units for units in every if isinstance(units, Parts)]
-    numbers = [None if feature is None else _feature_numbers(units, feature(units.name)) for units in parts]
-    if criterion == "taylor":
-        return [each[units.columns].sum(1) for units, each in zip(parts, numbers, strict=True) if each is not None]
+    collected = [None if feature is None else _collected(units, feature) for units in every]
+    if criterion not in ("magnitude", "wanda"):
+        return [_score_of_sums(units, criterion, sums) for units, sums in zip(every, collected, strict=True)]
     read = [
         target for units in every for target in ([units.output] if isinstance(units, Parts) and units.heads else units.targets)
     ]
     scores = []
     with FilePool() as files, progress_bar(sum(target.matrix.numel for target in read), "scores", "W") as bar:
-        for experts in (units for units in every if isinstance(units, Experts)):
-            sums = np.zeros(len(experts))
-            for target in experts.targets:
-                assert target.layer.expert is not None
-                sums[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
-            scores.append(_finite(experts, np.sqrt(sums)))
-        for units, each in zip(parts, numbers, strict=True):
-            squares = _squares(units.output.matrix, files, 0, bar)
-            if each is not None:
-                squares = squares * each**2
-            score = np.sqrt(squares[units.columns].sum(1))
-            if units.kind == "neurons":
-                for target, rows in units.rows.items():
-                    norms = np.sqrt(_squares(target.matrix, files, 1, bar))
-                    score = score * norms[rows].prod(1)
-            scores.append(_finite(units, score))
+        for units, norms in zip(every, collected, strict=True):
+            if isinstance(units, Parts):
+                squares = _squares(units.output.matrix, files, 0, bar)
+                if norms is not None:
+                    squares = squares * norms**2
+                score = np.sqrt(squares[units.columns].sum(1))
+                for target, rows in units.rows.items() if units.kind == "neurons" else ():
+                    score = score * np.sqrt(_squares(target.matrix, files, 1, bar))[rows].prod(1)
+            else:
+                score = np.zeros(len(units))
+                for target in units.targets:
+                    assert target.layer.expert is not None
+                    score[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
+                score = np.sqrt(score)
+            if not np.isfinite(score).all():
+                raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
+            scores.append(score)
     return scores
 
 
-def _finite(units: Units, score: Scores) -> Scores:
-    if not np.isfinite(score).all():
-        raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
-    return score
+def _collected(units: Units, feature: Callable[[str], Tensor | None]) -> Scores:
+    """What a calibration has collected for some units; zeros for an expert that saw no token."""
+    found = feature(units.name)
+    if found is not None:
+        return found.double().numpy(force=True)
+    if isinstance(units, Parts) and units.output.layer.routed:
+        return np.zeros(units.output.matrix.columns)
+    raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
 
 
-def _score_of_sums(units: Units, criterion: str, sums: Tensor | None) -> Scores:
-    """The score of experts or layers by what a calibration has collected."""
-    if sums is None:
-        raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
+def _score_of_sums(units: Units, criterion: str, sums: Scores | None) -> Scores:
+    """The score of heads, neurons, experts or layers by what a calibration has collected."""
+    assert sums is not None
     if isinstance(units, Experts):
         return expert_scores(units, criterion, sums)
-    change, tokens = sums.double().numpy()
+    if isinstance(units, Parts):
+        return sums[units.columns].sum(1)  # type: ignore[no-any-return]
+    change, tokens = sums
     return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
-
-
-def _feature_numbers(units: Parts, numbers: Tensor | None) -> Scores:
-    """The numbers of the inputs of a layer; zeros for an expert that saw no token."""
-    if numbers is None and units.output.layer.routed:
-        return np.zeros(units.output.matrix.columns)
-    if numbers is None:
-        raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
-    return numbers.double().numpy(force=True)
 
 
 def _squares(matrix: Matrix, files: FilePool, axis: int, bar: Any) -> Scores:
