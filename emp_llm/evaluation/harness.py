@@ -236,11 +236,7 @@ def _run_by_us(task: str) -> Iterator[None]:
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),
         # The perplexity of a ruined model is infinite, and must not end a run.
-        (
-            "lm_eval.api.metrics",
-            "math",
-            SimpleNamespace(**own_math),
-        ),
+        ("lm_eval.api.metrics", "math", SimpleNamespace(**own_math)),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),
