@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -300,7 +300,7 @@ def _expert_hooks(model: nn.Module, every: Sequence[Experts], see: Callable[[See
     Raises:
         UserError: in the forward pass, if it is not.
     """
-    handles: list[Any] = []
+    hooks = ExitStack()
     by_name: dict[str, tuple[Experts, int]] = {
         target.name: (units, number) for units in every for number, target in enumerate(units.outputs)
     }
@@ -344,14 +344,10 @@ def _expert_hooks(model: nn.Module, every: Sequence[Experts], see: Callable[[See
                 raise _unknown(units)
 
         module = model.get_submodule(units.name)
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        with layer_hooks(model, [target.layer for units in every for target in units.outputs], observe):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.enter_context(module.register_forward_hook(leave))
+    with hooks, layer_hooks(model, [target.layer for units in every for target in units.outputs], observe):
+        yield
 
 
 def _unknown(units: Experts) -> UserError:
@@ -415,7 +411,7 @@ def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterato
         model: dense, on any devices.
         kept: the numbers of the experts that stay.
     """
-    handles: list[Any] = []
+    hooks = ExitStack()
     for units, stays in kept.items():
         removed = torch.ones(len(units), dtype=torch.bool)
         removed[torch.from_numpy(stays)] = False
@@ -432,13 +428,10 @@ def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterato
                 running.pop().__exit__(None, None, None)
 
         module = model.get_submodule(units.module)
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+        hooks.enter_context(module.register_forward_pre_hook(enter))
+        hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+    with hooks:
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def refit_experts(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,9 +151,7 @@ def passed_by(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> Iterator[N
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    handles = [block.register_forward_hook(unchanged, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(unchanged, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,7 +12,7 @@ that a model that cannot be trained on a machine can still be scored there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -181,22 +181,19 @@ def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
 def _backward(walk: Walk, index: int, number: int, state: Tensor, names: list[str], sums: dict[str, Tensor]) -> Tensor:
     """dL/dh for the hidden states h that enter a block, from that for those that leave it; adds to the sums of its layers."""
     runner, block = walk.runner, walk.runner.blocks[index]
-    where, device, seen, handles = f"{runner.path}.{index} backwards", execution_device(block), dict[str, Tensor](), []
+    where, device, seen = f"{runner.path}.{index} backwards", execution_device(block), dict[str, Tensor]()
+    hooks = ExitStack()
     for name in names:
 
         def note(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
             seen[name] = args[0]
 
-        handles.append(runner.model.get_submodule(name).register_forward_pre_hook(note))
-    try:
-        with torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
-            state = state.detach().requires_grad_()
-            output = walk.call(number, index, block, state)
-            upper = walk.hidden.get(number, device)
-            entering, *gradients = torch.autograd.grad(output, [state, *seen.values()], upper, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(runner.model.get_submodule(name).register_forward_pre_hook(note))
+    with hooks, torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
+        state = state.detach().requires_grad_()
+        output = walk.call(number, index, block, state)
+        upper = walk.hidden.get(number, device)
+        entering, *gradients = torch.autograd.grad(output, [state, *seen.values()], upper, allow_unused=True)
     if entering is None:
         raise UserError(f"{runner.path}.{index}: no gradient passes through it; use another score than taylor.")
     for (name, inputs), gradient in zip(seen.items(), gradients, strict=True):
