@@ -37,7 +37,7 @@ from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
+from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model, sums_of_ranks
 from emp_llm.update.least_squares import add_product, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.update import MOMENT_BYTES
@@ -263,12 +263,7 @@ def expert_sums(runner: BlockwiseModel, every: Sequence[Experts], tokens: Tensor
             own = [units for units in every if units.name.startswith(f"{step.name}.")]
             with _expert_hooks(runner.model, own, see):
                 step.run()
-    shares = ranks().gather(sums)
-    total = {name: sum(share[name] for share in shares) for name in sums}
-    for name, each in total.items():
-        if not bool(torch.isfinite(each).all()):
-            raise UserError(f"{name}: the outputs of its experts are not finite. Load the model with --dtype float32.")
-    return total
+    return sums_of_ranks(sums, "the outputs of its experts")
 
 
 class Seen(NamedTuple):

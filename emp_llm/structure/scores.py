@@ -27,13 +27,12 @@ from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
 from emp_llm.structure.experts import Experts, expert_scores, expert_sums
 from emp_llm.structure.layers import Layers, layer_sums
 from emp_llm.structure.parts import Parts
-from emp_llm.structure.units import Units
+from emp_llm.structure.units import Units, sums_of_ranks
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time
@@ -46,7 +45,7 @@ def unit_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, ba
     experts = [units for units in every if isinstance(units, Experts)]
     if experts:
         return expert_sums(runner, experts, tokens, batch_size)
-    return taylor_sums(runner, [units for units in every if isinstance(units, Parts)], tokens, batch_size)
+    return taylor_sums(runner, every, tokens, batch_size)
 
 
 def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str], Tensor | None] | None = None) -> list[Scores]:
@@ -159,12 +158,8 @@ def taylor_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, 
                         state = entered.get(index * len(batches) + number, execution_device(blocks[index]))
                         walk.hidden.put(number, _backward(walk, index, number, state, own, sums))
                         bar.update(batch.numel())
-    shares = ranks().gather(sums)
-    found = {units.name: sum(share[units.name] for share in shares) for units in every if units.name in shares[0]}
-    for name, each in found.items():
-        if not bool(torch.isfinite(each).all()):
-            raise UserError(f"{name}: its gradients are not finite. Load the model with --dtype float32 or bfloat16.")
-    return found
+    in_order = {units.name: sums[units.name] for units in every if units.name in sums}
+    return sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
 
 
 def _gradient_of_loss(walk: Walk, number: int) -> Tensor:

@@ -6,7 +6,6 @@ written again.
 
 import json
 import math
-import re
 import shutil
 import statistics
 import time
@@ -96,9 +95,8 @@ def cut_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cut:
                 if not remove and expert not in stays:
                     kept[name] = {None: [torch.zeros(tensors[name].shape[0], dtype=torch.bool)]}
                 elif remove:
-                    numbers = [*re.finditer(r"\.(\d+)(?=\.)", name)][-1]  # the last number is the expert's
-                    after = f"{name[: numbers.start(1)]}{{}}{name[numbers.end(1) :]}"
-                    done.names[name] = after.format(stays.index(expert)) if expert in stays else None
+                    before, _, after = name.rpartition(f".{expert}.")  # the last number is the expert's
+                    done.names[name] = f"{before}.{stays.index(expert)}.{after}" if expert in stays else None
             for name in units.closes:
                 dtype = torch_dtype(tensors[name].dtype)
                 done.fills[name] = max(_CLOSED, torch.finfo(dtype).min / 4)
