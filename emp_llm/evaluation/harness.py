@@ -179,8 +179,7 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
         samples: lm-eval's log of the task: an entry for each example and filter, in the order of the ranks.
         metrics: its results.
     """
-    examples = {(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples}
-    ordered = sorted(examples)
+    ordered = sorted({(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples})
     correct = {}
     for key, value in metrics.items():
         metric, _, chosen = key.partition(",")
