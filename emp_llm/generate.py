@@ -70,10 +70,7 @@ class Generation:
     @property
     def text(self) -> str:
         """The whole text, generated now if it is not yet."""
-        if self.figures is None:
-            for _ in self:
-                pass
-        return "".join(self._pieces)
+        return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
         """The pieces of the text, as soon as they are whole words or characters."""

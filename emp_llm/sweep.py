@@ -161,7 +161,7 @@ def sweep(
         dense = open_results(folder.dense, dense)
         if not dense.complete:
             with stage("evaluate dense"), stopwatch("evaluate dense"):
-                dense = evaluate_model(models.get(source.folder), prepared, dense, folder.dense)
+                evaluate_model(models.get(source.folder), prepared, dense, folder.dense)
             folder.note_stages(stage_records(stopwatch.record), dense.measures)
 
         # The points: masked in memory, or written to a temporary checkpoint where the loaded weights are not the stored ones.

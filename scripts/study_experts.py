@@ -96,7 +96,7 @@ class Study:
         from emp_llm.models.modules import weight_of
         from emp_llm.options.recipe import Recipe, StructureRecipe
         from emp_llm.structure.experts import closed_routers, refit_experts
-        from emp_llm.structure.writing import cut_of, size_of
+        from emp_llm.structure.writing import size_of
         from emp_llm.update.moved import MovedWeights
 
         choices, beta = self.chosen(score, kept, own, seed)
@@ -117,7 +117,7 @@ class Study:
             losses = self.losses(self.model)
         for weight, values in before.values():
             weight.copy_(values)
-        parameters, size = size_of(self.plan.checkpoint, cut_of(self.plan, choices, True))
+        parameters, size = size_of(self.plan, choices)
         lost = [
             (self.sums[each.units.name][:2, each.gone].sum(1) / self.sums[each.units.name][:2].sum(1)).tolist()
             for each in choices

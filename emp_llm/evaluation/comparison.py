@@ -181,17 +181,12 @@ class Change:
     Attributes:
         value: NaN if it is unknown.
         stderr: None if it is unknown.
-        paired: whether the error is that of the same examples or blocks, else of two independent samples.
+        paired: False for the error of two independent samples, True for that of the same examples or blocks, and without one.
     """
 
     value: float
     stderr: float | None = None
     paired: bool = True
-
-    @property
-    def unpaired(self) -> bool:
-        """Whether it has an unpaired standard error."""
-        return self.stderr is not None and not self.paired
 
 
 def change_of(name: str, value: Value, base: Value) -> Change:
@@ -297,7 +292,7 @@ def change_text(name: str, change: Change) -> str:
     if math.isnan(change.value):
         return "-"
     error = "" if change.stderr is None else f" ± {change.stderr:.2f}"
-    mark = f" {UNPAIRED}" if change.unpaired else ""
+    mark = "" if change.paired else f" {UNPAIRED}"
     return f"{signed(change.value)}{error}{'' if in_percent(name) else ' %'}{mark}"
 
 
@@ -398,7 +393,7 @@ def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str
     notes = []
     if any(each.stderr is not None and each.paired for each in changes):
         notes.append("changes ± paired standard error: both models judged on the same examples and blocks of text")
-    if any(each.unpaired for each in changes):
+    if not all(each.paired for each in changes):
         notes.append(UNPAIRED_NOTE)
     return notes
 

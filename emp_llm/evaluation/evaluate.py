@@ -122,7 +122,7 @@ def measure(
     return measures
 
 
-def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: Results, path: Path) -> Results:
+def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: Results, path: Path) -> None:
     """Measure what results lack of a suite, and save them after every part.
 
     Args:
@@ -143,7 +143,6 @@ def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: R
     if measures.parts:
         logger.info("%s: resuming after %s of the suite.", path, count_of(measures.parts, "finished part"))
     save(measure(model, prepared, measures, save), complete=True)
-    return results
 
 
 def evaluation_record(prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None) -> EvaluationRecord:

@@ -179,8 +179,7 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
         samples: lm-eval's log of the task: an entry for each example and filter, in the order of the ranks.
         metrics: its results.
     """
-    examples = {(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples}
-    ordered = sorted(examples)
+    ordered = sorted({(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples})
     correct = {}
     for key, value in metrics.items():
         metric, _, chosen = key.partition(",")
@@ -236,11 +235,7 @@ def _run_by_us(task: str) -> Iterator[None]:
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),
         # The perplexity of a ruined model is infinite, and must not end a run.
-        (
-            "lm_eval.api.metrics",
-            "math",
-            SimpleNamespace(**own_math),
-        ),
+        ("lm_eval.api.metrics", "math", SimpleNamespace(**own_math)),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),

@@ -256,7 +256,7 @@ def _caption(measure: str, by_beta: bool, gaps: list[Difference]) -> str:
             "weights, in total (dashed) or in every matrix (dotted)."
         )
     if any(each.change.stderr is not None for each in gaps):
-        kind = "unpaired" if any(each.change.unpaired for each in gaps) else "paired"
+        kind = "paired" if all(each.change.paired for each in gaps) else "unpaired"
         text += f" Its bars: ± two {kind} standard errors."
     return text
 

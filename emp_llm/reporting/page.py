@@ -113,7 +113,7 @@ def _counted(chosen: list[Difference], members: list[Difference]) -> str:
     text = f"{len(chosen)} of {len(members)}"
     if not chosen or any(each.clear is None for each in members):
         return text
-    mark = f" {UNPAIRED}" if any(each.change.unpaired for each in members) else ""
+    mark = "" if all(each.change.paired for each in members) else f" {UNPAIRED}"
     return f"{text}, {sum(1 for each in chosen if each.clear)} clearly{mark}"
 
 

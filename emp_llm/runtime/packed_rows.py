@@ -12,7 +12,7 @@ from emp_llm.checkpoint.matrices import WORD, Words
 
 WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
 _TILE = 1 << 19  # weights that are dense at a time
-_INTEGER = {2: torch.int16, 4: torch.int32}
+_UNSIGNED = {2: torch.uint16, 4: torch.uint32}
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class PackedRows:
         """Rows first to last - 1, by default all, bit for bit; shape (rows, columns), on the CPU."""
         mask = self.mask[first:last]
         values = self.values[int(self.offsets[first]) : int(self.offsets[first + mask.shape[0]])].cpu()
-        integers = values.view(_INTEGER[values.element_size()]).numpy()
-        words = put_zeros_in(mask.cpu().numpy().reshape(-1), _unsigned(integers), 8 * mask.numel())
-        padded = torch.from_numpy(words.view(integers.dtype)).view(values.dtype).view(mask.shape[0], self.words * WORD_COLUMNS)
+        stored = values.view(_UNSIGNED[values.element_size()]).numpy()
+        words = put_zeros_in(mask.cpu().numpy().reshape(-1), stored, 8 * mask.numel())
+        padded = torch.from_numpy(words).view(values.dtype).view(mask.shape[0], self.words * WORD_COLUMNS)
         return padded[:, : self.columns].contiguous()
 
 
 def pack_rows(weight: Tensor) -> PackedRows:
     """The packed form of a matrix, shape (outputs, inputs), of bfloat16, float16 or float32; a weight of -0.0 is stored."""
-    raw = _unsigned(weight.detach().cpu().contiguous().view(_INTEGER[weight.element_size()]).numpy())
-    mask, values = pack_words([raw.reshape(-1)], weight.dtype)
+    words = weight.detach().cpu().contiguous().view(_UNSIGNED[weight.element_size()]).numpy()
+    mask, values = pack_words([words.reshape(-1)], weight.dtype)
     return rows_of(mask, values, weight.shape[0], weight.shape[1])
 
 
@@ -84,7 +84,7 @@ def pack_words(chunks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Ten
     for words in chunks:
         masks.append(mask_of(words))
         kept.append(nonzero_words(words).copy())
-    values = torch.from_numpy(np.concatenate(kept).view(f"<i{dtype.itemsize}")).view(dtype)
+    values = torch.from_numpy(np.concatenate(kept)).view(dtype)
     return torch.from_numpy(np.concatenate(masks)), values
 
 
@@ -137,7 +137,3 @@ def torch_product(rows: PackedRows, x: Tensor, bias: Tensor | None = None) -> Te
             tile.masked_scatter_(stored, rows.values[offsets[first] : offsets[last]].float())
         result[:, first:last] = x.float() @ tile.T + (0 if bias is None else bias[first:last].float())
     return result
-
-
-def _unsigned(words: np.ndarray) -> Words:
-    return words.view(f"<u{words.itemsize}")

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
+from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model, sums_of_ranks
 from emp_llm.update.least_squares import add_product, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.update import MOMENT_BYTES
@@ -263,12 +263,7 @@ def expert_sums(runner: BlockwiseModel, every: Sequence[Experts], tokens: Tensor
             own = [units for units in every if units.name.startswith(f"{step.name}.")]
             with _expert_hooks(runner.model, own, see):
                 step.run()
-    shares = ranks().gather(sums)
-    total = {name: sum(share[name] for share in shares) for name in sums}
-    for name, each in total.items():
-        if not bool(torch.isfinite(each).all()):
-            raise UserError(f"{name}: the outputs of its experts are not finite. Load the model with --dtype float32.")
-    return total
+    return sums_of_ranks(sums, "the outputs of its experts")
 
 
 class Seen(NamedTuple):
@@ -300,7 +295,7 @@ def _expert_hooks(model: nn.Module, every: Sequence[Experts], see: Callable[[See
     Raises:
         UserError: in the forward pass, if it is not.
     """
-    handles: list[Any] = []
+    hooks = ExitStack()
     by_name: dict[str, tuple[Experts, int]] = {
         target.name: (units, number) for units in every for number, target in enumerate(units.outputs)
     }
@@ -344,14 +339,10 @@ def _expert_hooks(model: nn.Module, every: Sequence[Experts], see: Callable[[See
                 raise _unknown(units)
 
         module = model.get_submodule(units.name)
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        with layer_hooks(model, [target.layer for units in every for target in units.outputs], observe):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.enter_context(module.register_forward_hook(leave))
+    with hooks, layer_hooks(model, [target.layer for units in every for target in units.outputs], observe):
+        yield
 
 
 def _unknown(units: Experts) -> UserError:
@@ -361,9 +352,9 @@ def _unknown(units: Experts) -> UserError:
     )
 
 
-def expert_scores(units: Experts, criterion: str, sums: Tensor) -> NDArray[np.float64]:
+def expert_scores(units: Experts, criterion: str, sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """The score of each expert, float64, shape (experts,); `sums` is an element of `expert_sums`."""
-    tokens, weighted, plain, _ = sums.double().numpy()
+    tokens, weighted, plain, _ = sums
     scores: Any = {
         "reap": weighted / np.maximum(tokens, 1),
         "man": plain / np.maximum(tokens, 1),
@@ -380,9 +371,8 @@ class _Closed(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, units: Experts, removed: Tensor) -> None:
         super().__init__()
-        own = {
-            part: value for part in units.parts if (value := _value(module, part.removeprefix(f"{units.module}."))) is not None
-        }
+        tensors = module.state_dict(keep_vars=True)
+        own = {part: tensors[part.removeprefix(f"{units.module}.")] for part in units.parts}
         self._removed = removed
         self._routers = {tuple(value.shape) for part, value in own.items() if value.dim() == 2 and not part.endswith("bias")}
         self._biases = {
@@ -408,16 +398,6 @@ class _Closed(TorchFunctionMode):
         return result
 
 
-def _value(module: nn.Module, path: str) -> Tensor | None:
-    """A parameter or buffer of a module; None if it lies in another."""
-    *around, leaf = path.split(".")
-    try:
-        found = getattr(module.get_submodule(".".join(around)), leaf)
-    except AttributeError:
-        return None
-    return found if isinstance(found, Tensor) else None
-
-
 @contextmanager
 def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterator[None]:
     """Inside this context, no token is routed to removed experts: the model computes what the smaller one will.
@@ -426,7 +406,7 @@ def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterato
         model: dense, on any devices.
         kept: the numbers of the experts that stay.
     """
-    handles: list[Any] = []
+    hooks = ExitStack()
     for units, stays in kept.items():
         removed = torch.ones(len(units), dtype=torch.bool)
         removed[torch.from_numpy(stays)] = False
@@ -443,13 +423,10 @@ def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterato
                 running.pop().__exit__(None, None, None)
 
         module = model.get_submodule(units.module)
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+        hooks.enter_context(module.register_forward_pre_hook(enter))
+        hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+    with hooks:
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def refit_experts(

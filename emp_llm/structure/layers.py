@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError
-from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
 from emp_llm.models.offload import execution_device
-from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
+from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model, sums_of_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +135,7 @@ def layer_sums(runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_siz
                 sums[1, step.index] += change.numel()
                 walk.hidden.put(number, left)
                 walk.bar.update(batch.numel())
-    total = sum(ranks().gather(sums))
-    assert isinstance(total, Tensor)
-    if not bool(torch.isfinite(total).all()):
-        raise UserError(f"{layers.name}: its hidden states are not finite. Load the model with --dtype float32.")
-    return {layers.name: total}
+    return sums_of_ranks({layers.name: sums}, "its hidden states")
 
 
 @contextmanager
@@ -151,9 +146,7 @@ def passed_by(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> Iterator[N
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    handles = [block.register_forward_hook(unchanged, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(unchanged, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -23,7 +23,7 @@ from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import Scores, unit_scores, unit_sums
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.structure.units import UnitModel
-from emp_llm.structure.writing import active_parameters, cut_of, size_of
+from emp_llm.structure.writing import active_parameters, size_of
 
 
 def measure_units(
@@ -75,7 +75,7 @@ def measure_units(
     scores = unit_scores(plan.units, recipe.name, feature)
     removed = curve(plan, scores, recipe, betas)
     at_one, _ = choose_units(plan.units, scores, recipe, plan.width_by_block)
-    before, after = size_of(plan.checkpoint, cut_of(plan, [], True))[0], size_of(plan.checkpoint, cut_of(plan, at_one, True))[0]
+    before, after = size_of(plan, [])[0], size_of(plan, at_one)[0]
     weights = plan.architecture.coverage(plan.targets).weights or 1
     entry = MeasureEntry(
         criterion=recipe.name,
@@ -96,7 +96,7 @@ def curve(plan: UnitModel, scores: Sequence[Scores], recipe: Recipe, betas: Sequ
             choices, _ = choose_units(plan.units, scores, recipe.but(beta=beta, sparsity=None), plan.width_by_block)
         except UserError:  # fewer experts than a token needs
             continue
-        parameters, size = size_of(plan.checkpoint, cut_of(plan, choices, True))
+        parameters, size = size_of(plan, choices)
         points.append(
             UnitPoint(
                 beta=beta,

@@ -31,7 +31,6 @@ from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measu
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
-from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
@@ -48,12 +47,11 @@ from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, T
 from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.experts import Experts, refit_experts
-from emp_llm.structure.layers import Layers
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import unit_scores, unit_sums
 from emp_llm.structure.unit_model import config_changes, unit_model
 from emp_llm.structure.units import Changes, UnitModel, Units
-from emp_llm.structure.writing import Cut, active_parameters, compare, cut_of, fitted, size_of, write_checkpoint
+from emp_llm.structure.writing import active_parameters, compare, cut_of, fitted, left_of, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
 from emp_llm.update.walk import update_model
@@ -84,10 +82,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     # Which units.
     plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
     checkpoint, path = plan.checkpoint, options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
-    matched, budget = (
-        None if recipe.match is None else _matched(Path(recipe.match)),
-        Budget.of(options.parameters, options.memory),
-    )
+    matched = None if recipe.match is None else _matched(Path(recipe.match))
+    budget = Budget.of(options.parameters, options.memory)
     if options.dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         notes = [_units_line(plan.units)]
@@ -174,10 +170,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 with stage("calibrate"):
                     norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
                     if norms is None:
-                        dense, outputs = (
-                            models.get(source.folder),
-                            [units.output.layer for units in plan.units if isinstance(units, Parts)],
-                        )
+                        dense = models.get(source.folder)
+                        outputs = [units.output.layer for units in plan.units if isinstance(units, Parts)]
                         with stopwatch("calibrate"):
                             norms = calibrated(
                                 dense, data, outputs, options, origin, blocks=recipe.blocks, resume=out.calibration
@@ -316,9 +310,9 @@ def _chosen(
 
         def size_at(removed: int) -> tuple[int, int]:
             if removed == 0:
-                return size_of(plan.checkpoint, Cut())
+                return size_of(plan, [])
             asked = recipe.but(sparsity=removed / all_units, beta=None)
-            return size_of(plan.checkpoint, cut_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0], True))
+            return size_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0])
 
         fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
         recipe = recipe.but(sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None)
@@ -356,23 +350,10 @@ def _mask(choice: Choice) -> Tensor:
 
 def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
-    checkpoint, coverage = plan.checkpoint, plan.architecture.coverage(plan.targets)
-    gone = {
-        (target.matrix.stored.name, target.matrix.expert)
-        for choice, numbers in [(choice, set(choice.gone.tolist())) for choice in choices]
-        for target in choice.units.targets
-        if _unit_of(choice.units, target) in numbers
-    }
-    done, kept = cut_of(plan, choices, remove=True), 0
+    coverage, done = plan.architecture.coverage(plan.targets), cut_of(plan, choices, remove=True)
+    stored = {target.matrix.stored.name: target.matrix.stored for target in plan.targets}
+    kept = sum(left_of(tensor, done) for tensor in stored.values())
     weights, parameters = coverage.weights or 1, coverage.parameters or 1
-    for target in plan.targets:
-        place = target.matrix.stored.name, target.matrix.expert
-        if place not in gone:
-            rows, columns = done.kept.get(place[0], {}).get(place[1]) or (
-                torch.ones(target.matrix.rows),
-                torch.ones(target.matrix.columns),
-            )
-            kept += int(rows.sum()) * int(columns.sum())
     targets = TargetsRecord(
         matrices=coverage.matrices,
         matrices_in_blocks=coverage.matrices_in_blocks,
@@ -385,7 +366,7 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         share_of_all_parameters=coverage.share_of_all_parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
-    sizes = [size_of(checkpoint, Cut()), size_of(checkpoint, Cut() if changes is None else done)]
+    sizes = [size_of(plan, []), size_of(plan, [] if changes is None else choices)]
     active = [active_parameters(plan, [], sizes[0][0]), active_parameters(plan, choices, sizes[1][0])]
     dense, pruned = (
         CostRecord(parameters=parameters, bytes=size, active_parameters=reached if reached < parameters else None)
@@ -398,13 +379,6 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         config={".".join(path): value for path, value in (changes or {}).items()},
     )
     return targets, structure
-
-
-def _unit_of(units: Units, target: Target) -> int | None:
-    """The unit to which a matrix belongs as a whole; None if units are rows and columns of it."""
-    if isinstance(units, Experts):
-        return None if target.layer.expert is None else target.layer.expert.expert
-    return target.layer.block if isinstance(units, Layers) else None
 
 
 def _units_line(every: Sequence[Units]) -> str:
@@ -443,7 +417,7 @@ def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
             choices, _ = choose_units(plan.units, [np.ones(len(units)) for units in plan.units], asked, plan.width_by_block)
         except UserError:  # fewer than a token needs
             continue
-        parameters, size = size_of(plan.checkpoint, cut_of(plan, choices, True))
+        parameters, size = size_of(plan, choices)
         active = f", {active_parameters(plan, choices, parameters):,} active per token" if kind == "experts" else ""
         kept = f"{choices[0].record.kept} of {len(choices[0].units)} {kind}"
         lines.append(f"with {kept}: {parameters:,} parameters{active}, {format_bytes(size)}")

@@ -12,7 +12,7 @@ that a model that cannot be trained on a machine can still be scored there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,12 @@ from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
 from emp_llm.structure.experts import Experts, expert_scores, expert_sums
 from emp_llm.structure.layers import Layers, layer_sums
 from emp_llm.structure.parts import Parts
-from emp_llm.structure.units import Units
+from emp_llm.structure.units import Units, sums_of_ranks
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time
@@ -46,7 +45,7 @@ def unit_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, ba
     experts = [units for units in every if isinstance(units, Experts)]
     if experts:
         return expert_sums(runner, experts, tokens, batch_size)
-    return taylor_sums(runner, [units for units in every if isinstance(units, Parts)], tokens, batch_size)
+    return taylor_sums(runner, every, tokens, batch_size)
 
 
 def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str], Tensor | None] | None = None) -> list[Scores]:
@@ -62,60 +61,53 @@ def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str],
     Raises:
         UserError: features of a layer are missing, or weights are not finite.
     """
-    if every[0].kind in ("experts", "layers") and criterion != "magnitude":
-        found = [(units, None if feature is None else feature(units.name)) for units in every]
-        return [_score_of_sums(units, criterion, sums) for units, sums in found]
-    parts = [units for units in every if isinstance(units, Parts)]
-    numbers = [None if feature is None else _feature_numbers(units, feature(units.name)) for units in parts]
-    if criterion == "taylor":
-        return [each[units.columns].sum(1) for units, each in zip(parts, numbers, strict=True) if each is not None]
+    collected = [None if feature is None else _collected(units, feature) for units in every]
+    if criterion not in ("magnitude", "wanda"):
+        return [_score_of_sums(units, criterion, sums) for units, sums in zip(every, collected, strict=True)]
     read = [
         target for units in every for target in ([units.output] if isinstance(units, Parts) and units.heads else units.targets)
     ]
     scores = []
     with FilePool() as files, progress_bar(sum(target.matrix.numel for target in read), "scores", "W") as bar:
-        for experts in (units for units in every if isinstance(units, Experts)):
-            sums = np.zeros(len(experts))
-            for target in experts.targets:
-                assert target.layer.expert is not None
-                sums[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
-            scores.append(_finite(experts, np.sqrt(sums)))
-        for units, each in zip(parts, numbers, strict=True):
-            squares = _squares(units.output.matrix, files, 0, bar)
-            if each is not None:
-                squares = squares * each**2
-            score = np.sqrt(squares[units.columns].sum(1))
-            if units.kind == "neurons":
-                for target, rows in units.rows.items():
-                    norms = np.sqrt(_squares(target.matrix, files, 1, bar))
-                    score = score * norms[rows].prod(1)
-            scores.append(_finite(units, score))
+        for units, norms in zip(every, collected, strict=True):
+            if isinstance(units, Parts):
+                squares = _squares(units.output.matrix, files, 0, bar)
+                if norms is not None:
+                    squares = squares * norms**2
+                score = np.sqrt(squares[units.columns].sum(1))
+                for target, rows in units.rows.items() if units.kind == "neurons" else ():
+                    score = score * np.sqrt(_squares(target.matrix, files, 1, bar))[rows].prod(1)
+            else:
+                score = np.zeros(len(units))
+                for target in units.targets:
+                    assert target.layer.expert is not None
+                    score[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
+                score = np.sqrt(score)
+            if not np.isfinite(score).all():
+                raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
+            scores.append(score)
     return scores
 
 
-def _finite(units: Units, score: Scores) -> Scores:
-    if not np.isfinite(score).all():
-        raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
-    return score
+def _collected(units: Units, feature: Callable[[str], Tensor | None]) -> Scores:
+    """What a calibration has collected for some units; zeros for an expert that saw no token."""
+    found = feature(units.name)
+    if found is not None:
+        return found.double().numpy(force=True)
+    if isinstance(units, Parts) and units.output.layer.routed:
+        return np.zeros(units.output.matrix.columns)
+    raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
 
 
-def _score_of_sums(units: Units, criterion: str, sums: Tensor | None) -> Scores:
-    """The score of experts or layers by what a calibration has collected."""
-    if sums is None:
-        raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
+def _score_of_sums(units: Units, criterion: str, sums: Scores | None) -> Scores:
+    """The score of heads, neurons, experts or layers by what a calibration has collected."""
+    assert sums is not None
     if isinstance(units, Experts):
         return expert_scores(units, criterion, sums)
-    change, tokens = sums.double().numpy()
+    if isinstance(units, Parts):
+        return sums[units.columns].sum(1)  # type: ignore[no-any-return]
+    change, tokens = sums
     return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
-
-
-def _feature_numbers(units: Parts, numbers: Tensor | None) -> Scores:
-    """The numbers of the inputs of a layer; zeros for an expert that saw no token."""
-    if numbers is None and units.output.layer.routed:
-        return np.zeros(units.output.matrix.columns)
-    if numbers is None:
-        raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
-    return numbers.double().numpy(force=True)
 
 
 def _squares(matrix: Matrix, files: FilePool, axis: int, bar: Any) -> Scores:
@@ -166,12 +158,8 @@ def taylor_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, 
                         state = entered.get(index * len(batches) + number, execution_device(blocks[index]))
                         walk.hidden.put(number, _backward(walk, index, number, state, own, sums))
                         bar.update(batch.numel())
-    shares = ranks().gather(sums)
-    found = {units.name: sum(share[units.name] for share in shares) for units in every if units.name in shares[0]}
-    for name, each in found.items():
-        if not bool(torch.isfinite(each).all()):
-            raise UserError(f"{name}: its gradients are not finite. Load the model with --dtype float32 or bfloat16.")
-    return found
+    in_order = {units.name: sums[units.name] for units in every if units.name in sums}
+    return sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
 
 
 def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
@@ -188,22 +176,19 @@ def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
 def _backward(walk: Walk, index: int, number: int, state: Tensor, names: list[str], sums: dict[str, Tensor]) -> Tensor:
     """dL/dh for the hidden states h that enter a block, from that for those that leave it; adds to the sums of its layers."""
     runner, block = walk.runner, walk.runner.blocks[index]
-    where, device, seen, handles = f"{runner.path}.{index} backwards", execution_device(block), dict[str, Tensor](), []
+    where, device, seen = f"{runner.path}.{index} backwards", execution_device(block), dict[str, Tensor]()
+    hooks = ExitStack()
     for name in names:
 
         def note(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
             seen[name] = args[0]
 
-        handles.append(runner.model.get_submodule(name).register_forward_pre_hook(note))
-    try:
-        with torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
-            state = state.detach().requires_grad_()
-            output = walk.call(number, index, block, state)
-            upper = walk.hidden.get(number, device)
-            entering, *gradients = torch.autograd.grad(output, [state, *seen.values()], upper, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(runner.model.get_submodule(name).register_forward_pre_hook(note))
+    with hooks, torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
+        state = state.detach().requires_grad_()
+        output = walk.call(number, index, block, state)
+        upper = walk.hidden.get(number, device)
+        entering, *gradients = torch.autograd.grad(output, [state, *seen.values()], upper, allow_unused=True)
     if entering is None:
         raise UserError(f"{runner.path}.{index}: no gradient passes through it; use another score than taylor.")
     for (name, inputs), gradient in zip(seen.items(), gradients, strict=True):

@@ -10,10 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import write_json
+from emp_llm.common.errors import UserError
+from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Shape
 
@@ -71,6 +74,25 @@ class UnitModel:
     def targets(self) -> list[Target]:
         """All matrices of which a part goes with a unit."""
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
+
+
+def sums_of_ranks(sums: dict[str, Tensor], what: str, dtypes: str = "float32") -> dict[str, Tensor]:
+    """The sums of all ranks, by name. A collective call.
+
+    Args:
+        sums: of this rank.
+        what: the subject of the error.
+        dtypes: that the error recommends.
+
+    Raises:
+        UserError: a sum is not finite.
+    """
+    shares = ranks().gather(sums)
+    total: dict[str, Tensor] = {name: sum(share[name] for share in shares) for name in shares[0]}
+    for name, each in total.items():
+        if not bool(torch.isfinite(each).all()):
+            raise UserError(f"{name}: {what} are not finite. Load the model with --dtype {dtypes}.")
+    return total
 
 
 def field_path(skeleton: PreTrainedModel, config: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ written again.
 
 import json
 import math
-import re
 import shutil
 import statistics
 import time
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import INDEX_LIMIT, read_json, sync_path, tensor_bytes, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
 from emp_llm.checkpoint.matrices import torch_dtype
@@ -97,9 +95,8 @@ def cut_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cut:
                 if not remove and expert not in stays:
                     kept[name] = {None: [torch.zeros(tensors[name].shape[0], dtype=torch.bool)]}
                 elif remove:
-                    numbers = [*re.finditer(r"\.(\d+)(?=\.)", name)][-1]  # the last number is the expert's
-                    after = f"{name[: numbers.start(1)]}{{}}{name[numbers.end(1) :]}"
-                    done.names[name] = after.format(stays.index(expert)) if expert in stays else None
+                    before, _, after = name.rpartition(f".{expert}.")  # the last number is the expert's
+                    done.names[name] = f"{before}.{stays.index(expert)}.{after}" if expert in stays else None
             for name in units.closes:
                 dtype = torch_dtype(tensors[name].dtype)
                 done.fills[name] = max(_CLOSED, torch.finfo(dtype).min / 4)
@@ -133,9 +130,18 @@ def smaller_shape(tensor: StoredTensor, kept: Kept) -> tuple[int, ...]:
     return (*tensor.shape[: len(tensor.shape) - len(sizes)], *sizes)
 
 
-def size_of(checkpoint: Checkpoint, done: Cut) -> tuple[int, int]:
-    """(elements, bytes) of all tensors after the removal."""
-    stay = [tensor for tensor in checkpoint.tensors.values() if done.names.get(tensor.name, "") is not None]
+def left_of(tensor: StoredTensor, done: Cut) -> int:
+    """How many elements of a stored tensor stay. Its experts may have different numbers of neurons, where shapes stay."""
+    if done.names.get(tensor.name, "") is None:
+        return 0
+    parts = done.kept.get(tensor.name)
+    return tensor.numel if parts is None else sum(math.prod(int(each.sum()) for each in masks) for masks in parts.values())
+
+
+def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
+    """(elements, bytes) of all tensors if only some units stay; without choices, of the dense model."""
+    done = cut_of(model, choices, remove=True)
+    stay = [tensor for tensor in model.checkpoint.tensors.values() if done.names.get(tensor.name, "") is not None]
     sizes = [(math.prod(smaller_shape(tensor, done.kept)), BITS[tensor.dtype]) for tensor in stay]
     return sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes)
 
@@ -179,7 +185,7 @@ def write_checkpoint(
         if changes is not None and str(relative) == "config.json":
             write_json(path, changed_config(read_json(source), changes))
         elif changes is not None and str(relative) == INDEX_NAME:
-            index, (parameters, size) = read_json(source, limit=INDEX_LIMIT), size_of(checkpoint, done)
+            index, (parameters, size) = read_json(source, limit=INDEX_LIMIT), size_of(model, choices)
             metadata, new = index.get("metadata") or {}, {"total_size": size, "total_parameters": parameters}
             named = {done.names.get(name, name): shard for name, shard in index["weight_map"].items()}
             index |= {"weight_map": {name: shard for name, shard in named.items() if name is not None}}
