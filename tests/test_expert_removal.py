@@ -120,6 +120,8 @@ def test_closed_routers(family: str, make: Any, tmp_path: Path) -> None:
     report = prune(make(family), output=out, structure="experts", method="emp-mass", beta=0.6, keep_shapes=True, **SHORT)
     record = structure_of(report)
     assert record.config == {}
+    sizes = [(cost.parameters, cost.active_parameters) for cost in (record.dense, record.pruned)]
+    assert sizes[0] == sizes[1]  # a token reaches as many experts as before
     assert record.difference is not None
     assert record.difference < 1e-4
     assert not verify(out, source=str(make(family)), quiet=True).differences

@@ -366,8 +366,9 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         share_of_all_parameters=coverage.share_of_all_parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
-    sizes = [size_of(plan, []), size_of(plan, [] if changes is None else choices)]
-    active = [active_parameters(plan, [], sizes[0][0]), active_parameters(plan, choices, sizes[1][0])]
+    removed = [] if changes is None else choices
+    sizes = [size_of(plan, []), size_of(plan, removed)]
+    active = [active_parameters(plan, [], sizes[0][0]), active_parameters(plan, removed, sizes[1][0])]
     dense, pruned = (
         CostRecord(parameters=parameters, bytes=size, active_parameters=reached if reached < parameters else None)
         for (parameters, size), reached in zip(sizes, active, strict=True)

@@ -141,8 +141,7 @@ def left_of(tensor: StoredTensor, done: Cut) -> int:
 def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
     """(elements, bytes) of all tensors if only some units stay; without choices, of the dense model."""
     done = cut_of(model, choices, remove=True)
-    stay = [tensor for tensor in model.checkpoint.tensors.values() if done.names.get(tensor.name, "") is not None]
-    sizes = [(math.prod(smaller_shape(tensor, done.kept)), BITS[tensor.dtype]) for tensor in stay]
+    sizes = [(left_of(tensor, done), BITS[tensor.dtype]) for tensor in model.checkpoint.tensors.values()]
     return sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes)
 
 
