@@ -36,19 +36,21 @@ from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import available_memory, cpu_fields, out_of_memory
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.in_memory.masks import Masks, rows_in
+from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.loading import load_model
+from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
+from emp_llm.selection.rows import words_of
 from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
-from emp_llm.update.moved import MovedWeights, in_dtype, words_of
+from emp_llm.update.moved import MovedWeights, in_dtype
 from emp_llm.update.update import check_update, healing_bytes, healing_memory, updatable
 
 logger = logging.getLogger(__name__)
@@ -186,24 +188,18 @@ def heal_folder(
             weight = moved.rows(target, 0, target.matrix.rows)
             if weight is not None:
                 _overwrite(target.matrix, weight)
-        return _with_origin(record, data, options, about)
-    norms = _norms(model, architecture) if everything else []
-    moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
-    masks, folder = stored_masks(checkpoint, chosen, model), out.work / "healing"
-    with stage("heal"):
-        record = train(model, teacher, data.tokens, masks, moving, folder, recipe.heal_steps, options.batch_size, options.seed)
-    record = _with_origin(record, data, options, about)
-    if not ranks().main or record.best == 0:
-        return record
-    for target in targets:
-        _overwrite(target.matrix, rows_in(model.get_parameter(target.layer.parameter).data, target.layer))  # type: ignore[arg-type]
-    for name in norms:
-        stored = checkpoint.tensors[architecture.stored_names[name]]
-        _overwrite(Matrix(replace(stored, shape=(1, stored.numel))), model.get_parameter(name).data[None])
-    return record
-
-
-def _with_origin(record: HealingRecord, data: CalibrationText, options: Any, about: CalibrationRecord) -> HealingRecord:
+    else:
+        norms = _norms(model, architecture) if everything else []
+        moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
+        masks, how = stored_masks(checkpoint, chosen, model), (recipe.heal_steps, options.batch_size, options.seed)
+        with stage("heal"):
+            record = train(model, teacher, data.tokens, masks, moving, out.work / "healing", *how)
+        if ranks().main and record.best:
+            for target in targets:
+                _overwrite(target.matrix, weight_of(model, target.layer))
+            for name in norms:
+                stored = checkpoint.tensors[architecture.stored_names[name]]
+                _overwrite(Matrix(replace(stored, shape=(1, stored.numel))), model.get_parameter(name).data[None])
     record.origin = fit_origin(data, options, about, record.by)
     record.origin.seed = options.seed  # of the order of the sequences
     return record
@@ -211,7 +207,7 @@ def _with_origin(record: HealingRecord, data: CalibrationText, options: Any, abo
 
 def _overwrite(matrix: Matrix, weight: Tensor) -> None:
     """Put a weight of shape (outputs, inputs) in the place of a matrix in its file."""
-    words = words_of(in_dtype(weight.cpu(), torch_dtype(matrix.stored.dtype)))
+    words = words_of(in_dtype(weight.cpu(), torch_dtype(matrix.stored.dtype)).contiguous())
     with matrix.stored.shard.open("r+b") as file:
         for offset, raw in matrix.pieces(0, words):
             file.seek(offset)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, reason
-from emp_llm.models.layers import Layer
 from emp_llm.models.modules import set_to_zero
 from emp_llm.models.offload import resident_parameter
 
@@ -142,14 +141,3 @@ def check_whole(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
             f"{name}: its weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it must be floating point "
             f"{list(shape)} in memory. Load the model without quantisation, offloading to disk and sharding over processes."
         )
-
-
-def rows_in(parameter: NDArray[Any], layer: Layer) -> NDArray[Any]:
-    """The part of a parameter's array that is a layer's weight, one output per row; a view. Filters are flat."""
-    if layer.expert is None:
-        if parameter.ndim > 2:
-            return parameter.reshape(parameter.shape[0], -1)
-        return parameter.T if layer.transposed else parameter
-    matrix = parameter[layer.expert.expert]
-    rows: NDArray[Any] = (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
-    return rows

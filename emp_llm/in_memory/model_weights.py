@@ -20,7 +20,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.in_memory.masks import check_merged
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.layers import MIXES_TOKENS, Layer
-from emp_llm.models.modules import Towers, block_lists, model_layers
+from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
 from emp_llm.models.offload import resident_parameter
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -174,9 +174,7 @@ def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _expert_matrix(values: Tensor, layer: Layer, matrix: Matrix) -> Tensor:
     """The part of a parameter of all experts that is stored as one matrix of one expert."""
-    assert layer.expert is not None
-    own = values[layer.expert.expert]
-    rows = (own.T if layer.expert.transposed else own)[layer.expert.first : layer.expert.last]
+    rows = rows_in(values, layer)
     return rows.T if matrix.transposed else rows
 
 

@@ -18,13 +18,13 @@ from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.masks import Masks, rows_in
+from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.architecture import Target, check_calibrated
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
-from emp_llm.models.modules import reads_twice
+from emp_llm.models.modules import reads_twice, rows_in
 from emp_llm.models.offload import resident_parameter
 from emp_llm.models.placement import max_context
 from emp_llm.options.base import check_values, options_of
@@ -97,7 +97,7 @@ def prune_model(
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
         if parameter is not None:
-            rows_in(parameter, target.layer).copy_(weight)  # type: ignore[arg-type, attr-defined]
+            rows_in(parameter, target.layer).copy_(weight)
     if dense is not None:
         from emp_llm.in_memory.healing import heal_model, healing_warnings
 

@@ -15,9 +15,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -28,6 +29,7 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of, within
 
+Values = TypeVar("Values", Tensor, NDArray[Any])
 _CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
 _HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert
@@ -239,13 +241,24 @@ def _transposed(module: nn.Module, shapes: list[tuple[int, ...]], hidden: int | 
     return as_inputs if as_outputs != as_inputs else None
 
 
+def rows_in(parameter: Values, layer: Layer) -> Values:
+    """The part of a parameter's values that is a layer's weight, shape (outputs, inputs): a view. Filters are flat."""
+    if layer.expert is None:
+        if parameter.ndim > 2:
+            return parameter.reshape(parameter.shape[0], -1)
+        return parameter.T if layer.transposed else parameter
+    matrix: Values = parameter[layer.expert.expert]
+    return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+
+
 def weight_of(model: nn.Module, layer: Layer) -> Tensor:
     """A layer's weight in a model, shape (outputs, inputs): a view that can be changed in place."""
     if layer.expert is None:
-        weight: Tensor = model.get_submodule(layer.name).weight.data  # type: ignore[assignment]
-        return weight.T if layer.transposed else weight
-    matrix = model.get_parameter(layer.expert.parameter).data[layer.expert.expert]
-    return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+        weight: Any = model.get_submodule(layer.name).weight
+    else:
+        weight = model.get_parameter(layer.parameter)
+    values: Tensor = weight.data
+    return rows_in(values, layer)
 
 
 def bias_of(model: nn.Module, layer: Layer) -> Tensor | None:

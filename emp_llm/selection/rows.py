@@ -70,10 +70,10 @@ def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
 
 
 def words_of(weight: "Tensor") -> Any:
-    """The bits of a tensor on the CPU, of 16 or 32 bits, as an array of unsigned integers in the same memory."""
+    """The bits of a tensor on the CPU, of 16, 32 or 64 bits, as an array of unsigned integers in the same memory."""
     import torch
 
-    return weight.detach().view({2: torch.uint16, 4: torch.uint32}[weight.element_size()]).numpy()
+    return weight.detach().view({2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[weight.element_size()]).numpy()
 
 
 def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:

@@ -54,7 +54,6 @@ def heal_blocks(
     runner = BlockwiseModel(model, recipe.blocks, options.hidden_states)
     batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
-    runner.prepare(batches[0])
     model.requires_grad_(False)
     walks = runner.walk([*batches, *rest], "heal")
     with checkpoint.open_files() as files, walks as walk, closing(HiddenStates(walk.hidden.place)) as pruned:

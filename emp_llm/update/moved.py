@@ -16,10 +16,10 @@ from emp_llm.checkpoint.matrices import Words, torch_dtype
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
+from emp_llm.selection.rows import words_of
 from emp_llm.selection.rule import RowFigures
 
 _KEY = "emp_llm"
-_WORD = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @dataclass
@@ -46,12 +46,6 @@ def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A float32 weight in another dtype; values beyond its range become its largest."""
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return weight.clamp(-most, most).to(dtype)
-
-
-def words_of(weight: Tensor) -> Words:
-    """The bits of a weight on the CPU, of its shape."""
-    words: Words = weight.contiguous().view(_WORD[weight.element_size()]).numpy()
-    return words
 
 
 class _About(msgspec.Struct):
@@ -144,7 +138,7 @@ class MovedWeights:
         rows = self.rows(target, first, first + words.shape[0])
         if rows is None or target.layer.block is None:
             return figures
-        words[:] = words_of(rows)
+        words[:] = words_of(rows.contiguous())
         kept = np.count_nonzero(words, axis=1)
         changed = figures._replace(zeros=words.shape[1] - kept)
         share = self.block(target.layer.block)[target.name].kept_mass
