@@ -80,6 +80,8 @@ def rotate(
         with stage("rotate"):
             how = {"batch_size": text.batch_size, "seed": text.seed}
             record = rotate_model(turned, data.tokens, steps=steps, pattern=pattern, **how)
+        if record.n_eff_after >= record.n_eff_before:
+            logger.warning("warning: N_eff/N is not lower than before; prune %s as it is.", source.name)
         out.begin({})
         turned.save_pretrained(out.files)
         for shard in out.files.glob("*.safetensors"):

@@ -174,6 +174,15 @@ def test_it_is_pruned_healed_and_verified_like_any_other(
     assert not verify(tmp_path / "healed", source=str(rotated[0])).differences
 
 
+def test_a_turn_that_gains_nothing_warns(
+    rotated: tuple[Path, RotationRecord], given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The eigenvectors are worse than what a search has found."""
+    again = rotate(str(rotated[0]), output=tmp_path / "again", steps=0, **given).record
+    assert again.n_eff_after > again.n_eff_before
+    assert f"N_eff/N is not lower than before; prune {rotated[0]} as it is" in caplog.text
+
+
 def test_a_prune_by_beta_warns(
     models: Models,
     rotated: tuple[Path, RotationRecord],
