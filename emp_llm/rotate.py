@@ -78,8 +78,7 @@ def rotate(
             raise UserError("rotate reads text alone; leave out image= in --calibration.")
         turned = models.get(source.folder)
         with stage("rotate"):
-            how = {"batch_size": text.batch_size, "seed": text.seed}
-            record = rotate_model(turned, data.tokens, steps=steps, pattern=pattern, **how)
+            record = rotate_model(turned, data.tokens, steps=steps, pattern=pattern, batch_size=text.batch_size, seed=text.seed)
         if record.n_eff_after >= record.n_eff_before:
             logger.warning("warning: N_eff/N is not lower than before; prune %s as it is.", source.name)
         out.begin({})

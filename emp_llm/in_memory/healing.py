@@ -68,8 +68,7 @@ def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = No
         raise UserError("--heal is for decoders, and this model has an encoder too. Leave out --heal.")
     if not isinstance(data, CalibrationText):
         raise UserError("--heal trains on text alone; leave out image= in --calibration.")
-    held = _held_out(len(data.tokens))
-    if len(data.tokens) - held < SEQUENCES:
+    if len(data.tokens) <= SEQUENCES:
         raise UserError(
             f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} are needed: {SEQUENCES} for a "
             "step, and one that is held out. Give more --samples, or a lower --seqlen."
