@@ -29,6 +29,7 @@ from emp_llm.heal import heal
 from emp_llm.in_memory import healing
 from emp_llm.pack import pack
 from emp_llm.prune import prune
+from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.push import method_words
 from emp_llm.reporting.run_tables import healing_lines
@@ -101,7 +102,7 @@ def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any],
     assert report.healing.origin is not None
     assert (report.healing.origin.execution, report.healing.origin.seed) == ("model", 0)
     (line,) = healing_lines(report)
-    assert line.endswith("perplexity {before:.3f} to {after:.3f}, dense {dense:.3f}".format(**report.healing.perplexity))
+    assert line.endswith("perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(**report.healing.perplexity))
     assert verify(healed, source=str(models(family))).differences == []
 
 
@@ -326,6 +327,27 @@ def test_a_diverging_training_changes_nothing(
     assert report.healing.best == 0
     assert report.healing.steps < 30
     assert any("did not bring the model nearer" in sentence for sentence in report.warnings)
+    assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
+
+
+def test_a_loss_that_is_not_finite(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training stops, the weights stay, and the report can be read again."""
+    compute, steps = healing._Healer.compute_loss, iter([1.0, float("nan")])
+
+    def diverge(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+        found = compute(self, model, inputs, return_outputs, **rest)
+        return (found[0] * next(steps), (found[1][0] * 1e9, found[1][1])) if return_outputs else found
+
+    monkeypatch.setattr(healing._Healer, "compute_loss", diverge)
+    plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
+    report = read_record(healed / "emp_report.json", RunReport)
+    assert report.healing is not None
+    assert (report.healing.best, report.healing.steps) == (0, 3)
+    assert [loss is None for _, loss in report.healing.curve] == [False, True]
+    assert report.healing.perplexity["before"] is None
+    assert "perplexity infinite to infinite, dense " in healing_lines(report)[0]
     assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
 
 

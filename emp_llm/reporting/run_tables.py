@@ -162,15 +162,17 @@ def healing_lines(report: RunReport) -> list[str]:
     healing = report.healing
     if healing is None:
         return []
-    curve, by_model = {int(step): loss for step, loss in healing.curve}, healing.by == "model"
+    curve, by_model = dict(healing.curve), healing.by == "model"
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
     what, unit = ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
     minutes, told = report.stages["heal"].seconds / 60, ""
+    before, after = ("infinite" if loss is None else f"{loss:.4f}" for loss in (curve[0], curve[healing.best]))
     if healing.perplexity:
-        told = "; perplexity {before:.3f} to {after:.3f}, dense {dense:.3f}".format(**healing.perplexity)
+        shown = {name: "infinite" if value is None else f"{value:.4g}" for name, value in healing.perplexity.items()}
+        told = "; perplexity {before} to {after}, dense {dense}".format(**shown)
     return [
         f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences {what} "
-        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
+        f"{before} to {after}{unit} (step {healing.best}){told}"
     ]
 
 

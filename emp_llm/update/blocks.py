@@ -82,7 +82,7 @@ def heal_blocks(
         steps=steps,
         tokens=steps * SEQUENCES * tokens.shape[1],
         best=steps if after < before else 0,
-        curve=[[0, before], [steps, after]],
+        curve=[(0, before), (steps, after)],
     )
 
 
