@@ -95,8 +95,7 @@ def heal(
                 keep_generated(out.files / SELF_NAME, data)
                 out.note(copied=True)
         with stopwatch("heal"):
-            about = model_origin(source.name, source.revision, dense)
-            healing = heal_folder(out, source.folder, recipe, data, options, about)
+            healing = heal_folder(out, source.folder, recipe, data, options, model_origin(source.name, source.revision, dense))
         if ranks().main:
             healing.command = command_line()
             report.recipe, report.healing, report.evaluation = recipe, healing, None

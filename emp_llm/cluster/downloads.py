@@ -68,8 +68,7 @@ def _reads_text(kind: str, options: Any) -> bool:
         return True
     calibrates = options.activations is None
     if kind == "sweep":
-        methods = (options.methods or METHODS).split(",")
-        return calibrates and not all(method.strip().endswith("magnitude") for method in methods)
+        return calibrates and not all(name.strip().endswith("magnitude") for name in (options.methods or METHODS).split(","))
     recipe: Recipe = options.groups["recipe"]
     return recipe.moves or (recipe.needs_activations and calibrates)
 

@@ -1,6 +1,5 @@
 """emp_report.json: the effect of a pruning run on each matrix, its evaluation, and everything that it depends on."""
 
-import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -13,11 +12,6 @@ from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
-
-
-def finite(value: float | None) -> float | None:
-    """A number as JSON holds it; None if it is infinite or NaN."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 class Quartiles(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # msgspec allows it; dataclasses would not
@@ -216,7 +210,7 @@ class HealingRecord(Part, kw_only=True):
         steps, tokens: of the training; best: the step whose weights were kept; 0: those before the training.
         by: the whole model at once, or block by block.
         curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by blocks, the mean squared error
-            of a block's outputs as a share of their squares. Null: not finite.
+            of a block's outputs as a share of their squares. A loss that is not finite is null in JSON.
         perplexity: on the held-out sequences: of the dense model, and of the pruned one "before" and "after"; empty by blocks.
         origin: its text, seed and versions; command: of a run of `heal`.
     """
@@ -229,11 +223,6 @@ class HealingRecord(Part, kw_only=True):
     perplexity: dict[str, float | None] = {}
     origin: CalibrationRecord | None = None
     command: str | None = None
-
-    def __post_init__(self) -> None:
-        """JSON has no infinity, and a loss that diverges is infinite."""
-        self.curve = [(step, finite(loss)) for step, loss in self.curve]
-        self.perplexity = {name: finite(value) for name, value in self.perplexity.items()}
 
 
 class RunReport(FileRecord, kw_only=True):

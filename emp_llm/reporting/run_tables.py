@@ -1,5 +1,6 @@
 """Tables of a run, a sweep, a measure and a bench, as the commands print them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -162,17 +163,16 @@ def healing_lines(report: RunReport) -> list[str]:
     healing = report.healing
     if healing is None:
         return []
-    curve, by_model = dict(healing.curve), healing.by == "model"
+    curve = {step: math.inf if loss is None else loss for step, loss in healing.curve}
+    by_model, minutes, told = healing.by == "model", report.stages["heal"].seconds / 60, ""
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
     what, unit = ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
-    minutes, told = report.stages["heal"].seconds / 60, ""
-    before, after = ("infinite" if loss is None else f"{loss:.4f}" for loss in (curve[0], curve[healing.best]))
     if healing.perplexity:
-        shown = {name: "infinite" if value is None else f"{value:.4g}" for name, value in healing.perplexity.items()}
-        told = "; perplexity {before} to {after}, dense {dense}".format(**shown)
+        known = {name: math.inf if value is None else value for name, value in healing.perplexity.items()}
+        told = "; perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(**known)
     return [
         f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences {what} "
-        f"{before} to {after}{unit} (step {healing.best}){told}"
+        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
     ]
 
 

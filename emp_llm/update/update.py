@@ -76,9 +76,8 @@ def healing_memory(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Re
     logits of both models, their logarithms and gradients for `tokens` tokens at a time.
     """
     dense = sum(size for size, _ in checkpoint.states.values())
-    text = checkpoint.config.get("text_config") or checkpoint.config
-    logits: int = 16 * tokens * text.get("vocab_size", 0)
-    return dense + 4 * checkpoint.parameters + 12 * healing_weights(checkpoint, targets, recipe) + logits
+    vocabulary: int = (checkpoint.config.get("text_config") or checkpoint.config).get("vocab_size", 0)
+    return dense + 4 * checkpoint.parameters + 12 * healing_weights(checkpoint, targets, recipe) + 16 * tokens * vocabulary
 
 
 def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe) -> list[str]:
