@@ -1,11 +1,11 @@
 """How large emp_llm is, and how much of it a run enters.
 
-    python scripts/code_size.py            # lines of code of each room
+    python scripts/code_size.py            # tokens and statements of each room
     python scripts/code_size.py --runs     # and how many files and functions four runs enter (a minute)
 
-A line of code is a line with tokens: no blanks, comments and docstrings. A run enters a file if it calls one of its functions.
-Functions are those with a `def`: bodies of modules and classes, lambdas and generator expressions are not counted.
-`tests/test_code_size.py` holds the totals to a number that only goes down.
+Tokens are Python's own, without comments, docstrings, line breaks and indentation: where lines break makes no difference.
+A run enters a file if it calls one of its functions. Functions are those with a `def`: bodies of modules and classes, lambdas
+and generator expressions are not counted. `tests/test_code_size.py` holds the totals.
 """
 
 import argparse
@@ -49,30 +49,36 @@ RUNS = {
 _SUITE = '[perplexity]\nfile = "{text}"\njoin = "\\n"\nseqlen = 512\n'
 
 
-def lines_of_code(path: Path) -> int:
-    """The number of lines of a file with tokens, without docstrings."""
+def size_of(path: Path) -> tuple[int, int]:
+    """The number of tokens and of statements of a file, docstrings left out of the tokens."""
+    statements = 0
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines: set[int] = set()
+        if isinstance(node, ast.stmt):
+            statements += 1
+    tokens = 0
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
-            if token.type not in _LAYOUT:
-                lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+            if token.type not in _LAYOUT and token.start[0] not in docstrings:
+                tokens += 1
+    return tokens, statements
 
 
-def sizes() -> dict[str, tuple[int, int]]:
-    """Room -> (lines of code, files); the files beside the rooms are the commands."""
-    lines: Counter[str] = Counter()
+def sizes() -> dict[str, tuple[int, int, int]]:
+    """Room -> (tokens, statements, files); the files beside the rooms are the commands."""
+    tokens: Counter[str] = Counter()
+    statements: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).parts
         room = parts[0] if len(parts) > 1 else "commands"
-        lines[room] += lines_of_code(path)
+        size = size_of(path)
+        tokens[room] += size[0]
+        statements[room] += size[1]
         files[room] += 1
-    return {room: (lines[room], files[room]) for room in sorted(lines)}
+    return {room: (tokens[room], statements[room], files[room]) for room in sorted(tokens)}
 
 
 def folders() -> int:
@@ -122,12 +128,11 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--runs", action="store_true", help="also count what four runs enter")
     asked = parser.parse_args(line)
     rooms = sizes()
-    print(f"{'room':<14} {'lines':>6} {'files':>6}")
-    for room, (lines, files) in rooms.items():
-        print(f"{room:<14} {lines:>6} {files:>6}")
-    print(
-        f"{'emp_llm':<14} {sum(n for n, _ in rooms.values()):>6} {sum(n for _, n in rooms.values()):>6}  in {folders()} folders"
-    )
+    print(f"{'room':<14} {'tokens':>8} {'statements':>11} {'files':>6}")
+    for room, (tokens, statements, files) in rooms.items():
+        print(f"{room:<14} {tokens:>8} {statements:>11} {files:>6}")
+    tokens, statements, files = (sum(figures) for figures in zip(*rooms.values(), strict=True))
+    print(f"{'emp_llm':<14} {tokens:>8} {statements:>11} {files:>6}  in {folders()} folders")
     if asked.runs:
         print(f"\n{'a run enters':<16} {'files':>6} {'functions':>10}")
         for name in RUNS:

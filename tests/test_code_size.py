@@ -1,6 +1,7 @@
-"""The budget: the package's lines of code, and how much of it a run enters, only go down.
+"""The budget: the package's tokens, and how much of it a run enters.
 
-A commit that raises a number says what it pays for.
+Tokens, not lines: nothing is gained by packing two things on one line. The numbers leave room for a patch of usual size; a commit
+that raises one says what it pays for.
 """
 
 import code_size
@@ -8,14 +9,16 @@ import pytest
 
 from emp_llm.prune import prune
 
-LINES, FILES, FOLDERS = 20_811, 157, 17
-ENTERED = {"prune": (48, 344), "data-free prune": (37, 240), "prune_model": (38, 225), "perplexity": (33, 143)}
+TOKENS = 240_000
+FILES = 160
+FOLDERS = 17
+ENTERED = {"prune": (49, 360), "data-free prune": (38, 255), "prune_model": (39, 240), "perplexity": (34, 155)}
 
 
 def test_the_package() -> None:
     rooms = code_size.sizes()
-    assert sum(lines for lines, _ in rooms.values()) <= LINES
-    assert sum(files for _, files in rooms.values()) <= FILES
+    assert sum(tokens for tokens, _, _ in rooms.values()) <= TOKENS
+    assert sum(files for _, _, files in rooms.values()) <= FILES
     assert code_size.folders() <= FOLDERS
 
 
