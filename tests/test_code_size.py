@@ -1,7 +1,7 @@
 """The budget: the package's tokens, and how much of it a run enters.
 
-Tokens, not lines: nothing is gained by packing two things on one line. The numbers leave room for a patch of usual size; a commit
-that raises one says what it pays for.
+Tokens, not lines: nothing is gained by packing two things on one line. The numbers leave room for a patch of usual size; a
+commit that raises one says what it pays for.
 """
 
 import code_size
