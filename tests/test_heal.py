@@ -306,10 +306,12 @@ def test_too_little_memory_for_the_whole_model(
         prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
 
 
+@pytest.mark.parametrize("instructions", [True, False])
 def test_a_layer_that_no_batch_calls(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instructions: bool
 ) -> None:
-    """As an expert that no token reaches: it keeps its weights, and the others heal."""
+    """As an expert that no token reaches: it keeps its weights, and the others heal. With and without bfloat16 products."""
+    monkeypatch.setattr(healing, "has_bfloat16", lambda device: instructions)
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
     how = given | {"method": "magnitude", "targets": "mlp", "device_map": "disk"}
     plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, **how)

@@ -264,7 +264,16 @@ def slow_sparsegpt(
 
 @pytest.mark.parametrize("kind", ["correlated", "few tokens"])
 @pytest.mark.parametrize(
-    ("count", "pattern", "block"), [(288, None, 16), (363, None, 128), (None, (2, 4), 16), (None, (5, 8), 128)]
+    ("count", "pattern", "block"),
+    [
+        (288, None, 16),
+        (363, None, 128),
+        (None, (2, 4), 16),
+        (None, (5, 8), 128),
+        (None, (3, 6), 16),  # a block holds whole groups
+        (None, (8, 24), 16),
+        (None, (1, 3), 128),
+    ],
 )
 def test_sparsegpt_agrees_with_a_slow_one(kind: str, count: int | None, pattern: tuple[int, int] | None, block: int) -> None:
     x = inputs_of(kind, 48)

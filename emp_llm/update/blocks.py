@@ -99,7 +99,7 @@ def _heal(
     walk, step = block.walk, block.step
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
-    masters = {name: values.float().requires_grad_(True) for name, values in block.values.items()}
+    masters = {name: values.to(torch.float32, copy=True).requires_grad_(True) for name, values in block.values.items()}
     optimizer = torch.optim.Adam([rated(values) for values in masters.values()], betas=(0.9, 0.95))
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -40,7 +40,7 @@ def sparsegpt(
         gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
         count: how many weights of the matrix are kept.
         pattern: (N, M): N of every M consecutive inputs are kept. Instead of a count.
-        block: columns of a block; a multiple of M.
+        block: columns of a block. With a pattern, the largest multiple of M up to it, and at least M.
         damping: lambda as a share of the mean diagonal of the gram. The paper's is 0.01.
 
     Raises:
@@ -48,6 +48,8 @@ def sparsegpt(
     """
     check_finite(weight=weight, gram=gram)
     outputs, inputs = weight.shape
+    if pattern is not None:  # a block holds whole groups
+        block = max(block // pattern[1], 1) * pattern[1]
     with full_float32(), torch.no_grad():
         weight = weight.float().clone()
         dead = gram.diagonal() <= 0
