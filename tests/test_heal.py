@@ -16,7 +16,7 @@ import torture
 from accelerate import cpu_offload
 from launch import launch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -165,21 +165,83 @@ def test_a_killed_healing_resumes(
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models(family), output=tmp_path / "whole" / "out", **how)
 
-    begin = healing._Watch.on_train_begin
+    killed_in_third_step(models(family), tmp_path / "killed" / "out", monkeypatch, **how)
+    assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
+    steps: list[int] = []
+    monkeypatch.setattr(healing._Watch, "on_train_begin", lambda self, args, state, *_, **__: steps.append(state.global_step))
+    prune(models(family), output=tmp_path / "killed" / "out", **how)
+    assert steps == [2]
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def killed_in_third_step(model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """A healing with a checkpoint after two steps."""
     with monkeypatch.context() as patch:
         patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
         with pytest.raises(_Killed):
-            prune(models(family), output=tmp_path / "killed" / "out", **how)
-    assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
-    steps: list[int] = []
+            prune(model, output=output, **how)
 
-    def begun(self: Any, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        steps.append(state.global_step)
-        begin(self, args, state, control, **rest)
 
-    monkeypatch.setattr(healing._Watch, "on_train_begin", begun)
-    prune(models(family), output=tmp_path / "killed" / "out", **how)
-    assert steps == [2]
+def test_a_healing_that_is_killed_after_its_last_checkpoint(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains no step more, however often it is killed there."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+
+    def kill(self: Any) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(healing._Healer, "_load_best_model", kill)
+        for _ in range(2):
+            with pytest.raises(_Killed):
+                prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    report = prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    assert isinstance(report, RunReport)
+    assert report.healing is not None
+    assert report.healing.steps == STEPS
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def change_a_bit(folder: Path) -> None:
+    path = folder / "weights.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+
+
+def reshape(folder: Path) -> None:
+    path = folder / "weights.safetensors"
+    save_file({name: values[:1].clone() for name, values in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut, change_a_bit, reshape, lambda folder: (folder / "optimizer.pt").unlink(), lambda folder: shutil.rmtree(folder)],
+)
+def test_a_damaged_checkpoint_of_a_healing(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+) -> None:
+    """The training begins again, and ends with the same bytes."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
+    folder = tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2"
+    damage(folder)
+    warned = folder.exists()
+    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    assert ("checkpoint-2 is damaged or incomplete" in caplog.text) == warned
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 

@@ -23,12 +23,22 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import is_bitsandbytes_available
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, format_bytes
@@ -55,6 +65,7 @@ from emp_llm.update.update import check_update, healing_bytes, healing_memory, u
 logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
+_HASHES = "hashes.json"  # written last in a checkpoint
 _MEASURES = 10  # of the held-out loss
 _HELD_OUT = 16  # one sequence of this many
 
@@ -281,7 +292,14 @@ def train(
         )
         trainer.dense = dense
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=_last(folder))
+        last = ranks().share(_last(folder) if ranks().main else None)
+        if last is not None:
+            trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
+        if trainer.state.global_step >= steps or _has_diverged(trainer.state):  # it was interrupted after its end
+            if trainer.state.best_global_step is not None:
+                trainer._load_best_model()
+        else:
+            trainer.train(resume_from_checkpoint=last)
     curve, perplexity = _curve(trainer.state), _curve(trainer.state, "perplexity")
     best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
     return HealingRecord(
@@ -319,9 +337,14 @@ class _Healer(Trainer):  # type: ignore[misc]
         return divergence, losses, losses
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """If the disk is full, torch and safetensors raise errors of their own."""
+        """A checkpoint is complete with the hashes of its files. A full disk is an OSError, whatever torch makes of it."""
         try:
             super()._save_checkpoint(model, trial)
+            ranks().gather(None)  # each has written its part
+            if self.args.should_save:
+                folder = _checkpoint(self.args.output_dir, self.state.global_step)
+                sync_tree(folder)
+                write_json(folder / _HASHES, _hashes(folder))
         except (SafetensorError, RuntimeError) as error:
             if isinstance(error, SafetensorError) or "inline_container" in str(error):
                 raise OSError(errno.ENOSPC, str(error)) from error
@@ -338,7 +361,7 @@ class _Healer(Trainer):  # type: ignore[misc]
             self.model.get_parameter(name).data.copy_(values)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(str(_checkpoint(self.args.output_dir, self.state.best_global_step)))
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
@@ -351,13 +374,18 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        losses = list(_curve(state).values())
-        late = 2 * state.global_step > state.max_steps  # before, a rate that is still high may lift the loss for a while
-        rising = late and len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
-        if losses and (not losses[-1] < 100 * losses[0] or rising):
+        if _has_diverged(state):
             control.should_training_stop = True
 
-    on_train_begin = on_evaluate  # of a training that was interrupted when it was to end
+
+def _has_diverged(state: Any) -> bool:
+    """Whether the held-out loss is a hundred times the first, or rises late and three times in turn."""
+    losses = list(_curve(state).values())
+    if not losses:
+        return False
+    late = 2 * state.global_step > state.max_steps  # before, a rate that is still high may lift the loss for a while
+    rising = late and len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
+    return rising or not losses[-1] < 100 * losses[0]
 
 
 def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:
@@ -399,10 +427,35 @@ def _norms(model: nn.Module, architecture: Architecture) -> list[str]:
     return [name for name, module in names if "norm" in type(module).__name__.lower()]
 
 
+def _checkpoint(folder: str | Path, step: int) -> Path:
+    """The checkpoint of a training after some steps."""
+    return Path(folder) / f"checkpoint-{step}"
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file of a checkpoint, by name."""
+    return {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _HASHES}
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether a checkpoint is complete, and its files are as they were written."""
+    try:
+        return bool(read_json(folder / _HASHES) == _hashes(folder))
+    except (OSError, UserError):
+        return False
+
+
 def _last(folder: Path) -> str | None:
-    """The newest complete checkpoint of an interrupted training."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if path.stat().st_size]
-    return str(max(found, key=lambda path: int(path.name.partition("-")[2]))) if found else None
+    """The newest checkpoint of an interrupted training that is intact, and whose best one is."""
+    steps = [int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")]
+    for step in sorted(steps, reverse=True):
+        path = _checkpoint(folder, step)
+        if _is_intact(path):
+            best = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME)).best_global_step
+            if best in (None, step) or _is_intact(_checkpoint(folder, best)):
+                return str(path)
+        logger.warning("healing: %s is damaged or incomplete, so the training does not resume from it.", path.name)
+    return None
 
 
 def has_bfloat16(device: torch.device) -> bool:
