@@ -22,7 +22,7 @@ import msgspec
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import OutputFolder, describe_difference
+from emp_llm.checkpoint.output import CALIBRATION_FILES, OutputFolder, check_own, describe_difference
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line
@@ -284,6 +284,9 @@ class SweepFolder:
     def locked(self) -> Iterator[None]:
         """Hold the folder for one run."""
         with locked(self._file, f"--output {self.path}"):
+            check_own(self.points, ("*",))
+            check_own(self.calibration, CALIBRATION_FILES)
+            check_own(self.scratch, ("*",))
             try:
                 self.points.mkdir(exist_ok=True)
                 yield

@@ -15,7 +15,8 @@ import torture
 from runs import report_of
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.locks import FileLock, locked
 from emp_llm.checkpoint.output import OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
@@ -192,3 +193,64 @@ def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkey
     assert {path.name for path in (tmp_path / ".out.partial").iterdir()} == {"lock", "files"}
     other._remove()
     assert not list(tmp_path.iterdir())
+
+
+def _of_a_user(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["work", "lock", "files", "manifest", "calibration", "hard link"])
+def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -> None:
+    """A repository or an archive can hold them. They are neither followed nor emptied, and nothing appears behind them."""
+    place = tmp_path / "place"
+    place.mkdir()
+    mine = _of_a_user(tmp_path / "mine")
+    work = place / ".out.partial"
+    if kind == "work":
+        work.symlink_to(mine)
+    elif kind == "calibration":
+        (place / ".out.calibration").symlink_to(mine)
+    else:
+        work.mkdir()
+        (work / "lock").touch()
+    if kind == "lock":
+        (work / "lock").unlink()
+        (work / "lock").symlink_to(mine / "thesis.txt")
+    elif kind == "hard link":
+        os.link(mine / "thesis.txt", work / "manifest.json")
+    elif kind == "manifest":
+        (work / "manifest.json").symlink_to(mine / "thesis.txt")
+    elif kind == "files":
+        (work / "manifest.json").write_text('{"signature": {}, "shards": {}}')
+        (work / "files").symlink_to(mine)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"is a link. emp-llm makes none for its work and follows none; delete it"):
+            prune(models("llama"), output=place / "out", method="emp-magnitude", overwrite=overwrite)
+        assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+        assert (mine / "thesis.txt").read_text() == "years of work"
+        assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
+def test_a_folder_of_the_user_with_a_name_of_ours(models: Models, tmp_path: Path, name: str) -> None:
+    mine = _of_a_user(tmp_path / name)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"is not of emp-llm, so it is neither used nor emptied"):
+            prune(models("llama"), output=tmp_path / "out", method="emp-magnitude", overwrite=overwrite)
+        assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", [".results.json.lock", ".results.json.partial"])
+def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None:
+    thesis = _of_a_user(tmp_path / "mine") / "thesis.txt"
+    (tmp_path / name).symlink_to(thesis)
+    with pytest.raises(UserError, match="is a link"), locked(tmp_path / "results.json"):
+        write_bytes(tmp_path / "results.json", b"{}")
+    assert thesis.read_text() == "years of work"
+    (tmp_path / name).unlink()
+    (tmp_path / ".results.json.lock").write_text("a note")
+    with pytest.raises(UserError, match="is no lock of emp-llm"), locked(tmp_path / "results.json"):
+        pass
+    assert (tmp_path / ".results.json.lock").read_text() == "a note"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from blake3 import blake3
 
-from emp_llm.checkpoint.locks import same_file
+from emp_llm.checkpoint.locks import open_own, same_file
 from emp_llm.common.errors import ReadError, UserError, quotable, reason
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     while file < 0 or not same_file(file, partial):  # the writer before has renamed it
         if file >= 0:
             os.close(file)
-        file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        file = open_own(partial)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
     with open(file, "wb") as stream:

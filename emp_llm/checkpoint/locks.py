@@ -16,6 +16,7 @@ from emp_llm.common.errors import UserError, reason
 
 logger = logging.getLogger(__name__)
 _TICK = 0.05  # seconds between two tries
+_UNKNOWN = "an unknown process"
 
 
 @contextmanager
@@ -68,7 +69,10 @@ class FileLock:
         """
         began = time.monotonic()
         while self._file is None:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_own(self.path)
+            if not _is_lock(file):
+                os.close(file)
+                raise UserError(f"{self._subject}: {self.path} is no lock of emp-llm, so it is not touched. Move it away.")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -108,6 +112,29 @@ class FileLock:
             self._file = None
 
 
+def open_own(path: Path) -> int:
+    """Open a file of our work for reading and writing, created if missing.
+
+    Raises:
+        UserError: it is a link, symbolic or hard. Whoever made that chose what would be overwritten.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise UserError(link_sentence(path)) from error
+        raise
+    if os.fstat(file).st_nlink > 1:
+        os.close(file)
+        raise UserError(link_sentence(path))
+    return file
+
+
+def link_sentence(path: Path) -> str:
+    """Why a path of our work is not used."""
+    return f"{path} is a link. emp-llm makes none for its work and follows none; delete it."
+
+
 def holder_of(path: Path) -> str | None:
     """Who holds a lock, in words; None if nobody does."""
     try:
@@ -131,9 +158,14 @@ def same_file(file: int, path: Path) -> bool:
         return False
 
 
+def _is_lock(file: int) -> bool:
+    """Whether an open file is empty, or names a holder."""
+    return os.fstat(file).st_size == 0 or _read_holder(file) != _UNKNOWN
+
+
 def _read_holder(file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "an unknown process"
+        return _UNKNOWN

@@ -16,19 +16,24 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
-from emp_llm.checkpoint.locks import FileLock, locked
+from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import UserError, format_bytes, reason
 from emp_llm.common.paths import INDEX_NAME, PACK_NAME, REPORT_NAME, SINGLE_NAME
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
 _FORMAT = "emp-llm work 3"
+_OLD = "replaced"
+# Finished blocks of a calibration, whole or half written.
+CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
 
 class OutputFolder:
@@ -68,7 +73,7 @@ class OutputFolder:
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
         self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
-        self._old = self.work / "replaced"
+        self._old = self.work / _OLD
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
         self._state: dict[str, Any] = {}
@@ -174,6 +179,8 @@ class OutputFolder:
     def _open(self) -> None:
         """Create the work folder if missing, lock it, and read its manifest."""
         while True:
+            check_own(self.work, ("manifest.json", "lock", _OLD))
+            check_own(self.calibration, CALIBRATION_FILES)
             self.work.mkdir(exist_ok=True)
             try:
                 self._lock.acquire()
@@ -228,7 +235,7 @@ class OutputFolder:
 
     def _remove_leftover(self) -> None:
         """Delete the work folder of a run that was killed after it had put its output in place."""
-        if self.work.is_dir() and not self.files.is_dir():
+        if self.work.is_dir() and not self.work.is_symlink() and not self.files.is_dir():
             with contextlib.suppress(OSError, UserError):  # another run holds it
                 self._lock.acquire()
                 self._remove()
@@ -260,6 +267,7 @@ class OutputFile(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         if ranks().main:
+            check_own(self.progress, CALIBRATION_FILES)
             self.enter_context(locked(self.path))
         return self
 
@@ -272,6 +280,35 @@ class OutputFile(contextlib.ExitStack):
         sync_path(self.path)
         sync_path(self.path.parent)
         shutil.rmtree(self.progress, ignore_errors=True)
+
+
+def check_own(folder: Path, marks: Sequence[str]) -> None:
+    """Check that a folder of work is one that emp-llm made, so that it may be written to and emptied.
+
+    Args:
+        folder: may be missing.
+        marks: names, or patterns of names, of which one lies in every folder of this kind unless it is empty.
+
+    Raises:
+        UserError: it is a link, holds one, or holds none of the marks.
+    """
+    if not os.path.lexists(folder):
+        return
+    inside = [] if folder.is_symlink() else list(folder.rglob("*"))
+    for path in (folder, *inside):
+        if path.relative_to(folder).parts[:1] == (_OLD,) and path.parent != folder:
+            continue  # an older output, as its user left it
+        with contextlib.suppress(FileNotFoundError):  # another run has just deleted it
+            about = path.lstat()
+            if stat.S_ISLNK(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink > 1):
+                raise UserError(link_sentence(path))
+    if not folder.is_dir():
+        raise UserError(f"{folder} is in the way: emp-llm works in a folder of this name. Move it away.")
+    names = [path.name for path in folder.iterdir()]
+    if names and not any(fnmatch(name, mark) for name in names for mark in marks):
+        raise UserError(
+            f"{folder} is not of emp-llm, so it is neither used nor emptied. Move it away, or choose another output."
+        )
 
 
 def check_output_file(path: Path, overwrite: bool) -> None:
