@@ -132,7 +132,7 @@ def bench(options: BenchOptions) -> Bench:
             )
     layers = [layer.rows for layer in sparse_layers(model).values()]
     record = Bench(
-        model=options.model,
+        model=source.name,
         revision=source.revision,
         identity=folder_identity(source.folder),
         sparsity=1 - sum(rows.values.numel() for rows in layers) / sum(rows.rows * rows.columns for rows in layers),

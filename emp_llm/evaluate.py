@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command, run
@@ -14,6 +14,10 @@ from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
 from emp_llm.options.model import DEVICE_NAME, LoadingOptions, QuantizationOptions, Runtime, TrustRemoteCode
 from emp_llm.records.results import Results
+
+if TYPE_CHECKING:
+    from emp_llm.hub.local_model import LocalModel
+    from emp_llm.models.placement import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +30,36 @@ class Evaluated:
     table: str
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure.
+
+    Attributes:
+        source: the model.
+        path: of its results file.
+        quantization, runtime: how it runs.
+        results: what is measured so far.
+    """
+
+    source: "LocalModel"
+    path: Path
+    quantization: "Quantization | None"
+    runtime: Runtime
+    results: Results
+
+
 @command
 def evaluate(
     model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = "",
     *,
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None,
+    revision: Annotated[str | None, Opt("Branch, tag or commit of --model on the Hub.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     suite_options: SuiteOptions,
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None,
     overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False,
-    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None,
+    baseline: Annotated[str | None, Opt("Model to compare with (a Hub id may end in @REVISION), or its results file.")] = None,
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None,
     batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8",
     runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense",
@@ -74,8 +96,9 @@ def evaluate(
     size, quantization = parse_batch_size(batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
     suite, trust = suite_of(suite_options), trust_remote_code
     given = Path(baseline) if baseline is not None and baseline.endswith(".json") else None
-    names = [name for name in (model, baseline if given is None else None) if name]
-    sources = [find_model(name, revision if name == model else None, trust) for name in names]
+    sources = [find_model(model, revision, trust)] if model else []
+    if baseline is not None and given is None:
+        sources.append(find_model(baseline, None, trust))
     if prepare:
         cached = [source.name for source in sources]
         if suite.corpus is not None:
@@ -89,50 +112,56 @@ def evaluate(
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
     marks = [sources[0].short_name, quantization, Path(base).stem, *filter(None, changes.split(","))]
-    output = output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
+    file = output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
 
-    # What is measured: (model, mark in the name of its file, quantisation, runtime); the last is --model.
-    wanted = [(sources[0], "", quantization, runtime)]
-    if len(sources) > 1:
-        wanted = [(sources[1], "-baseline", None, "dense"), *wanted]
-        if quantization is not None:
-            wanted.insert(1, (sources[0], "-unquantised", None, "dense"))
-            wanted.insert(2, (sources[1], f"-baseline-{quantization}", quantization, "dense"))
     with ExitStack() as stack:
-        runs = []
-        for source, mark, bits, engine in wanted:
-            path = output.with_name(f"{output.stem}{mark}.json") if mark else output
+
+        def subject(
+            source: "LocalModel", mark: str = "", bits: "Quantization | None" = None, engine: Runtime = "dense"
+        ) -> Subject:
+            path = file.with_name(f"{file.stem}{mark}.json") if mark else file
             if ranks().main:  # before its earlier results are read
                 stack.enter_context(locked(path))
             results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, engine)
-            runs.append((source, path, bits, engine, open_results(path, results, overwrite)))
-        made_by = runs[-1][-1].made_by
-        others = [results_to_compare(path, "--beside", made_by) for path in beside or []]
-        first = [] if given is None else [results_to_compare(given, "--baseline", made_by)]
+            return Subject(source, path, bits, engine, open_results(path, results, overwrite))
+
+        # What is measured, in the order of the table; the last is --model.
+        runs = []
+        if len(sources) > 1:
+            runs.append(subject(sources[1], "-baseline"))
+            if quantization is not None:
+                runs.append(subject(sources[0], "-unquantised"))
+                runs.append(subject(sources[1], f"-baseline-{quantization}", quantization))
+        runs.append(subject(sources[0], bits=quantization, engine=runtime))
+        results = runs[-1].results
+        others = [results_to_compare(path, "--beside", results.made_by) for path in beside or []]
+        first = [] if given is None else [results_to_compare(given, "--baseline", results.made_by)]
 
         # The data of the suite is read before any model is measured.
-        unfinished = [run for run in runs if missing(suite, run[-1].measures)]
+        unfinished = [run for run in runs if missing(suite, run.results.measures)]
         harness = Harness(suite.tasks) if suite.tasks and unfinished else None
-        prepared = {run[1]: prepare_suite(suite, load_tokenizer(run[0].folder, trust), size, harness) for run in unfinished}
-        for source, path, bits, engine, results in runs:
-            if path not in prepared:
-                logger.info("%s: already finished; not measured again.", path)
-                if ranks().main and not results.complete:  # a run was interrupted just before this
-                    results.complete = True
-                    results.save(path)
+        prepared = {
+            run.path: prepare_suite(suite, load_tokenizer(run.source.folder, trust), size, harness) for run in unfinished
+        }
+        for run in runs:
+            if run.path not in prepared:
+                logger.info("%s: already finished; not measured again.", run.path)
+                if ranks().main and not run.results.complete:  # a run was interrupted just before this
+                    run.results.complete = True
+                    run.results.save(run.path)
                 continue
-            with stage(f"evaluate {source.short_name}"):
-                if engine == "sparse":
+            with stage(f"evaluate {run.source.short_name}"):
+                if run.runtime == "sparse":
                     device = run_device(loading.device_map)
-                    loaded = load(source.folder, device=device, dtype=loading.dtype, trust_remote_code=trust)
+                    loaded = load(run.source.folder, device=device, dtype=loading.dtype, trust_remote_code=trust)
                 else:
-                    loaded = load_model(source.folder, loading.device_map, loading.dtype, trust, bits)
-                evaluate_model(loaded, prepared.pop(path), results, path)
+                    loaded = load_model(run.source.folder, loading.device_map, loading.dtype, trust, run.quantization)
+                evaluate_model(loaded, prepared.pop(run.path), run.results, run.path)
                 del loaded
                 free_memory()
-            logger.info("results in %s", path)
-    every = [*first, *(results for *_, results in runs), *others]
-    return Evaluated(runs[-1][-1], compare(every, form))
+            logger.info("results in %s", run.path)
+    every = [*first, *(run.results for run in runs), *others]
+    return Evaluated(results, compare(every, form))
 
 
 def show(result: Evaluated | list[str]) -> None:

@@ -1,5 +1,6 @@
 """Models by their Hub id, through the unmodified client, from a loopback server and from the cache; retries and errors."""
 
+import hashlib
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import pytest
 from conftest import Run
 from hub_client import Client
 from hub_server import COMMIT, TOKEN, Hub
+from hub_store import Commit, repository_of
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
 from studies import command_job, stand_in, study_of
@@ -71,6 +73,30 @@ def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_p
     code, text, err = client.command(tmp_path, "generate", "--model", "user/packed", *line)
     assert (code, "linear layers packed" in err) == (0, True), err
     assert client.succeed(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense") == text
+
+
+def test_a_revision_is_compared_with_its_main_branch(
+    hub: Hub, client: Client, hub_dense: Path, hub_suite: Path, tmp_path: Path
+) -> None:
+    """Of the same repository; the baseline may name a revision of its own."""
+    hub.repositories["user/two"] = repository = repository_of("user/two", hub_dense)
+    other = hashlib.sha1(b"other").hexdigest()
+    files = dict(repository.head().files)
+    name = next(name for name in files if name.endswith(".safetensors"))
+    files[name] = files[name][:-2] + b"\x40\x40"
+    repository.branches["other"] = [Commit(other, "other weights", files)]
+    line = ("evaluate", "--suite", f"{hub_suite},limit=1", "--device-map", "cpu", "--model", "user/two")
+    for revision, baseline, shown in (
+        (("--revision", "other"), "user/two", (COMMIT, other)),
+        ((), "user/two@other", (other, COMMIT)),
+    ):
+        out = client.succeed(tmp_path, *line, *revision, "--baseline", baseline, "--output", "a.json", "--overwrite")
+        assert out.split()[:3] == [f"user/two@{shown[0][:8]}", f"user/two@{shown[1][:8]}", "change"]
+        records = [json.loads((tmp_path / each).read_text()) for each in ("a-baseline.json", "a.json")]
+        assert [record["revision"] for record in records] == list(shown)
+        assert records[0]["perplexity"]["loss"] != records[1]["perplexity"]["loss"]
+    found = client.call("find_model", name="user/two@other", revision="main")
+    assert found["error"].endswith("revision main and user/two@other both name a revision; give only one.")
 
 
 def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_path: Path) -> None:

@@ -434,8 +434,10 @@ def _notes(
 
 
 def _labels(models: list[Results]) -> list[str]:
-    """The models' names with their quantisation; short names where these are distinct."""
+    """The models' names with their quantisation: the shortest that are distinct, by folder, path, or revision on the Hub."""
     bits = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
+    at = [f"@{each.revision[:8]}" if each.revision else "" for each in models]
     short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
     long = [f"{each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
-    return short if len(set(short)) == len(short) else long
+    full = [f"{each.model}{mark}{suffix}" for each, mark, suffix in zip(models, at, bits, strict=True)]
+    return next((labels for labels in (short, long) if len(set(labels)) == len(labels)), full)

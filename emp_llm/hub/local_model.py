@@ -35,6 +35,7 @@ def find_model(
     """A local folder, or the snapshot of a Hub repository; the missing part of it is downloaded.
 
     Args:
+        name: a folder or a Hub id, which may end in @REVISION.
         headers_suffice: do not download weights. The result is `hollow` if they are not in the cache.
 
     Raises:
@@ -43,6 +44,7 @@ def find_model(
     local = _local_folder(name, revision)
     if local is not None:
         return LocalModel(name, local, None)
+    name, revision = _with_revision(name, revision)
     from emp_llm.hub.download import headers_of, snapshot_of
 
     found = headers_of(name, revision, trust_remote_code) if headers_suffice else None
@@ -65,8 +67,17 @@ def find_config(name: str, revision: str | None = None, trust_remote_code: bool 
     if folder is None:
         from emp_llm.hub.download import config_of
 
+        name, revision = _with_revision(name, revision)
         folder = config_of(name, revision, trust_remote_code)
     return folder
+
+
+def _with_revision(name: str, revision: str | None) -> tuple[str, str | None]:
+    """A Hub id and its revision, which is given beside it or in it: owner/name@revision."""
+    repository, _, named = name.partition("@")
+    if named and revision is not None:
+        raise UserError(f"--revision {revision} and {name} both name a revision; give only one.")
+    return (repository, named) if named else (name, revision)
 
 
 def _local_folder(name: str, revision: str | None) -> Path | None:
