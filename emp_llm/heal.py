@@ -9,11 +9,12 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Recipe
+from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ def heal(
         if ranks().main:
             out.begin(signature, machine_name())
             if out.get("copied") is None:
-                for path in (path for path in folder.rglob("*") if path.is_file()):
-                    copy = out.files / path.relative_to(folder)
+                shards = [Path(shard.name) for shard in pruned.shards]
+                for relative in dict.fromkeys([*shards, *pruned.side_files(), *_extras(folder, manifest)]):
+                    copy = out.files / relative
                     copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, copy)
+                    shutil.copyfile(folder / relative, copy)
                 keep_generated(out.files / SELF_NAME, data)
                 out.note(copied=True)
         with stopwatch("heal"):
@@ -111,6 +113,16 @@ def heal(
         ranks().share(None)
     logger.info("written to %s (%.1f s)", output, report.stages["heal"].seconds)
     return report
+
+
+def _extras(folder: Path, manifest: Manifest) -> list[Path]:
+    """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
+    paths = [Path(name) for name in manifest.files]
+    return [
+        path
+        for path in paths
+        if path.parts[0] == EXTRAS and path.suffix in (".safetensors", ".json", ".jsonl") and (folder / path).is_file()
+    ]
 
 
 def show(report: RunReport) -> None:

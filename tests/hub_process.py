@@ -92,6 +92,7 @@ def shorten_waits() -> None:
 
 def main() -> None:
     shorten_waits()
+    UserError.in_shell = True  # as in the tests themselves
     answers, sys.stdout = sys.stdout, sys.stderr
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     hub_logging.get_logger().propagate = False  # as for a command

@@ -137,9 +137,15 @@ def test_the_command_makes_the_bytes_of_prune(
     how = given | {"method": "admm", "refit": True, "pattern": "2:4"}
     plain, healed, report = pruned_and_healed(models("llama"), tmp_path, **how)
     caplog.set_level("INFO")
+    (plain / ".git").mkdir()
+    (plain / ".git" / "config").write_text("a token")
+    (plain / ".env").symlink_to("/etc/hostname")
+    (plain / "pytorch_model.bin").write_bytes(b"a pickle")
     again = heal(plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given)
     for name in sorted(path.name for path in healed.glob("*.safetensors")):
         assert (healed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    written = {path.name for path in (tmp_path / "again").rglob("*")}
+    assert not written & {".git", "config", ".env", "pytorch_model.bin"}
     assert again.recipe == report.recipe
     assert again.healing is not None
     assert again.healing.command is not None

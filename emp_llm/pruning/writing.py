@@ -264,7 +264,7 @@ def write_manifest(
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        hidden = path.name.startswith(".")  # a temporary file of an interrupted run
+        hidden = any(part.startswith(".") for part in Path(name).parts)  # of an interrupted run, or of git
         if not hidden and name not in (MANIFEST_NAME, REPORT_NAME) and not name.startswith(EVALUATION_FOLDER):
             files[name] = FileEntry(bytes=path.stat().st_size, blake3=hashes.get(name) or file_hash(path))
     Manifest(
