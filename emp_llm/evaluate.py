@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command, run
@@ -35,13 +35,14 @@ class Subject:
     """A model to measure.
 
     Attributes:
-        source: the model.
+        source, tokenizer: the model.
         path: of its results file.
         quantization, runtime: how it runs.
         results: what is measured so far.
     """
 
     source: "LocalModel"
+    tokenizer: Any
     path: Path
     quantization: "Quantization | None"
     runtime: Runtime
@@ -123,7 +124,9 @@ def evaluate(
             if ranks().main:  # before its earlier results are read
                 stack.enter_context(locked(path))
             results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, engine)
-            return Subject(source, path, bits, engine, open_results(path, results, overwrite))
+            tokenizer = load_tokenizer(source.folder, trust)
+            results.made_by.text = suite.of_model(source.folder, tokenizer).record().text
+            return Subject(source, tokenizer, path, bits, engine, open_results(path, results, overwrite))
 
         # What is measured, in the order of the table; the last is --model.
         runs = []
@@ -140,9 +143,7 @@ def evaluate(
         # The data of the suite is read before any model is measured.
         unfinished = [run for run in runs if missing(suite, run.results.measures)]
         harness = Harness(suite.tasks) if suite.tasks and unfinished else None
-        prepared = {
-            run.path: prepare_suite(suite, load_tokenizer(run.source.folder, trust), size, harness) for run in unfinished
-        }
+        prepared = {run.path: prepare_suite(suite, run.source.folder, run.tokenizer, size, harness) for run in unfinished}
         for run in runs:
             if run.path not in prepared:
                 logger.info("%s: already finished; not measured again.", run.path)

@@ -134,7 +134,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         )
         from emp_llm.models.loading import load_tokenizer
 
-        prepared = prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
+        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code))
         measured = measures_of_baseline(options.baseline, source, prepared, options)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)

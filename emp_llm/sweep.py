@@ -133,8 +133,8 @@ def sweep(
 
             data = calibration_data(text, chosen.architecture, model.trust_remote_code, models=models)
             made_of = calibration_signature(data, text)
-        prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
-        dense = new_results(source, suite, prepared.batch_size, loading.dtype, loading.device_map)
+        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code))
+        dense = new_results(source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
         identity = dense.made_by.model.identity or ""
         if norms is not None:
             warn_if_foreign(norms, identity, source.folder)

@@ -279,18 +279,17 @@ class Study:
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
         from emp_llm.models.loading import load_model, load_tokenizer
-        from emp_llm.models.placement import max_context
         from emp_llm.options.calibration import CalibrationOptions
 
         self.options, self.work, self.folder = options, work, Path(options.model)
         self.tokenizer = load_tokenizer(self.folder)
         self.model = load_model(self.folder)
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
-        context = max_context(self.model.config)
-        self.tokens = read_text(wanted, self.tokenizer, context).tokens
+        config = self.model.config
+        self.tokens = read_text(wanted, self.tokenizer, config).tokens
         self.more_tokens = self.tokens
         if options.heal_samples:
-            self.more_tokens = read_text(replace(wanted, samples=options.heal_samples), self.tokenizer, context).tokens
+            self.more_tokens = read_text(replace(wanted, samples=options.heal_samples), self.tokenizer, config).tokens
         self.text = text_tokens(find_corpus(options.text), self.tokenizer)
         with torch.no_grad():
             self.folded = Folded(self.model, self.tokens)

@@ -49,7 +49,7 @@ class Study:
         tokenizer = load_tokenizer(self.folder)
         self.model = load_model(self.folder, "cpu")
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
-        self.tokens = read_text(wanted, tokenizer, options.seqlen).tokens
+        self.tokens = read_text(wanted, tokenizer, self.model.config).tokens
         self.tokenizer, self.wanted = tokenizer, wanted
         self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
         self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
@@ -65,7 +65,7 @@ class Study:
 
         wanted = dataclasses.replace(self.wanted, calibration=f"self:{self.options.prompts}")
         how = wanted, self.plan.checkpoint, OneModel("cpu"), None
-        tokens = read_text(wanted, self.tokenizer, self.options.seqlen, how).tokens
+        tokens = read_text(wanted, self.tokenizer, self.model.config, how).tokens
         return tokens, unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8)
 
     def losses(self, model: Any) -> list[list[float]]:

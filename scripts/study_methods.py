@@ -83,7 +83,6 @@ class Study:
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
         from emp_llm.models.loading import load_model, load_tokenizer
-        from emp_llm.models.placement import max_context
         from emp_llm.options.calibration import CalibrationOptions
 
         folder = Path(options.model)
@@ -91,7 +90,7 @@ class Study:
         self.model, tokenizer = load_model(folder), load_tokenizer(folder)
         self.options = options
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
-        self.tokens = read_text(wanted, tokenizer, max_context(self.model.config)).tokens
+        self.tokens = read_text(wanted, tokenizer, self.model.config).tokens
         self.text = text_tokens(find_corpus(options.text), tokenizer)
         self._norms: Any = None
         self._beta1: dict[str, float] = {}

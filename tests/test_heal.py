@@ -112,7 +112,7 @@ def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
     from emp_llm.options.calibration import CalibrationOptions
 
     how = CalibrationOptions(calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"])
-    return read_text(how, load_tokenizer(model), given["seqlen"]).tokens
+    return read_text(how, load_tokenizer(model), None).tokens
 
 
 def test_the_loss_is_the_divergence(models: Models) -> None:

@@ -61,7 +61,7 @@ def report_of(folder: Path, name: str) -> Record:
 
 def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
     """The perplexity of a checkpoint that is loaded alone."""
-    found = measure(load_model(folder, "cpu", dtype), prepare_suite(find_suite(suite), load_tokenizer(folder)))
+    found = measure(load_model(folder, "cpu", dtype), prepare_suite(find_suite(suite), folder, load_tokenizer(folder)))
     assert found.perplexity is not None
     return found.perplexity.value
 

@@ -32,7 +32,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tokens(calibration: str, seed: int = 0, **options: Any) -> torch.Tensor:
     chosen = CalibrationOptions(calibration=calibration, seed=seed, **{"seqlen": LENGTH} | options)
-    return read_text(chosen, with_template(), 128).tokens
+    return read_text(chosen, with_template(), {"max_position_embeddings": 128}).tokens
 
 
 @pytest.mark.usefixtures("texts")

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -24,6 +25,7 @@ from emp_llm.calibration.texts import (
     Messages,
     calibration_corpora,
     chat_text,
+    for_model,
     generates,
     has_images,
     messages_in,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IN_MEMORY = "data in memory"  # the name of the text in records
+_IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
 _MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
@@ -145,7 +148,7 @@ def calibration_data(
         if config.get("is_encoder_decoder") and generates(options.text_name):
             raise UserError(f"{folder}: --calibration self is for decoders, and this model has an encoder too. Name a text.")
         how = None if models is None else (options, architecture.checkpoint, models, quantization)
-        text = read_text(options, load_tokenizer(folder, trust_remote_code), max_context(config), how)
+        text = read_text(options, load_tokenizer(folder, trust_remote_code), config, how)
         vocabulary = (config.get("text_config") or config).get("vocab_size")
         if isinstance(vocabulary, int) and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary:
             raise UserError(f"--calibration {options.text_name}: its token ids are not of this model's {vocabulary} tokens.")
@@ -155,7 +158,7 @@ def calibration_data(
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise UserError("Calibration on images needs Pillow. Install it: pip install pillow") from error
-    return read_rows(options, load_processor(folder, trust_remote_code), max_context(config))
+    return read_rows(options, load_processor(folder, trust_remote_code), config)
 
 
 def check_images(architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense") -> None:
@@ -167,31 +170,32 @@ def check_images(architecture: Architecture, options: CalibrationOptions, propag
         raise UserError(f"{flag}: a calibration on images runs the whole model at once. Leave it out, or leave out image=.")
 
 
-def read_text(options: CalibrationOptions, tokenizer: Any, context: int | None, how: Any = None) -> CalibrationText:
+def read_text(options: CalibrationOptions, tokenizer: Any, config: Any, how: Any = None) -> CalibrationText:
     """The text that options name, as tokens.
 
     Args:
         options: the name, number and length of samples, and the seed.
         tokenizer: the model's.
-        context: the model's context length in tokens; None: unknown.
+        config: the model's; it says the context length, and whether each sequence needs a begin token. None: unknown.
         how: of `token_ids`.
     """
-    corpora = calibration_corpora(options, context)
+    corpora = [for_model(corpus, config, tokenizer) for corpus in calibration_corpora(options, max_context(config))]
     tokens = torch.cat([token_ids(corpus, tokenizer, options.seed, how) for corpus in corpora])
     return CalibrationText(corpora, tokens, _seed(corpora, options))
 
 
-def read_rows(options: CalibrationOptions, processor: Any, context: int | None) -> CalibrationRows:
+def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> CalibrationRows:
     """The rows that options name, of which at least one part has images.
 
     Raises:
         UserError: the data cannot be read, has too few rows, or the processor refuses a row.
     """
     rows: list[ImageRow | Tensor] = []
-    corpora = calibration_corpora(options, context)
+    tokenizer, corpora = processor.tokenizer, calibration_corpora(options, max_context(config))
+    corpora = [corpus if corpus.image else for_model(corpus, config, tokenizer) for corpus in corpora]
     for corpus in corpora:
         if corpus.image is None:
-            rows += list(token_ids(corpus, processor.tokenizer, options.seed))
+            rows += list(token_ids(corpus, tokenizer, options.seed))
             continue
         data, column = open_data_set(corpus, options.seed)
         folder, before = Path(corpus.file or "").parent, len(rows)
@@ -236,41 +240,78 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None) ->
         return written_ids(corpus, tokenizer, *how)
     if corpus.generate:
         raise UserError(f"{corpus.source}: only --calibration lets the model write a text, without images. Give a self.jsonl.")
-    samples, seqlen = corpus.samples, corpus.seqlen
+    samples, seqlen, begin = corpus.samples, corpus.seqlen, begin_token(corpus.bos, tokenizer)
     wanted = None if samples is None or seqlen is None else samples * seqlen
-    ids = torch.tensor(_ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join), dtype=torch.int64)
-    if wanted is None or samples is None:
+    found = _ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
+    ids = torch.tensor(found, dtype=torch.int64)
+    if samples is None or seqlen is None:
         return ids
-    if ids.numel() < wanted:
+    rows = [row for row in sequences(ids, seqlen, begin) if row.numel() == seqlen]
+    if len(rows) < samples:
         raise UserError(
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x {seqlen} tokens. "
             "Lower --samples or --seqlen, or use more text."
         )
-    return ids[:wanted].reshape(samples, -1)
+    return torch.stack(rows[:samples])
+
+
+def begin_token(bos: str, tokenizer: Any) -> int | None:
+    """The token at the beginning of each sequence; None unless `bos` is "each". As in lm-eval, it may be the end token."""
+    if bos != "each":
+        return None
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise UserError(
+            "bos=each: the tokenizer has neither a bos_token nor an eos_token. Name one in its config, or omit bos."
+        )
+    return int(begin)
+
+
+def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
+    """Token ids, shape (tokens,), in consecutive sequences of `length`; the last may be shorter.
+
+    With `begin`, each sequence begins with that token. Where it does so already, none is added.
+    """
+    if begin is not None and length < 2:
+        raise UserError("bos=each: a sequence of 1 token has no place behind the begin token. Give 2 or more, or bos=none.")
+    found, place = [], 0
+    while place < ids.numel():
+        head = ids.new_tensor([] if begin in (None, int(ids[place])) else [begin])
+        end = place + length - head.numel()
+        found.append(torch.cat([head, ids[place:end]]))
+        place = end
+    return found
 
 
 def _ids(
-    rows: Iterable[Any], tokenizer: Any, source: str, wanted: int | None, join: str | None = None, answer: bool = False
+    rows: Iterable[Any],
+    tokenizer: Any,
+    source: str,
+    wanted: int | None,
+    join: str | None = None,
+    answer: bool = False,
+    bos: str = "auto",
 ) -> list[int]:
     """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least `wanted` of them.
 
-    With `answer`, a conversation ends with what begins an answer.
+    With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer adds no special tokens.
     """
     texts: Iterable[tuple[Any, bool]] = (
-        (row, True) if isinstance(row, str | tuple) else (chat_text(row, tokenizer, source, answer), False) for row in rows
+        (row, bos != "none") if isinstance(row, str | tuple) else (chat_text(row, tokenizer, source, answer), False)
+        for row in rows
     )
     if join is not None:
         pieces = list(texts)
-        texts = [(join.join(text for text, _ in pieces), all(plain for _, plain in pieces))]
+        texts = [(join.join(text for text, _ in pieces), all(special for _, special in pieces))]
     ids: list[int] = []
-    for text, plain in texts:
+    for text, special in texts:
         if isinstance(text, str) and not text.strip():
             continue
         size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
         while True:  # no more of a long text than is needed
             # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
             known = isinstance(text, tuple)
-            found = text if known else tokenizer(text[:size], verbose=False, add_special_tokens=plain)["input_ids"]
+            found = text if known else tokenizer(text[:size], verbose=False, add_special_tokens=special)["input_ids"]
             if known or wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
                 break
             size *= 4
@@ -325,7 +366,8 @@ def written_ids(
                 write_bytes(path, json.dumps(documents).encode())
             bar.update(sum(map(len, found)))
             missing -= sum(map(len, found))
-    return torch.tensor([token for document in documents for token in document][:wanted]).reshape(samples, seqlen)
+    ids = torch.tensor([token for document in documents for token in document])
+    return torch.stack(sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples])
 
 
 def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -> None:
@@ -336,15 +378,16 @@ def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -
 
 def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
     """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the token that begins a text."""
-    samples, longest = corpus.samples or 1, (corpus.seqlen or 1) // 2
+    samples, longest, head = corpus.samples or 1, (corpus.seqlen or 1) // 2, begin_token(corpus.bos, tokenizer)
     if corpus.file is None and corpus.dataset is None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
-        return random.tolist() if begin is None else [[begin]]
+        return random.tolist() if begin is None or corpus.bos == "none" else [[begin]]
     # The model answers a conversation itself.
     rows = (row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row for row in text_rows(corpus, seed))
-    found = (_ids([row], tokenizer, corpus.source, None, answer=True) for row in rows)
-    prompts = list(islice((ids for ids in found if 0 < len(ids) <= longest), samples))
+    found = (_ids([row], tokenizer, corpus.source, None, answer=True, bos=corpus.bos) for row in rows)
+    begun = (ids if head is None or ids[:1] == [head] else [head, *ids] for ids in found if ids)
+    prompts = list(islice((ids for ids in begun if len(ids) <= longest), samples))
     if not prompts:
         raise UserError(f"{corpus.source}: no prompt of 1 to {longest} tokens, half of --seqlen. Raise it, or shorten prompts.")
     return prompts
@@ -386,7 +429,7 @@ def _random(seed: int, number: int) -> torch.Generator:
 
 
 def data_in_memory(
-    data: Any, tokenizer: Any, options: CalibrationOptions, context: int | None
+    data: Any, tokenizer: Any, options: CalibrationOptions, config: Any
 ) -> CalibrationText | CalibrationRows | None:
     """Calibration data as a user has it in Python.
 
@@ -395,7 +438,7 @@ def data_in_memory(
             `holds_images`; token ids of shape (samples, length) or (length,).
         tokenizer: the model's, or its folder; a processor for images; None is for token ids.
         options: samples, seqlen and seed.
-        context: the model's context length in tokens; None: unknown.
+        config: of `read_text`.
 
     Returns:
         The text or the rows; None for batches, such as a DataLoader.
@@ -406,14 +449,14 @@ def data_in_memory(
     images = holds_images(data, tokenizer)
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))
-        return read_rows(named, _processor(tokenizer), context) if images else read_text(named, _tokenizer(tokenizer), context)
+        return read_rows(named, _processor(tokenizer), config) if images else read_text(named, _tokenizer(tokenizer), config)
     if isinstance(data, Tensor):
         return _text_of_ids(data, options)
     if isinstance(data, Mapping):
         raise UserError("data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe.")
     if _text_of_row(_first_row(data)) is None:
         return None
-    length = min(options.seqlen or 2048, context or 2048)
+    length = min(options.seqlen or 2048, max_context(config) or 2048)
     if images:
         found: list[ImageRow | Tensor] = []
         for number, row in enumerate(islice(data, options.samples), 1):
@@ -422,16 +465,17 @@ def data_in_memory(
             cells = next((row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None)
             found.append(ImageRow(name, text, stored_images(cells, name)))
         _check_number("data", len(found), options.samples)
-        corpus = Corpus(file=IN_MEMORY, column="", samples=len(found), seqlen=length)
-        return _with_inputs([corpus], found, _processor(tokenizer), None)
+        of_rows = msgspec.structs.replace(_IN_MEMORY, samples=len(found), seqlen=length)
+        return _with_inputs([of_rows], found, _processor(tokenizer), None)
     wanted = None if options.samples is None else options.samples * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
-    ids = _ids(rows, _tokenizer(tokenizer), "data", wanted)
-    length = min(length, len(ids))
-    samples = min(options.samples or len(ids), len(ids) // length if length else 0)
-    if samples < (options.samples or 1):
+    words = _tokenizer(tokenizer)
+    ids, corpus = _ids(rows, words, "data", wanted), for_model(_IN_MEMORY, config, words)
+    found_rows = sequences(torch.tensor(ids), length, begin_token(corpus.bos, words))
+    whole = [row for row in found_rows if row.numel() == found_rows[0].numel()][: options.samples]
+    if len(whole) < (options.samples or 1):
         raise UserError(f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x {length} tokens.")
-    return _text_of_ids(torch.tensor(ids[: samples * length]).reshape(samples, length), options)
+    return _text_of_ids(torch.stack(whole), options, corpus)
 
 
 def holds_images(data: Any, tokenizer: Any) -> bool:
@@ -474,11 +518,11 @@ def _tokenizer(given: Any) -> Any:
     return getattr(loaded, "tokenizer", loaded)  # of a processor
 
 
-def _text_of_ids(ids: Tensor, options: CalibrationOptions) -> CalibrationText:
+def _text_of_ids(ids: Tensor, options: CalibrationOptions, corpus: Corpus = _IN_MEMORY) -> CalibrationText:
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2) or ids.numel() == 0:
         raise UserError(f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers of shape (samples, length).")
     ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
-    corpus = Corpus(file=IN_MEMORY, column="", samples=ids.shape[0], seqlen=ids.shape[1])
+    corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
 
 

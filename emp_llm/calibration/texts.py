@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.paths import data_folder
+from emp_llm.models.placement import plain_config
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
@@ -149,6 +150,21 @@ def find_corpus(name: str) -> Corpus:
             f"a Hub data set id (owner/name), or self.{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
+
+
+def for_model(corpus: Corpus, config: Any, tokenizer: Any) -> Corpus:
+    """The corpus as a model needs it: `bos` becomes "each" where "auto" means that.
+
+    So it is for Gemma, known by the model type: without a begin token, its perplexity is many times as large.
+
+    Args:
+        config: the model's; None: unknown.
+        tokenizer: the model's.
+    """
+    values = plain_config(config)
+    kinds = values.get("model_type"), (values.get("text_config") or {}).get("model_type")
+    needed = any("gemma" in str(kind) for kind in kinds) and tokenizer.bos_token_id is not None
+    return replace(corpus, bos="each") if needed and corpus.bos == "auto" else corpus
 
 
 def with_changes(corpus: Corpus, changes: str) -> Corpus:

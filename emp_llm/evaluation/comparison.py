@@ -308,7 +308,7 @@ _BLOCK = 2048
 _RUINED = 2  # times the perplexity of the dense model, from which a table says what to try
 # The paper's recipes have the defaults of these fields.
 _FIELDS = ("beta", "order", "sparsity", "pattern", "match", "group", "targets", "ignore", "score", "count_by", "shares")
-_TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
+_TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test", "bos": "auto"}
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,9 @@ def _notes(
     if any(value.partial for values in measured for value in values.values()):
         notes.append("* partial: only some of the examples or of the text")
     first = models[0].measures
-    extent = [count_of(first.perplexity.tokens, "token")] if first.perplexity is not None else []
+    text = models[0].made_by.text
+    bos = "" if text is None else text.bos_note
+    extent = [f"{count_of(first.perplexity.tokens, 'token')}{bos}"] if first.perplexity is not None else []
     if first.tasks:
         counts = [count for record in first.tasks.values() for count in record.n_samples.values()]
         extent.append(f"{count_of(sum(count.effective for count in counts), 'example')} by lm-eval")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from emp_llm.calibration.data import begin_token
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common.errors import UserError, count_of
@@ -56,23 +57,26 @@ class PreparedSuite:
     Attributes:
         batch_size: examples per forward pass of a task, or "auto"; perplexity chooses its own.
         tokens: of the text, int64, shape (tokens,); None without a text.
+        begin: the token to put at the beginning of each block; None: none.
     """
 
     suite: Suite
     tokenizer: Any
     batch_size: int | str
     tokens: "Tensor | None"
+    begin: int | None
     harness: Harness | None
 
 
 def prepare_suite(
-    suite: Suite, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
+    suite: Suite, folder: Path, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
 ) -> PreparedSuite:
     """Read all data of a suite, so that what is missing is said before a model runs.
 
     Args:
         suite: the text and the tasks to measure.
-        tokenizer: of the models.
+        folder: of the model; it says what its blocks begin with.
+        tokenizer: of the model.
         batch_size: examples per forward pass of a task, or "auto".
         harness: holds the suite's tasks, if they are loaded already.
 
@@ -81,8 +85,11 @@ def prepare_suite(
     """
     if suite.tasks:
         check_tokenizer(tokenizer, suite.tasks)
+    suite = suite.of_model(folder, tokenizer)
+    begin = None if suite.corpus is None else begin_token(suite.corpus.bos, tokenizer)
     tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
-    return PreparedSuite(suite, tokenizer, batch_size, tokens, harness or Harness(suite.tasks) if suite.tasks else None)
+    harness = harness or Harness(suite.tasks) if suite.tasks else None
+    return PreparedSuite(suite, tokenizer, batch_size, tokens, begin, harness)
 
 
 def missing(suite: Suite, measures: Measures) -> list[str | None]:
@@ -115,7 +122,7 @@ def measure(
             logger.debug("%s: measured in %.1f s.", part, record.seconds)
         elif suite.corpus is not None and prepared.tokens is not None:
             length = block_length(suite.corpus, model.config)
-            measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit)
+            measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit, begin=prepared.begin)
             logger.debug("perplexity: measured in %.1f s.", measures.perplexity.seconds)
         if after_each is not None:
             after_each(measures)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.calibration.data import token_ids
+from emp_llm.calibration.data import sequences, token_ids
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
@@ -42,7 +42,12 @@ def block_length(corpus: Corpus, model_config: Any) -> int:
 
 
 def perplexity(
-    model: PreTrainedModel, tokens: Tensor, block_length: int, batch_size: int | None = None, limit: int | None = None
+    model: PreTrainedModel,
+    tokens: Tensor,
+    block_length: int,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    begin: int | None = None,
 ) -> PerplexityRecord:
     """Perplexity: exp of the mean next-token loss over consecutive blocks; the last block may be shorter.
 
@@ -55,6 +60,8 @@ def perplexity(
         block_length: tokens in a block; no block sees another.
         batch_size: blocks per forward pass; None: as many as keep the logits below 2^28 numbers, at most 16.
         limit: number of blocks to measure, from the first; None: all.
+        begin: the token at the beginning of each block, of whose length it is a part; it is given, not predicted. None: blocks
+            begin with the text.
 
     Returns:
         The perplexity and its parts: log-softmax in float32, sums in float64. A last block of a single token predicts nothing
@@ -67,17 +74,16 @@ def perplexity(
         raise UserError(
             f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an encoder-decoder on --tasks."
         )
-    whole = tokens.numel()
-    tokens = tokens if limit is None else tokens[: limit * block_length]
-    if tokens.numel() < 2:
-        raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()}.")
+    every = sequences(tokens, block_length, begin)
+    blocks = [block for block in every[:limit] if block.numel() > 1]
+    if not blocks:
+        raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()} in blocks of {block_length}.")
     if batch_size is None:
         vocabulary = max(1, int(getattr(model.config.get_text_config(), "vocab_size", 1) or 1))
         batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
-    full = tokens.numel() // block_length * block_length
-    batches = list(torch.split(tokens[:full].reshape(-1, block_length), batch_size)) if full else []
-    if tokens.numel() - full > 1:
-        batches.append(tokens[full:].reshape(1, -1))
+    full = [block for block in blocks if block.numel() == block_length]
+    batches = [torch.stack(full[first : first + batch_size]) for first in range(0, len(full), batch_size)]
+    batches += [block[None] for block in blocks[len(full) :]]
     start = time.perf_counter()
     losses = _losses(model, batches)
     weight = sum(batch.numel() for batch in batches)
@@ -89,10 +95,10 @@ def perplexity(
         perplexity=math.exp(mean) if mean < _LARGEST_LOSS else None,
         loss=mean,
         tokens=weight,
-        blocks=sum(batch.shape[0] for batch in batches),
+        blocks=len(blocks),
         block_length=block_length,
         seconds=seconds,
-        partial=tokens.numel() < whole,
+        partial=limit is not None and limit < len(every),
         block_losses=[round(loss, 7) for each in losses for loss in each.tolist()],
     )
 

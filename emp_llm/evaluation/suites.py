@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emp_llm.calibration.texts import corpus_of, read_toml, with_changes
+from emp_llm.calibration.texts import corpus_of, for_model, read_toml, with_changes
+from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import data_folder
 from emp_llm.options.evaluation import SuiteOptions
@@ -91,6 +92,12 @@ class Suite:
             raise UserError(f"--limit must be at least 1, got {limit}.")
         tasks = tuple(replace(task, limit=min(limit, task.limit or limit)) for task in self.tasks)
         return replace(self, tasks=tasks, limit=limit)
+
+    def of_model(self, folder: Path, tokenizer: Any) -> "Suite":
+        """The same suite, whose text begins as the model in a folder needs it."""
+        if self.corpus is None:
+            return self
+        return replace(self, corpus=for_model(self.corpus, read_json(folder / "config.json"), tokenizer))
 
     def record(self) -> SuiteRecord:
         """The definition of the suite, for a results file."""

@@ -52,7 +52,6 @@ from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import is_offloaded
-from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
@@ -136,7 +135,7 @@ def heal_model(
 
 def text_to_heal(data: Any, tokenizer: Any, how: CalibrationOptions, *models: PreTrainedModel) -> CalibrationText:
     """The text for models in memory; UserError if one of them cannot be healed by it."""
-    text = data_in_memory(data, tokenizer, how, max_context(models[0].config))
+    text = data_in_memory(data, tokenizer, how, models[0].config)
     check_healable(models[0].config.to_dict(), text)
     assert isinstance(text, CalibrationText)
     if any(is_offloaded(model) for model in models):

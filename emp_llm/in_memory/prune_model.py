@@ -26,7 +26,6 @@ from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import reads_twice, rows_in
 from emp_llm.models.offload import resident_parameter
-from emp_llm.models.placement import max_context
 from emp_llm.options.base import check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
@@ -201,7 +200,7 @@ def _decide(
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner, moved = Pruner(scores, counts), None
     if recipe.updates:
-        sequences = data_in_memory(data, tokenizer, text, max_context(model.config))
+        sequences = data_in_memory(data, tokenizer, text, model.config)
         if not isinstance(sequences, CalibrationText):
             raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
         moved, mask_of = MovedWeights(), pruner.masks()
@@ -259,7 +258,7 @@ def _calibrated(
         if not ours:
             raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
         check_images(chosen.architecture, text, "dense" if masker is None else "pruned")
-    sequences = data_in_memory(data, tokenizer, text, max_context(model.config) if ours else None)
+    sequences = data_in_memory(data, tokenizer, text, model.config if ours else None)
     layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
     if sequences is not None:
         check_calibrated(layers, chosen.with_images)

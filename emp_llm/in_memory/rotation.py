@@ -32,7 +32,6 @@ from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.models.layers import ROUTER_NAMES, Layer
 from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
 from emp_llm.models.offload import input_device, is_offloaded
-from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe, parse_pattern
 from emp_llm.records.rotation import RotationRecord
@@ -127,7 +126,7 @@ def rotate_model(
     started = time.perf_counter()
     Recipe(method="wanda", pattern=pattern).check()
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text = data_in_memory(data, tokenizer, how, max_context(model.config))
+    text = data_in_memory(data, tokenizer, how, model.config)
     if not isinstance(text, CalibrationText):
         raise UserError("a rotation is found on text: give texts or token ids, without images and not in batches.")
     if is_offloaded(model):

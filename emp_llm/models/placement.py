@@ -102,9 +102,15 @@ def quantization_config(quantization: Quantization) -> "transformers.BitsAndByte
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
+def plain_config(model_config: Any) -> dict[str, Any]:
+    """The values of a model's configuration; none for None."""
+    values: dict[str, Any] = model_config or {} if isinstance(model_config, dict | None) else model_config.to_dict()
+    return values
+
+
 def max_context(model_config: Any) -> int | None:
     """The longest sequence for which a model has positions, in tokens; None if its config does not say."""
-    config = model_config if isinstance(model_config, dict) else model_config.to_dict()
+    config = plain_config(model_config)
     text = config.get("text_config") or config
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         if isinstance(text.get(key), int):

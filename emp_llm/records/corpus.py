@@ -17,6 +17,8 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
         file: a .txt, .jsonl, .json or .parquet file in place of `dataset`; a relative path starts at the recipe's folder.
         generate: the model itself writes the text; it continues the rows, or nothing if there is no dataset or file.
         join: separator that joins all rows before they are tokenised; None: each row is a document, tokenised alone.
+        bos: begin tokens. auto: as lm-eval, those that the tokenizer puts before a text; for Gemma, each. each: one at the
+            beginning of each sequence or block, among its tokens. none: the tokenizer puts none.
         stream: read rows as they are needed, without downloading the whole split.
         shuffle: take rows in a seeded random order.
         samples, seqlen: number of sequences, and tokens in each; None: all of the text.
@@ -49,6 +51,8 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 f"{where}: image={self.image} asks for a column of images, and a .txt file has no columns. Give a .jsonl or "
                 ".parquet file, or a Hub data set."
             )
+        if self.image is not None and self.bos != "auto":
+            raise UserError(f"{where}: rows with images begin as the model's processor writes them; leave out bos or image.")
         if self.image is not None and (self.join is not None or self.generate):
             what = "continued by the model; leave out self" if self.generate else "joined; leave out join"
             raise UserError(f"{where}: rows with images are sequences of their own and cannot be {what} or image.")

@@ -1,7 +1,7 @@
 """The origin of a number: the model, the text, the recipe, and the stages of the run."""
 
 from pathlib import PurePath
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ class TextFields(Part, kw_only=True):
     file: str | None = None
     generate: bool = False
     join: str | None = None
+    bos: Annotated[str, msgspec.Meta(pattern="^(auto|each|none)$")] = "auto"
     stream: bool = False
     shuffle: bool = False
     samples: int | None = None
@@ -49,6 +50,7 @@ class TextRecord(TextFields, kw_only=True):
     """A text. Files are named without their folders.
 
     Attributes:
+        bos: "each" also where "auto" found that the model needs it; "auto": begin tokens are those of the tokenizer.
         sha256: hash of a text in memory, or of the file that holds the model's own text.
     """
 
@@ -59,6 +61,11 @@ class TextRecord(TextFields, kw_only=True):
         """The text in a few words, as --calibration names it."""
         source = self.dataset or PurePath(self.file or "").name
         return f"self:{source}".removesuffix(":") if self.generate else source
+
+    @property
+    def bos_note(self) -> str:
+        """The begin tokens for a table, where they are not those of the tokenizer alone."""
+        return "" if self.bos == "auto" else f" (bos={self.bos})"
 
 
 class QuantizationRecord(Part, kw_only=True):

@@ -310,7 +310,7 @@ def _results_of(evaluated: Results) -> Iterator[EvalResult]:
             dataset_config=None if text is None else text.config,
             dataset_split=None if text is None else text.split,
             metric_type="perplexity",
-            metric_name=f"perplexity per token, blocks of {perplexity.block_length}",
+            metric_name=f"perplexity per token, blocks of {perplexity.block_length}{'' if text is None else text.bos_note}",
             metric_value=perplexity.perplexity,
         )
     for task in evaluated.measures.tasks.values():

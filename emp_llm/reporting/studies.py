@@ -241,7 +241,7 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
         facts["targets"] = f"{scope_of(recipe)}: {targets.weights:,} weights{of_all}"
     texts = record.calibration.all_texts if record.calibration is not None else []
     facts["calibration"] = "; ".join(
-        f"{text.name}, {text.samples} "
+        f"{text.name}{text.bos_note}, {text.samples} "
         + (f"x {text.seqlen} tokens" if text.image is None else f"rows with images, of up to {text.seqlen} tokens")
         for text in texts
     )

@@ -138,7 +138,9 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     if matched is not None:
         made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
     signature = run_signature(checkpoint, recipe, made_of)
-    prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
+    prepared = None
+    if suite is not None:
+        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code))
     measured = None if prepared is None else measures_of_baseline(options.baseline, source, prepared, options)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
