@@ -21,7 +21,7 @@ from emp_llm import __version__
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
-from emp_llm.options.base import Opt, Option, options_in, options_of
+from emp_llm.options.base import Given, Opt, Option, options_in, options_of
 
 R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
@@ -92,7 +92,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     """Turn a function into a command: all its options are keyword arguments in Python, and flags in the shell.
 
     A parameter of the function is an option, annotated with an `Opt`; or a group of options: a dataclass or struct with such
-    fields, or `Some` of them. The options of `Loudness` come on top. The module of the function can be called like it.
+    fields, or `Some` of them; or `Given`. The options of `Loudness` come on top. The module of the function can be called like
+    it.
     """
     groups = {name: options_in(parameter) for name, parameter in inspect.signature(function).parameters.items()}
     options = {name: option for _, part in groups.values() for name, option in part.items()} | options_of(Loudness)
@@ -102,7 +103,10 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         arguments: dict[str, Any] = {}
         for name, (kind, part) in groups.items():
             values = {each: given[each] for each in part if each in given}
-            arguments |= values if kind is None else {name: kind(**values)}
+            if kind is Given:
+                arguments[name] = Given(key for key, value in given.items() if value is not None)
+            else:
+                arguments |= values if kind is None else {name: kind(**values)}
         return arguments
 
     @wraps(function)
@@ -136,7 +140,7 @@ def run(command: Callable[..., Any], show: Callable[[Any], None] | None = None, 
     def work(rank: int) -> None:
         UserError.in_shell = True
         options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
-        if options["quiet"]:
+        if options.get("quiet"):
             logging.getLogger().setLevel(logging.WARNING)
             _hide_bars_of_libraries()
         result = command(**options)
@@ -188,7 +192,7 @@ def _cut_off() -> Iterator[None]:
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
-    """A command's options by field, parsed from arguments; exits after --help or on invalid arguments.
+    """The options that arguments give, by field; exits after --help or on invalid arguments.
 
     Words without a flag are its arguments, in their order; an argument with a flag, such as the model, may be given by either.
     """
@@ -197,9 +201,12 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
 
     values: dict[str, Any] = {}
     words: list[str] = []
+    taken: list[typer.Context] = []
 
     def take(context: typer.Context, **options: Any) -> None:
-        values.update(options)
+        taken.append(context)
+        given = [key for key in options if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"]
+        values.update({key: options[key] for key in given})
         words.extend(context.args)
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
@@ -233,14 +240,15 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     except SystemExit as end:
         if end.code:
             raise
-    if not values:  # --help was shown
+    if not taken:  # --help was shown
         sys.exit(0)
     for key, place in places.items():
         if words and values.get(key) is None:
             values[key], words = (words, []) if place.endswith("...") else (words[0], words[1:])
         if values.get(key) is None and key not in optional:
             raise UserError(f"{place} is missing. Usage: {name} {usage}")
-        values[key] = options[key].parameter.default if values.get(key) is None else options[key].checked(values[key])
+        if values.get(key) is not None:
+            values[key] = options[key].checked(values[key])
     if words:
         raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
     return values
@@ -267,7 +275,8 @@ def options_from(name: str, words: list[str]) -> SimpleNamespace:
     """
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
-    return SimpleNamespace(**values, groups=command.grouped(values))
+    defaults = {key: option.parameter.default for key, option in command.options.items()}
+    return SimpleNamespace(**defaults | values, groups=command.grouped(values))
 
 
 def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[str]]:

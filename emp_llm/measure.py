@@ -7,10 +7,10 @@ from typing import Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
-from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
+from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.prune import STRUCTURE_CRITERIA, structured
+from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_units, structured
 from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe, StructureRecipe
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
@@ -26,6 +26,7 @@ def measure(
     structure: StructureRecipe,
     text: NormOptions,
     loading: LoadingOptions,
+    given: Given,
     *,
     output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None,
     overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
@@ -43,8 +44,10 @@ def measure(
 
     Returns the content of the output.
     """
-    structure.check()
+    structure.check(given)
     units = structure.structure is not None
+    if units:
+        check_for_units(given, (*OF_WEIGHTS, "activations"))
     recipes = _recipes(criteria, orders, shared, structure)
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
@@ -65,7 +68,7 @@ def measure(
     if ranks().count > 1:
         raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
-    norms = None if units else given_norms(text, leading)
+    norms = None if units else given_norms(text, leading, given)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     path = output or Path(f"{source.short_name}-measure.json")
     check_output_file(path, overwrite)

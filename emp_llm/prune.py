@@ -10,6 +10,7 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
+from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_options, structured
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.records.run_report import RunReport
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @command
-def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> "RunReport | DryRun":
+def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the first
@@ -35,7 +36,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    check_options(recipe, structure, options)
+    check_options(recipe, structure, options, given)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.hub.local_model import find_model
@@ -67,9 +68,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     if structure.structure is not None:
         from emp_llm.structure.prune_structure import prune_structure
 
-        report, path = prune_structure(structured(recipe, structure), options)
+        report, path = prune_structure(structured(recipe, structure), options, given)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
-    norms, stopwatch = given_norms(options, recipe), Stopwatch()
+    norms, stopwatch = given_norms(options, recipe, given), Stopwatch()
     if options.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 
@@ -86,6 +87,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     targets, checkpoint = chosen.targets, chosen.checkpoint
     if budget is not None:
         recipe = with_budget(recipe, budget, checkpoint, targets)
+        recipe.check()
         logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.sparsity)
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)

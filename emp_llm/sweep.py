@@ -29,7 +29,7 @@ from emp_llm.common.machine import Stopwatch, command_line
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SELF_NAME, SWEEP_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import Some
+from emp_llm.options.base import Given, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -72,6 +72,7 @@ def sweep(
     loading: LoadingOptions,
     suite_options: SuiteOptions,
     how: SweepOptions,
+    given: Given,
 ) -> Sweep | SweepDryRun:
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense model.
 
@@ -107,7 +108,7 @@ def sweep(
     suite = suite_of(suite_options)
     scored = [point.recipe for point in points if point.recipe.needs_activations]
     leading = scored[0] if scored else points[0].recipe
-    norms = given_norms(text, leading)
+    norms = given_norms(text, leading, given)
     source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run)
     stopwatch = Stopwatch()
     images = leading.needs_activations and may_reach_images(text)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import count_of, format_bytes
+from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.options.base import Opt
 
 
@@ -49,6 +49,8 @@ def unpack(
     from emp_llm.checkpoint.packing import check_base, unpack_folder
     from emp_llm.hub.local_model import find_model
 
+    if revision is not None and base is None:
+        raise UserError(f"--revision {revision} is of the dense model; name that with --base, or leave it out.")
     started = time.monotonic()
     source = PackedFolder(packed)
     dense = None if base is None else Checkpoint(find_model(base, revision).folder)

@@ -53,8 +53,9 @@ def verify(options: VerifyOptions) -> "Findings":
     from emp_llm.pruning.verification import Findings, check_files
     from emp_llm.pruning.writing import read_manifest
 
-    if options.activations is not None and options.source is None:
-        raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
+    for name in ("activations", "criterion", "scores", "blocks", "revision"):
+        if getattr(options, name) is not None and options.source is None:
+            raise UserError(f"--{name} is for a comparison with the dense model; name that with --source.")
     if options.criterion is not None and options.scores is not None:
         raise UserError("--criterion and --scores both define the scores; give only one.")
     findings = Findings()

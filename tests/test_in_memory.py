@@ -211,6 +211,13 @@ def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureF
     assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
         prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--propagate pruned is for methods that need activations; magnitude needs none"):
+        prune_model(models("llama"), "magnitude", propagate="pruned")
+    norms = prune_model(models("llama"), None, ["Once upon a time. " * 40], samples=2, seqlen=64).activations
+    with pytest.raises(UserError, match="activations and data both give the norms; give only one"):
+        prune_model(models("llama"), None, ["Once upon a time. " * 40], activations=norms)
+    with pytest.raises(UserError, match="--propagate pruned collects its norms itself; leave out --activations"):
+        prune_model(models("llama"), None, activations=norms, propagate="pruned")
 
 
 def test_own_criterion_and_scores_in_memory(models: Models) -> None:

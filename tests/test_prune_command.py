@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from transformers import AutoModelForCausalLM
 
 import emp_llm
 from emp_llm import prune as prune_module
-from emp_llm.cli import help_groups, parse
+from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
+from emp_llm.measure import measure
+from emp_llm.options.prune import check_options
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
+from emp_llm.unpack import unpack
+from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 
@@ -81,6 +86,52 @@ def test_options_without_effect_are_named(
 ) -> None:
     prune(model=models("llama"), output=tmp_path / "out", dry_run=True, method=method, **options)
     assert "no effect" not in caplog.text if named is None else named in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--method magnitude --sparsity 0.5 --parameters 6e9", "set the sparsity; leave out --sparsity"),
+        ("--method emp-magnitude --beta 1 --memory 24GB", "set the sparsity; leave out --beta"),
+        ("--neff-dtype float64 --memory 24GB", "set the sparsity; leave out --neff-dtype"),
+        ("--structure heads --group row", "--group does not go with --structure. Use --structure-group"),
+        ("--structure heads --targets mlp", "--targets does not go with --structure. Use --structure heads, neurons"),
+        ("--structure heads --tower language", "--tower does not go with --structure. Leave it out"),
+        ("--structure heads --propagate dense", "--propagate does not go with --structure. Leave it out"),
+        ("--structure heads --mask-device cpu", "--mask-device does not go with --structure. Leave it out"),
+        ("--structure-group layer", "--structure-group has no effect without --structure"),
+        ("--refit --execution model", "--refit runs the model block by block; leave out --execution model"),
+        ("--method sparsegpt --execution model", "--method sparsegpt runs the model block by block"),
+        ("--structure neurons --refit --execution model", "--refit runs the model block by block"),
+        ("--method magnitude --sparsity 0.5 --group row", ""),
+    ],
+)
+def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
+    """What conflicts with other values conflicts with the default too, if it is written."""
+    groups = options_from("prune", ["llama", *line.split()]).groups
+    with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
+        check_options(**groups)
+
+
+def test_a_budget_is_checked_as_the_sparsity_that_it_is(models: Models, norms: Models, tmp_path: Path) -> None:
+    owl: dict[str, Any] = {"method": "wanda", "shares": "owl", "activations": norms("llama")}
+    with pytest.raises(UserError, match="--owl-lambda must leave every block a sparsity between 0 and 1, and it gives"):
+        prune(model=models("llama"), output=tmp_path / "out", parameters="24500", owl_lambda=0.3, **owl)
+    assert not list(tmp_path.iterdir())
+
+
+def test_measures_of_units_take_no_options_of_weights(models: Models, norms: Models, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": models("llama"), "structure": "neurons", "output": tmp_path / "m.json"}
+    for name, value in {"activations": norms("llama"), "targets": "mlp", "score": "relative"}.items():
+        with pytest.raises(UserError, match=f"--{name} does not go with --structure"):
+            measure(**common, **{name: value})
+
+
+def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--revision is for a comparison with the dense model; name that with --source"):
+        verify(tmp_path, revision="main")
+    with pytest.raises(UserError, match="--revision main is of the dense model; name that with --base"):
+        unpack(tmp_path, tmp_path / "out", revision="main")
 
 
 def test_a_pruned_model_is_noticed(pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

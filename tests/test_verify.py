@@ -125,7 +125,7 @@ def test_wrong_input(models: Models, sound: Path, norms: Callable[[str], Path], 
         verify(models("llama"))
     with pytest.raises(UserError, match=r"--source .*not those that were pruned"):
         verify(sound, source=str(models("qwen2")))
-    with pytest.raises(UserError, match=r"add --source"):
+    with pytest.raises(UserError, match=r"name that with --source"):
         verify(sound, activations=tmp_path / "norms")
     other = tmp_path / "other.safetensors"
     calibrate(model=source, output=other, calibration="demo", samples=1, seqlen=16, device_map="cpu")

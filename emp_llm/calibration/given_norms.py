@@ -1,25 +1,30 @@
 """Input norms from a file of the user, in place of a calibration. Imports no torch before a file is read."""
 
 import logging
+from collections.abc import Set
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.calibration.texts import generates, has_images
 from emp_llm.common.errors import UserError
+from emp_llm.options.base import Given
 from emp_llm.options.calibration import NormOptions
+from emp_llm.options.model import QuantizationOptions
 from emp_llm.options.recipe import Recipe
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
 
 logger = logging.getLogger(__name__)
+_OF_NORMS = tuple(field.name for field in fields(NormOptions))
+_OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of prune
 
 
-def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
-    """The activations of --activations, if given and needed. Options without effect are logged."""
+def given_norms(options: NormOptions, recipe: Recipe, given: Given) -> "Activations | None":
+    """The activations of --activations, if given and needed. Options without effect, of the `given` ones, are logged."""
     if not recipe.needs_activations:
-        unused = _changed(options) if not recipe.moves else ["--activations"] if options.activations is not None else []
+        unused = _flags(options, given & ({"activations", "execution"} if recipe.moves else {*_OF_NORMS, *_OF_PASSES}))
         if unused:
             verb = "has" if len(unused) == 1 else "have"
             logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
@@ -28,18 +33,18 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
         return None
     if not recipe.moves and generates(options.text_name):
         raise UserError("--calibration self: --activations holds the norms of a text already. Leave out one of them.")
-    if (options.samples, options.seqlen) != (None, None) and not recipe.moves:
-        logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
+    unused = [] if recipe.moves else _flags(options, given & {*_OF_NORMS, *_OF_PASSES} - {"activations"})
+    if unused:
+        logger.info("no effect, because the norms of --activations are used: %s.", ", ".join(unused))
     from emp_llm.calibration.activations import Activations
 
     return Activations.load(options.activations)
 
 
-def _changed(options: NormOptions) -> list[str]:
-    """The flags of the norms' options that do not have their defaults; a switch that is off has the prefix "no-"."""
-    values = ((each, getattr(options, each.name)) for each in fields(NormOptions))
-    changed = ((each.name, value) for each, value in values if value != each.default)
-    return [f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in changed]
+def _flags(options: NormOptions, names: Set[str]) -> list[str]:
+    """The flags of options; a switch that is off has the prefix "no-"."""
+    ordered = [name for name in (*_OF_NORMS, *_OF_PASSES) if name in names]
+    return [f"--{'no-' if getattr(options, name) is False else ''}{name.replace('_', '-')}" for name in ordered]
 
 
 def may_reach_images(options: NormOptions) -> bool:

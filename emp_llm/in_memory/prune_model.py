@@ -150,8 +150,10 @@ def _decide(
     options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
-    if propagate == "pruned" and recipe.needs_activations:
-        recipe.check_propagated()
+    if propagate == "pruned":
+        recipe.check_propagated(activations)
+    if data is not None and activations is not None and not recipe.moves:
+        raise UserError("activations and data both give the norms; give only one of them.")
     model: Any = given_model
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
@@ -193,7 +195,7 @@ def _decide(
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
-    elif not recipe.moves and (data is not None or activations is not None):
+    elif not recipe.moves and any(each is not None for each in (data, activations, samples, seqlen)):
         logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
 
     # How many weights of each group stay, which ones, and their values.

@@ -38,6 +38,13 @@ class Some(NamedTuple):
     names: tuple[str, ...]
 
 
+class Given(frozenset[str]):
+    """The names of the options that a call of a command names, also with values that equal their defaults.
+
+    A command that declares a parameter of this type is told.
+    """
+
+
 class Option(NamedTuple):
     """A declared option.
 
@@ -88,6 +95,8 @@ class Option(NamedTuple):
 def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
     """The group of options that a parameter of a command is, or None for a single option; and its options by name."""
     hint = parameter.annotation
+    if hint is Given:
+        return Given, {}
     kind, *marks = get_args(hint) if get_origin(hint) is Annotated else [hint]
     for mark in marks:
         if isinstance(mark, Opt):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, options_of
+from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import SEARCHES, Recipe, StructureRecipe
@@ -21,11 +21,9 @@ STRUCTURE_CRITERIA = {
 }
 _OF_UNITS = tuple({name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"})
 _KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear", "experts": "mlp", "layers": "all-linear"}
-# Options that are for weights and not for units.
-_OF_WEIGHTS = (
-    *("pattern", "criterion", "scores", "score_map", "score", "count_by", "shares", "neff_dtype", "match_by", "ignore"),
-    *("group", "targets", "tower"),
-)
+# Options that are for weights and not for units: of the scores and layers, which measure has too, and of prune.
+OF_WEIGHTS = ("criterion", "scores", "score_map", "score", "count_by", "ignore", "targets", "tower")
+_OF_WEIGHTS = (*OF_WEIGHTS, "pattern", "shares", "neff_dtype", "match_by", "group", "propagate", "mask_device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +48,30 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     push_revision: Annotated[str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")] = None
 
 
-def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> None:
-    """Raise UserError for invalid or conflicting options."""
-    structure.check()
+def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given) -> None:
+    """Raise UserError for invalid or conflicting options; `given` are the names of those that the user gave."""
+    structure.check(given)
     if structure.structure is not None:
-        _check_structured(recipe, structured(recipe, structure), options)
+        check_for_units(given, _OF_WEIGHTS)
+        _check_structured(structured(recipe, structure), options)
     elif recipe.name in _OF_UNITS:
         units = "heads and neurons" if recipe.name == "taylor" else "layers" if recipe.name == "cosine" else "experts"
         raise UserError(f"--method {recipe.method} scores {units}, not weights. Add --structure, or use emp-wanda.")
     else:
         recipe.check()
     if options.parameters is not None or options.memory is not None:
-        for name in ("sparsity", "pattern", "match", "beta"):
-            if getattr(recipe, name) != getattr(Recipe(method=recipe.method), name):
-                raise UserError(f"--parameters and --memory set the sparsity; leave out --{name}, or both of them.")
+        for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
+            if name in given:
+                flag = options_of(Recipe)[name].flag
+                raise UserError(f"--parameters and --memory set the sparsity; leave out {flag}, or both of them.")
         if structure.keep_shapes:
             raise UserError("--keep-shapes keeps the size of the model; leave it out, or --parameters and --memory.")
     if options.baseline is not None and options.evaluate is None:
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
         raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
+    if recipe.updates and options.execution == "model":
+        raise UserError(f"{recipe.update_flag} runs the model block by block; leave out --execution model.")
     if structure.structure is not None:
         return
     quantised = options.load_in_8bit or options.load_in_4bit
@@ -77,11 +79,9 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
     if options.propagate == "pruned":
         if options.execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")
-        if options.activations is not None:
-            raise UserError("--propagate pruned collects its norms itself; leave out --activations.")
         if quantised:
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
-        recipe.check_propagated()
+        recipe.check_propagated(options.activations)
     if recipe.moves:
         searches, flag = recipe.name in SEARCHES, recipe.update_flag if recipe.updates else "--heal"
         if quantised:
@@ -106,16 +106,17 @@ def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
     return recipe.but(method=method, targets=_KINDS[structure.structure], structure=structure)
 
 
-def _check_structured(given: Recipe, recipe: Recipe, options: PruneOptions) -> None:
-    """Raise UserError for options that do not go with --structure; `given` is the recipe before it was made structured."""
-    usual = Recipe(method=recipe.method, match=recipe.match)  # what nobody asked for
+def check_for_units(given: Given, of_weights: tuple[str, ...]) -> None:
+    """Raise UserError for given options that do not go with --structure."""
+    options = options_of(Recipe) | options_of(PruneOptions)
     instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}
-    for name in _OF_WEIGHTS:
-        if getattr(given, name) not in (None, getattr(usual, name)):
-            flag = options_of(Recipe)[name].flag
-            raise UserError(f"{flag} does not go with --structure. {instead.get(name, 'Leave it out')}.")
-    if options.propagate != "dense":
-        raise UserError("--propagate does not go with --structure. Leave it out.")
+    for name in of_weights:
+        if name in given:
+            raise UserError(f"{options[name].flag} does not go with --structure. {instead.get(name, 'Leave it out')}.")
+
+
+def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
+    """Raise UserError for options that do not go with --structure."""
     if options.load_in_8bit or options.load_in_4bit:
         raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
     assert recipe.structure is not None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from emp_llm.common.errors import UserError, did_you_mean
-from emp_llm.options.base import Opt, check_values, options_of
+from emp_llm.options.base import Given, Opt, check_values, options_of
 from emp_llm.options.criterion import find_criterion, own_name
 from emp_llm.selection.criteria import MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
@@ -74,11 +74,11 @@ class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         if self.structure in ("neurons", "both") and self.width_multiple is None and not self.keep_shapes:
             msgspec.structs.force_setattr(self, "width_multiple", 64)
 
-    def check(self) -> None:
-        """Raise UserError for invalid or conflicting options, or one without --structure."""
+    def check(self, given: Given) -> None:
+        """Raise UserError for invalid or conflicting options, or a given one without --structure."""
         check_values(self)
         for name, option in options_of(StructureRecipe).items():
-            if self.structure is None and getattr(self, name) != option.parameter.default:
+            if self.structure is None and name in given:
                 raise UserError(f"{option.flag} has no effect without --structure. Add that, or leave it out.")
         if self.structure not in (None, "neurons", "both") and self.width_multiple is not None:
             raise UserError(f"--width-multiple is for neurons, and --structure {self.structure} removes none. Leave it out.")
@@ -437,8 +437,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
             )
 
-    def check_propagated(self) -> None:
-        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
+    def check_propagated(self, activations: object) -> None:
+        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated.
+
+        Args:
+            activations: given norms; None: they are calibrated.
+        """
+        if activations is not None:
+            raise UserError("--propagate pruned collects its norms itself; leave out --activations.")
         if not self.needs_activations and self.name not in SEARCHES:  # a search sees pruned blocks anyway
             raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
         of_all = {

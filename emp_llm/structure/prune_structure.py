@@ -35,6 +35,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
+from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.budget import Budget
@@ -59,12 +60,13 @@ from emp_llm.update.walk import update_model
 logger = logging.getLogger(__name__)
 
 
-def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | DryRun, Path]:
+def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tuple[RunReport | DryRun, Path]:
     """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with zeros in their place.
 
     Args:
         recipe: of `options.prune.structured`.
         options: the model, its calibration, the output, the evaluation.
+        given: the names of the options that the user gave.
 
     Returns:
         The report, or the plan of a dry run; and the folder of the checkpoint.
@@ -75,7 +77,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     structure, stopwatch = recipe.structure, Stopwatch()
     assert structure is not None
     summed = recipe.name == "taylor" or (structure.structure in ("experts", "layers") and recipe.name != "magnitude")
-    norms = None if summed else given_norms(options, recipe)
+    norms = None if summed else given_norms(options, recipe, given)
     suite = None if options.evaluate is None else find_suite(options.evaluate)
     source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
 
@@ -126,9 +128,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         read = calibration_data(options, plan.architecture, options.trust_remote_code, models=models)
         if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
-        if options.execution == "model" and (summed or recipe.refit):
-            what = f"--method {recipe.method}" if summed else "--refit"
-            raise UserError(f"{what} runs block by block; leave out --execution model.")
+        if options.execution == "model" and summed:
+            raise UserError(f"--method {recipe.method} runs the model block by block; leave out --execution model.")
         data = read
         if recipe.heal:
             check_healable(checkpoint.config, data, plan.targets)
