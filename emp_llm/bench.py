@@ -60,7 +60,7 @@ def bench(options: BenchOptions) -> Bench:
     import torch
 
     from emp_llm.evaluation.results import folder_identity
-    from emp_llm.models.loading import load_model
+    from emp_llm.models.loading import check_head, load_model
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
     device = torch.device(run_device(options.device))
@@ -69,6 +69,7 @@ def bench(options: BenchOptions) -> Bench:
         raise UserError(f"--batch-sizes {options.batch_sizes!r}: expected different whole numbers from 1 on.")
     source = find_model(options.model, options.revision, options.trust_remote_code)
     baseline = None if options.baseline is None else find_model(options.baseline, None, options.trust_remote_code)
+    check_head(source.folder)
     output = options.output or Path(f"{source.short_name}-bench.json")
     check_output_file(output, options.overwrite)
     try:

@@ -136,7 +136,7 @@ def generate(options: GenerateOptions) -> Generation:
     import torch
 
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.loading import load_model, load_tokenizer
+    from emp_llm.models.loading import check_head, load_model, load_tokenizer
     from emp_llm.models.placement import max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 
@@ -146,6 +146,7 @@ def generate(options: GenerateOptions) -> Generation:
         raise UserError("--top-p has no effect at temperature 0; add --temperature, such as 0.8.")
     trust = options.trust_remote_code
     folder = find_model(options.model, options.revision, trust).folder
+    check_head(folder)
     tokenizer = load_tokenizer(folder, trust)
     ids = _prompt(tokenizer, options)
     device = run_device(options.device)

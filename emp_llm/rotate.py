@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.common.paths import EXTRAS, INDEX_NAME, REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
@@ -50,7 +50,7 @@ def rotate(
     """
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
     from emp_llm.calibration.passes import fit_origin, model_origin
-    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import command_line
     from emp_llm.common.progress import stage
@@ -72,6 +72,11 @@ def rotate(
     head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())  # a tied one gets weights of its own
     with OutputFolder(path, [source.folder], checkpoint.output_bytes + head, overwrite) as out:
         architecture = Architecture.of_checkpoint(checkpoint, None, model.trust_remote_code)
+        if architecture.unused:
+            raise UserError(
+                f"{source.name}: transformers does not load {shortened_list(architecture.unused)}, so they would stay in the "
+                f"old basis. Rotate a model without them: {SAVE_AGAIN}."
+            )
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)
         data = calibration_data(text, architecture, model.trust_remote_code, models=models)
         if not isinstance(data, CalibrationText):

@@ -128,9 +128,11 @@ def _check_units(
     dense: Checkpoint, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings"
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
+    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.loading import build_skeleton
     from emp_llm.pruning.counts import read_report
     from emp_llm.structure.unit_model import unit_model
-    from emp_llm.structure.verification import check_units, read_tensors
+    from emp_llm.structure.verification import check_shapes, check_units, read_tensors
 
     recipe, record = manifest.recipe, read_report(options.folder).structure
     if recipe.structure is None or record is None:
@@ -142,6 +144,8 @@ def _check_units(
         norms = _norms(options, manifest)
         feature = None if norms is None else norms.norm
     check_units(model, pruned, recipe, record, feature, findings)
+    skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
+    check_shapes(Architecture.of_model(pruned, skeleton), findings)
 
 
 def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:

@@ -321,19 +321,22 @@ def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one if name.endswith(".kept"))
 
 
-def test_a_layer_that_predicts_several_tokens(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("place", ["model.layers.3.", "mtp.layers.0."])
+def test_a_layer_that_predicts_several_tokens(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
     """It follows the blocks, is not loaded by transformers, and loses the experts that the last block loses."""
     source, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(make("deepseek_v3"), source)
     tensors = load_file(source / "model.safetensors")
     more = {
-        name.replace(".2.", ".3.", 1): each.clone() + 1 for name, each in tensors.items() if name.startswith("model.layers.2.")
+        name.replace("model.layers.2.", place, 1): each.clone() + 1
+        for name, each in tensors.items()
+        if name.startswith("model.layers.2.")
     }
     save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
     prune(source, output=out, structure="experts", method="magnitude", sparsity=0.5, dtype="float32", quiet=True)
-    assert "layer 3, which predicts several tokens, was not scored" in caplog.text
+    assert f"{place[:-1]}, which transformers does not load, was not scored" in caplog.text
     small = load_file(out / "model.safetensors")
     assert not verify(out, source=str(source), quiet=True).differences
     last = {name: each for name, each in small.items() if name.startswith("model.layers.2.")}
-    assert all(torch.equal(small[name.replace(".2.", ".3.", 1)], each + 1) for name, each in last.items())
-    assert sum(name.startswith("model.layers.3.") for name in small) == len(last)
+    assert all(torch.equal(small[name.replace("model.layers.2.", place, 1)], each + 1) for name, each in last.items())
+    assert sum(name.startswith(place) for name in small) == len(last)

@@ -29,6 +29,8 @@ from emp_llm.common.paths import (
     cache_folder,
 )
 
+SAVE_AGAIN = "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise"
+
 
 class Checkpoint:
     """A folder of safetensors files with index, config, tokenizer and other files; read-only.
@@ -168,8 +170,7 @@ def _why_no_safetensors(folder: Path) -> str:
     others = sorted({path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")})
     if others:
         return (
-            f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. Convert them once: "
-            "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise."
+            f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. Convert them once: {SAVE_AGAIN}."
         )
     return f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that save_pretrained wrote."
 

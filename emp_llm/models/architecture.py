@@ -87,6 +87,7 @@ class Architecture:
         towers: name of a module outside the language tower -> its tower; empty for a model of text alone.
         language: name of the module of the language tower; empty if it is the whole model.
         main: the tower of the decoder blocks: of the language model, or of the list that --blocks names.
+        unused: stored tensors that are no part of the model: of layers that predict a second token, of other heads.
     """
 
     checkpoint: Checkpoint
@@ -98,6 +99,7 @@ class Architecture:
     towers: dict[str, Tower] = field(default_factory=dict)
     language: str = ""
     main: Tower = "language"
+    unused: list[str] = field(default_factory=list)
 
     @classmethod
     def of_checkpoint(
@@ -170,6 +172,7 @@ class Architecture:
             towers=towers.others,
             language=towers.language,
             main=towers.lists[0].tower,
+            unused=stored.unused,
         )
 
     def select(self, targets: str | list[str], ignore: str | list[str] | None = None, tower: str = "language") -> list[Target]:
@@ -236,6 +239,12 @@ class Architecture:
             unreachable_share_of_blocks=weights_there / in_blocks if in_blocks else 0.0,
             dense_towers={name: number / (parameters or 1) for name, number in dense},
         )
+
+    @property
+    def further_blocks(self) -> list[str]:
+        """The unused tensors that are named like those of a decoder block, such as of a layer that predicts a second token."""
+        used = {within_block(name) for name in self.checkpoint.tensors.keys() - set(self.unused)} - {""}
+        return [name for name in self.unused if within_block(name) in used]
 
     @property
     def reads_images(self) -> bool:
@@ -309,6 +318,11 @@ class Architecture:
                 "in the checkpoint; they do not belong together. Download the model again."
             )
         return matrix
+
+
+def within_block(tensor: str) -> str:
+    """The name of a stored tensor behind the first number in it, which is that of its block; "" without a number."""
+    return re.sub(r"^.*?\.\d+\.", "", tensor) if re.search(r"\.\d+\.", tensor) else ""
 
 
 def in_scope(layer: Layer, targets: str | list[str]) -> bool:

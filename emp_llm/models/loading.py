@@ -89,6 +89,15 @@ def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
     return next(iter(named or fitting), None)
 
 
+def check_head(folder: Path) -> None:
+    """Raise UserError if config.json names a class of transformers without a head for tokens, such as a reward model's."""
+    classes = read_json(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    name = classes[0] if isinstance(classes, list) and classes else None
+    generating = str([list(table.values()) for table in _GENERATE.values()])
+    if isinstance(name, str) and hasattr(transformers, name) and f"'{name}'" not in generating:
+        raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. Give a model that generates text.")
+
+
 def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of a folder's config.json on the meta device: all modules, no weights.
 

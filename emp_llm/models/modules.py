@@ -398,11 +398,13 @@ class StoredNames:
         names: parameter or buffer -> stored tensor, for those stored one to one.
         experts: the layer and the stored matrix of each matrix of an expert, in the model's order.
         missing: parameters without a counterpart in the checkpoint.
+        unused: stored tensors that are no part of the model.
     """
 
     names: dict[str, str]
     experts: list[tuple[Layer, Matrix]]
     missing: list[str]
+    unused: list[str]
 
 
 @dataclass(frozen=True)
@@ -458,11 +460,12 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
             names[name] = stored
     experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
+    unused = [key for key in renamed if key not in used]
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
-    if not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
-        return StoredNames(names, experts, [])
+    if not_ignored(model, "unexpected", unused):
+        return StoredNames(names, experts, [], unused)
     absent = (name for name in parameters if name not in names and name not in pieces)
-    return StoredNames(names, experts, not_ignored(model, "missing", absent))
+    return StoredNames(names, experts, not_ignored(model, "missing", absent), unused)
 
 
 def not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:

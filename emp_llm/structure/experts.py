@@ -11,7 +11,6 @@ man: mean_t ||f_e(x_t)||           frequency: number of tokens     magnitude: ||
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.common.ranks import ranks
-from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.architecture import Architecture, Target, within_block
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
@@ -150,21 +149,22 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
             f"--structure experts: {shortened_list(outside)} belong to no decoder block, and have a part for each expert."
         )
     named = {name for each in every for name in (*each.own, *each.together)}
-    others = [name for name in architecture.checkpoint.tensors if name not in named]
-    if any(".experts." in name for name in others):
-        # A layer that predicts several tokens follows the blocks. The model of transformers does not load it.
+    others = [name for name in architecture.unused if name not in named and ".experts." in name]
+    if others:
+        # A layer that predicts a second token, model.layers.N behind the last one or mtp.layers.0.
         last = every[-1]
-        for name in others:
-            alike = re.sub(rf"\.{len(blocks)}\.", f".{last.block}.", name, count=1)
-            if alike in last.own:
-                last.own[name] = last.own[alike]
-            elif alike in last.together:
-                last.together[name] = last.together[alike]
+        alike = {within_block(name): name for name in (*last.own, *last.together)}
+        for name in architecture.unused:
+            other = alike.get(within_block(name))
+            if other in last.own:
+                last.own[name] = last.own[other]
+            elif other in last.together:
+                last.together[name] = last.together[other]
             elif ".experts." in name:
                 raise UserError(f"--structure experts: {name} is of no expert that the model loads. Remove it there first.")
         logger.warning(
-            "warning: layer %d, which predicts several tokens, was not scored; it loses the experts that the last layer loses.",
-            len(blocks),
+            "warning: %s, which transformers does not load, was not scored; it loses the experts that the last layer loses.",
+            others[0].partition(".mlp.")[0].partition(".experts.")[0],
         )
     return every
 

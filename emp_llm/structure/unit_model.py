@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint
+from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import build_skeleton
 from emp_llm.options.recipe import StructureRecipe
@@ -39,6 +39,12 @@ def unit_model(
         return UnitModel(skeleton, architecture, [*find_experts(skeleton, architecture)])
     if structure.structure == "layers":
         return UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
+    if architecture.further_blocks and not structure.keep_shapes:
+        raise UserError(
+            f"{folder}: transformers does not load {shortened_list(architecture.further_blocks)}, which have the shapes of a "
+            f"decoder block. They would not fit config.json after --structure {structure.structure}. Add --keep-shapes, or "
+            f"remove them first: {SAVE_AGAIN}."
+        )
     width_by_block = isinstance(getattr(skeleton.config.get_text_config(), "intermediate_size", None), list)
     return UnitModel(skeleton, architecture, [*find_parts(skeleton, architecture, structure)], width_by_block)
 

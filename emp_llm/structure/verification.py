@@ -15,7 +15,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
-from emp_llm.models.architecture import healed_tensors
+from emp_llm.models.architecture import Architecture, healed_tensors, within_block
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.verification import Findings
 from emp_llm.records.run_report import StructureRecord
@@ -105,6 +105,23 @@ def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices
                     say(f"{name}: its values are not those of the source.")
     for name in pruned.tensors.keys() - set(expected.values()):
         say(f"{name}: the source has no such tensor.")
+
+
+def check_shapes(architecture: Architecture, findings: Findings) -> None:
+    """Compare the stored shapes with config.json, and those of layers that transformers does not load with the blocks'.
+
+    Args:
+        architecture: of the pruned checkpoint.
+    """
+    shapes = {name: each.shape for name, each in architecture.checkpoint.tensors.items()}
+    for parameter, name in architecture.stored_names.items():
+        by_config = architecture.shapes.get(parameter, shapes[name])
+        if shapes[name] != by_config:
+            findings.differences.append(f"{name}: its shape {list(shapes[name])} is {list(by_config)} by config.json.")
+    of_blocks = {(within_block(name), shape) for name, shape in shapes.items() if name not in architecture.unused}
+    for name in architecture.further_blocks:
+        if (within_block(name), shapes[name]) not in of_blocks:
+            findings.differences.append(f"{name}: its shape {list(shapes[name])} is that of no decoder block any more.")
 
 
 def _check_side_files(dense: Checkpoint, pruned: Checkpoint, record: StructureRecord, findings: Findings) -> None:

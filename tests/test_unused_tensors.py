@@ -1,0 +1,94 @@
+"""Tensors of a checkpoint that transformers does not load: layers that predict a second token, value and score heads."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from emp_llm.bench import bench
+from emp_llm.common.errors import UserError
+from emp_llm.evaluate import evaluate
+from emp_llm.generate import generate
+from emp_llm.heal import heal
+from emp_llm.prune import prune
+from emp_llm.rotate import rotate
+from emp_llm.verify import verify
+
+Models = Callable[[str], Path]
+
+
+def with_more(model: Path, folder: Path, place: str) -> Path:
+    """A model whose first layer is stored once more, under another name; or with a head for scores."""
+    shutil.copytree(model, folder)
+    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    first = {name: each for name, each in tensors.items() if name.startswith("model.layers.0.")}
+    more = {name.replace("model.layers.0.", place): each.clone() for name, each in first.items()}
+    if place == "score.weight":
+        more = {place: torch.ones(2, tensors["model.norm.weight"].numel())}
+    save_file(more, folder / "second.safetensors", {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(more, "second.safetensors")
+    index.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0."])
+@pytest.mark.parametrize("structure", ["heads", "neurons", "both"])
+def test_a_layer_that_predicts_a_second_token_is_not_cut(models: Models, tmp_path: Path, place: str, structure: str) -> None:
+    """It would not fit the new config. With all shapes kept, it fits."""
+    source = with_more(models("llama"), tmp_path / "model", place)
+    how = {"method": "magnitude", "sparsity": 0.5, "device_map": "cpu", "structure": structure}
+    with pytest.raises(UserError, match=rf"transformers does not load {place}.*Add --keep-shapes, or remove them first"):
+        prune(source, output=tmp_path / "out", **how)
+    assert not (tmp_path / "out").exists()
+    prune(source, output=tmp_path / "out", keep_shapes=True, **how)
+    assert verify(tmp_path / "out", source=str(source)).differences == []
+
+
+def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) -> None:
+    """As an earlier version wrote it: the config is smaller, and a layer that transformers does not load is not."""
+    prune(models("llama"), output=tmp_path / "out", structure="neurons", method="magnitude", sparsity=0.5, width_multiple=8)
+    source = with_more(models("llama"), tmp_path / "model", "mtp.layers.0.")
+    more = load_file(source / "second.safetensors")
+    path = next((tmp_path / "out").glob("*.safetensors"))
+    save_file(load_file(path) | more, path, {"format": "pt"})
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(more, path.name)
+    index.write_text(json.dumps(content))
+    report = verify(tmp_path / "out", source=str(models("llama")))
+    assert any(
+        line.startswith("mtp.layers.0.mlp.up_proj.weight: its shape") and "of no decoder block any more" in line
+        for line in report.differences
+    )
+
+
+@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0.", "score.weight"])
+def test_rotate_leaves_nothing_in_the_old_basis(models: Models, text: Path, tmp_path: Path, place: str) -> None:
+    source = with_more(models("llama"), tmp_path / "model", place)
+    with pytest.raises(UserError, match=rf"transformers does not load {place}.*would stay in the old basis"):
+        rotate(source, calibration=str(text), samples=10, seqlen=32, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path: Path) -> None:
+    """A tied one would be judged by its embeddings."""
+    source = with_more(models("llama"), tmp_path / "model", "score.weight")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    says = "LlamaForSequenceClassification has no head for tokens, so it predicts none"
+    with pytest.raises(UserError, match=says):
+        evaluate(source, suite="demo", output=tmp_path / "results.json")
+    with pytest.raises(UserError, match=says):
+        generate(source, prompt="Once")
+    with pytest.raises(UserError, match=says):
+        bench(source, output=tmp_path / "bench.json")
+    prune(source, output=tmp_path / "out", method="magnitude")
+    assert verify(tmp_path / "out", source=str(source)).differences == []
+    with pytest.raises(UserError, match=says):
+        heal(tmp_path / "out", dense=str(source), calibration=str(text), samples=10, seqlen=32, output=tmp_path / "healed")
