@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from safetensors import SafetensorError
 
 from emp_llm.checkpoint import files
-from emp_llm.checkpoint.files import FilePool, FileReader, FileWriter, RunningHash, file_hash, write_bytes
+from emp_llm.checkpoint.files import FilePool, FileReader, FileWriter, RunningHash, explain_disk_error, file_hash, write_bytes
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
@@ -233,3 +234,18 @@ def test_pages_of_a_file_are_written_directly(tmp_path: Path, monkeypatch: pytes
         output.write(source.take(5, 5 * PAGE).data, 5)
         output.write(memoryview(bytearray(CONTENT)), 5 * PAGE + 5)
     assert direct == [(PAGE, 4 * PAGE)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"),
+        OSError("1024 requested and 512 written"),  # of numpy
+    ],
+)
+def test_a_full_disk_in_the_words_of_other_libraries(tmp_path: Path, error: Exception) -> None:
+    told = explain_disk_error(error, tmp_path / "out", [])
+    assert told is not None
+    assert "out: the disk is full. Free some space" in str(told)
+    assert explain_disk_error(RuntimeError("a defect"), tmp_path / "out", []) is None

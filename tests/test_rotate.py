@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -115,6 +116,35 @@ def test_other_families_are_refused(family: str, ids: torch.Tensor) -> None:
     after = dict(model.named_parameters())
     assert {parameter.dtype for parameter in after.values()} == {torch.bfloat16}
     assert "logits" in says or all(torch.equal(after[name], parameter) for name, parameter in before.items())
+
+
+def _large(model: Any) -> None:
+    """A turn can make a weight of the sum of others."""
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(60000)
+
+
+def _infinite(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = float("inf")
+
+
+def _huge(model: Any) -> None:
+    """Its logits are finite, for the norm in front of the head divides; the squares of its inputs are not."""
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(1e25)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "damage", "says"),
+    [
+        (torch.float16, _large, "is beyond the range of torch.float16. Save it in bfloat16 first"),
+        (torch.float32, _infinite, "its logits are NaN or infinite"),
+        (torch.bfloat16, _huge, "infinite|not finite|logits differ"),
+    ],
+)
+def test_what_is_written_is_finite(ids: torch.Tensor, dtype: torch.dtype, damage: Callable[[Any], None], says: str) -> None:
+    model = model_of(KEPT["mistral"], dtype)
+    damage(model)
+    with pytest.raises(UserError, match=f"this model cannot be rotated: .*({says})"):
+        rotate_model(model, ids, steps=1)
 
 
 def test_quantised_models_are_refused(models: Models, ids: torch.Tensor) -> None:
@@ -288,7 +318,7 @@ def test_bad_input(
     for arguments, says in (
         ({"model": pruned("llama")}, "it is pruned, and a rotation would fill its zeros"),
         ({"pattern": "2-4"}, "--pattern must be N:M"),
-        ({"steps": -1}, "--steps"),
+        ({"steps": -1}, "--steps must be"),
         ({"output": rotated[0]}, "it exists"),
         ({"device_map": "disk"}, "whole in memory"),
         ({"samples": 10**6}, "too short"),
@@ -297,3 +327,18 @@ def test_bad_input(
         with pytest.raises(UserError, match=says):
             rotate(**given | arguments)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="--steps must be a whole number of at least 0, got -1"):
+        rotate_model(AutoModelForCausalLM.from_pretrained(models("llama")), torch.ones(4, 8, dtype=torch.long), steps=-1)
+
+
+def test_a_full_disk(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors says it in words of its own."""
+
+    def save(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", save)
+    with pytest.raises(UserError, match="out: the disk is full"):
+        rotate(
+            models("llama"), calibration=str(text), samples=10, seqlen=32, steps=0, output=tmp_path / "out", device_map="cpu"
+        )

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -366,6 +367,19 @@ def how_to_resume(kept: Sequence[Path]) -> str:
     return f"Finished work is kept in {folders}; the same command resumes from there." if folders else ""
 
 
+def _errno_of(error: BaseException | None) -> int | None:
+    """The system's number of an error. safetensors has it in its text; torch and numpy only say that less was written."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if not isinstance(error, Exception):
+        return None
+    text = str(error)
+    if (told := re.search(r"\(os error (\d+)\)", text)) is not None:
+        return int(told[1])
+    is_short = "inline_container" in text or re.search(r"\d+ requested and \d+ written", text) is not None
+    return errno.ENOSPC if is_short else None
+
+
 def explain_disk_error(error: BaseException | None, output: Path, kept: Sequence[Path]) -> UserError | None:
     """The UserError for an error of the disk or network; None for any other error.
 
@@ -373,9 +387,10 @@ def explain_disk_error(error: BaseException | None, output: Path, kept: Sequence
         output: the path that was being written.
         kept: folders that may hold finished work.
     """
-    if not isinstance(error, OSError) or error.errno not in _FAULTS:
+    number = _errno_of(error)
+    if error is None or number not in _FAULTS:
         return None
-    problem = f"{error.filename or 'a file'} cannot be read or written ({reason(error)})."
-    if error.errno in _FULL:
+    problem = f"{getattr(error, 'filename', None) or 'a file'} cannot be read or written ({reason(error)})."
+    if number in _FULL:
         problem = "the disk is full. Free some space, or choose another --output."
     return UserError(f"--output {output}: {problem} {how_to_resume(kept)}".rstrip())

@@ -7,7 +7,6 @@ where the processor has instructions for them, a checkpoint at every measurement
 """
 
 import copy
-import errno
 import logging
 import math
 import tempfile
@@ -20,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -336,18 +334,13 @@ class _Healer(Trainer):  # type: ignore[misc]
         return divergence, losses, losses
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """A checkpoint is complete with the hashes of its files. A full disk is an OSError, whatever torch makes of it."""
-        try:
-            super()._save_checkpoint(model, trial)
-            ranks().gather(None)  # each has written its part
-            if self.args.should_save:
-                folder = _checkpoint(self.args.output_dir, self.state.global_step)
-                sync_tree(folder)
-                write_json(folder / _HASHES, _hashes(folder))
-        except (SafetensorError, RuntimeError) as error:
-            if isinstance(error, SafetensorError) or "inline_container" in str(error):
-                raise OSError(errno.ENOSPC, str(error)) from error
-            raise
+        """A checkpoint is complete with the hashes of its files."""
+        super()._save_checkpoint(model, trial)
+        ranks().gather(None)  # each has written its part
+        if self.args.should_save:
+            folder = _checkpoint(self.args.output_dir, self.state.global_step)
+            sync_tree(folder)
+            write_json(folder / _HASHES, _hashes(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Only the weights that move are saved, under the names that they have in memory."""

@@ -44,6 +44,7 @@ _ROWS_OF_ORDER = 2**16  # at most, of all matrices, to choose the order of colum
 _SWAPS = 300  # rounds; in each, every group of columns tries one swap
 _TINY = 1e-20  # the least sum of a row's squared scores, so that nothing is divided by zero
 _LIMIT = 1e-3  # of the difference of logits in float32, as a share of their norm
+_LIMITS = {torch.float16: 0.02, torch.bfloat16: 0.1}  # with weights rounded to what they are stored in
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def rotate_model(
             logits; in the second case it is changed already.
     """
     started = time.perf_counter()
+    if type(steps) is not int or steps < 0:
+        raise UserError(f"--steps must be a whole number of at least 0, got {steps!r}.")
     Recipe(method="wanda", pattern=pattern).check()
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     text = data_in_memory(data, tokenizer, how, model.config)
@@ -141,6 +144,8 @@ def rotate_model(
         try:
             model.float()
             before, parameters = _logits(model, tokens), model.num_parameters()
+            if not bool(before.isfinite().all()):
+                raise _refusal("its logits are NaN or infinite. Look for such weights, or for text that it cannot read")
             stream = _stream_of(model)
             _fold(stream)
             moments = _moments(model, stream, tokens, batch_size)
@@ -154,6 +159,12 @@ def rotate_model(
                 _turn(stream, moments, *_in_order(stream, moments, pattern, random))
             n_eff.append(_mean_n_eff(stream, moments))
             difference = _check(model, before, tokens)
+            for name, each in [*model.named_parameters(), *model.named_buffers()]:
+                rounded = each.data.to(dtypes.get(each, own))
+                if bool((rounded.isinf() & each.data.isfinite()).any()):
+                    raise _refusal(f"once turned, {name} is beyond the range of {rounded.dtype}. Save it in bfloat16 first")
+                each.data = rounded.float() if each.is_floating_point() else rounded
+            _check(model, before, tokens, _LIMITS.get(own, _LIMIT))  # of what is written
         finally:
             for each in [*model.parameters(), *model.buffers()]:
                 each.data = each.data.to(dtypes.get(each, own))  # the weight of a head that was tied is new
@@ -325,7 +336,7 @@ def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return logits[0].float()
 
 
-def _check(model: PreTrainedModel, before: Tensor, tokens: Tensor) -> float:
+def _check(model: PreTrainedModel, before: Tensor, tokens: Tensor, limit: float = _LIMIT) -> float:
     """The difference of the logits as a share of their norm, a median over the tokens.
 
     Raises:
@@ -333,7 +344,7 @@ def _check(model: PreTrainedModel, before: Tensor, tokens: Tensor) -> float:
     """
     after = _logits(model, tokens)
     difference = float(((after - before).norm(dim=1) / before.norm(dim=1)).median())
-    if not difference <= _LIMIT:
+    if not difference <= limit:
         raise _refusal(
             f"once turned, its logits differ by {difference:.2g} of their norm, so something beside linear layers and RMSNorms "
             "reads or writes its residual stream"
@@ -381,6 +392,8 @@ def _moments(model: PreTrainedModel, stream: _Stream, tokens: Tensor, batch_size
             with enough_memory(lambda: ("rotation", input_device(model)), batch):
                 body_of(model)(batch.to(input_device(model)), use_cache=False)
             bar.update(len(batch))
+    if not all(bool(torch.as_tensor(each).isfinite().all()) for own in moments for each in [*own.stream, *own.inputs]):
+        raise _refusal("the second moments of its inputs are not finite, so its weights or its text are too large")
     return moments
 
 
