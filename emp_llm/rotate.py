@@ -98,6 +98,7 @@ def rotate(
         record.command = command_line()
         (out.files / EXTRAS).mkdir()
         keep_generated(out.files / SELF_NAME, data)
+        record.files = sorted(str(each.relative_to(out.files)) for each in out.files.rglob("*") if each.is_file())
         record.save(out.files / ROTATION_NAME)
         checkpoint.check_unchanged()
         out.complete()

@@ -19,8 +19,10 @@ from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import FileLock, locked
 from emp_llm.checkpoint.output import OutputFolder, write_folder
 from emp_llm.common.errors import UserError
+from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
+from emp_llm.rotate import rotate
 
 Models = Callable[[str], Path]
 
@@ -62,7 +64,6 @@ def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Pat
     before = oracle.digest(source)
     options: dict[str, Any] = {"model": source, "output": out, "method": "emp-magnitude"}
     prune(**options, beta=0.5)
-    (out / "old file.txt").touch()
     old, replace = torture.snapshot(tmp_path), os.replace
     for error in (_Killed, OSError(errno.EIO, "input/output error")):
 
@@ -91,7 +92,6 @@ def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Pat
     assert (tmp_path / ".out.partial" / "replaced").is_dir()
     prune(**options, overwrite=True, beta=2.0)
     assert report_of(out)["recipe"]["beta"] == 2
-    assert not (out / "old file.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left beside the output"
     assert oracle.digest(source) == before
 
@@ -254,3 +254,53 @@ def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None
     with pytest.raises(UserError, match="is no lock of emp-llm"), locked(tmp_path / "results.json"):
         pass
     assert (tmp_path / ".results.json.lock").read_text() == "a note"
+
+
+def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_path: Path) -> None:
+    """Only an output in which emp-llm wrote every file is replaced: pruned, packed, rotated; not a dense model."""
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"model": models("llama"), "output": out, "method": "emp-magnitude", "overwrite": True}
+    prune(**options)
+    prune(**options)
+    for name in ("notes.txt", ".git/config"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        with pytest.raises(UserError, match=rf"it also holds {name}, which emp-llm did not write there.*Move that away"):
+            prune(**options)
+        assert (out / name).read_text() == "mine"
+        (out / name).unlink()
+    shutil.rmtree(out / ".git")
+    packed = tmp_path / "packed"
+    for _ in range(2):
+        pack(out, packed, overwrite=True)
+        turned = tmp_path / "turned"
+        rotate(models("llama"), calibration=str(text), samples=4, seqlen=32, steps=0, output=turned, overwrite=True)
+            models("llama"), calibration=str(text), samples=4, seqlen=32, steps=0, output=tmp_path / "turned", overwrite=True
+        )
+    for folder in (packed, turned):
+        (folder / "notes.txt").write_text("mine")
+        with pytest.raises(UserError, match=r"it also holds notes.txt"):
+            prune(**options | {"output": folder})
+    shutil.copytree(models("llama"), tmp_path / "dense")
+    with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
+        prune(**options | {"output": tmp_path / "dense"})
+
+
+def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(models("llama"), source)
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(0o600)
+    prune(source, output=out, method="emp-magnitude")
+    assert {path.stat().st_mode & 0o077 for path in (out, *out.rglob("*"))} == {0}
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(0o640)
+    prune(source, output=tmp_path / "group", method="emp-magnitude")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "group").rglob("*") if path.is_file()} == {0o640}
+
+
+def test_the_root_of_a_file_system(models: Models) -> None:
+    with pytest.raises(UserError, match=r"--output /: it is the root of a file system"):
+        prune(models("llama"), output="/", method="emp-magnitude", overwrite=True)
+    with pytest.raises(UserError, match=r"--output /proc: it is the root of a file system"):
+        prune(models("llama"), output="/proc", method="emp-magnitude", overwrite=True)

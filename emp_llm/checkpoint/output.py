@@ -19,19 +19,22 @@ import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
+from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
-from emp_llm.common.errors import UserError, format_bytes, reason
-from emp_llm.common.paths import INDEX_NAME, PACK_NAME, REPORT_NAME, SINGLE_NAME
+from emp_llm.common.errors import UserError, format_bytes, reason, shortened_list
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, PACK_NAME, PACKED_SUFFIX, REPORT_NAME, ROTATION_NAME
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
 _FORMAT = "emp-llm work 3"
 _OLD = "replaced"
+_ANYBODY = 0o044  # may read
 # Finished blocks of a calibration, whole or half written.
 CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
@@ -68,11 +71,14 @@ class OutputFolder:
         expected: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
+        self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
+        if os.path.ismount(self.path):
+            raise UserError(f"{self._subject}: it is the root of a file system, which is never replaced; name a folder in it.")
         self.work = self.path.with_name(f".{self.path.name}.partial")
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
+        self._readers = _readers_of(sources)
         self._old = self.work / _OLD
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -163,6 +169,10 @@ class OutputFolder:
 
     def complete(self) -> None:
         """Rename the folder to its final name, replacing an older output."""
+        if self._readers != _ANYBODY:
+            for path in (self.files, *self.files.rglob("*")):
+                enter = self._readers >> 2 if path.is_dir() else 0
+                path.chmod(path.stat().st_mode & (0o700 | self._readers | enter))
         sync_tree(self.files)
         self._check_path()
         try:
@@ -182,6 +192,8 @@ class OutputFolder:
             check_own(self.work, ("manifest.json", "lock", _OLD))
             check_own(self.calibration, CALIBRATION_FILES)
             self.work.mkdir(exist_ok=True)
+            if self._readers != _ANYBODY:  # until the files have it too
+                self.work.chmod(0o700)
             try:
                 self._lock.acquire()
                 break
@@ -228,10 +240,7 @@ class OutputFolder:
             if not self._overwrite:
                 self._remove_leftover()
                 raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
-            if not _replaceable(self.path):
-                raise UserError(
-                    f"{self._subject}: it is not a model folder, so --overwrite does not replace it; remove it yourself."
-                )
+            _check_replaceable(self.path, self._subject)
 
     def _remove_leftover(self) -> None:
         """Delete the work folder of a run that was killed after it had put its output in place."""
@@ -389,6 +398,38 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> N
         logger.warning("%s", sentence)
 
 
-def _replaceable(path: Path) -> bool:
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() and not path.is_symlink() else {""}
-    return not names or bool(names & {INDEX_NAME, SINGLE_NAME, PACK_NAME, REPORT_NAME})
+def _readers_of(sources: Sequence[Path]) -> int:
+    """Who may read all weights of some folders beside their owner, as bits of a mode: what is private stays so."""
+    modes = [shard.stat().st_mode for source in sources for shard in source.glob("*.safetensors")]
+    return reduce(and_, modes, _ANYBODY)
+
+
+def _check_replaceable(path: Path, subject: str) -> None:
+    """Raise UserError unless a run of emp-llm wrote every file of an older output."""
+    if path.is_symlink() or not path.is_dir():
+        raise UserError(f"{subject}: it is not a model folder, so --overwrite does not replace it; remove it yourself.")
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
+    listed = _files_of_run(path)
+    if files and not listed:
+        raise UserError(
+            f"{subject}: it is not a model folder that emp-llm wrote, so --overwrite does not replace it; remove it yourself."
+        )
+    foreign = [name for name in files if name not in listed and not name.startswith(f"{EXTRAS}/evaluation/")]
+    if foreign:
+        raise UserError(
+            f"{subject}: it also holds {shortened_list(foreign)}, which emp-llm did not write there, so --overwrite does not "
+            "replace it. Move that away, or name another folder."
+        )
+
+
+def _files_of_run(folder: Path) -> set[str]:
+    """The files that a run wrote into a folder: those that its manifest, its rotation or its pack names, and these."""
+    names = {name for name in (REPORT_NAME, MANIFEST_NAME, PACK_NAME, str(ROTATION_NAME)) if (folder / name).is_file()}
+    listed: set[str] = set()
+    for name in names - {REPORT_NAME}:
+        record = read_json(folder / name, limit=INDEX_LIMIT)
+        for field in ("files", "shards"):
+            entries = record.get(field)
+            listed |= {str(entry) for entry in entries} if isinstance(entries, dict | list) else set()
+    packed = {name.removesuffix(".safetensors") + PACKED_SUFFIX for name in listed if PACK_NAME in names}
+    return names | listed | packed

@@ -50,7 +50,7 @@ from emp_llm.checkpoint.files import INDEX_LIMIT, FileReader, file_hash, prefetc
 from emp_llm.checkpoint.headers import StoredTensor, parse_header, read_header
 from emp_llm.checkpoint.matrices import Words, mask_bytes, read_words, word_bytes, words_in
 from emp_llm.common.errors import UserError, quotable, reason
-from emp_llm.common.paths import PACK_NAME
+from emp_llm.common.paths import PACK_NAME, PACKED_SUFFIX
 
 Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
 PackKind = Literal["weights", "mask"]
@@ -58,7 +58,6 @@ Codec = Literal["raw", "zstd"]
 Form = Literal["sparse", "dense", "base"]  # base: no entry, the words of the base model
 
 FORMAT = "emp-llm pack 3"
-SUFFIX = ".packed.safetensors"
 CHUNK = 1 << 20
 THREADS = min(4, cpu_count() or 1)
 
@@ -359,7 +358,7 @@ class PackedCheckpoint(Checkpoint):
 
 def packed_name(shard: str) -> str:
     """The name of a shard's packed file."""
-    return shard.removesuffix(".safetensors") + SUFFIX
+    return shard.removesuffix(".safetensors") + PACKED_SUFFIX
 
 
 def damaged(path: Path, why: str) -> NoReturn:

@@ -19,7 +19,6 @@ from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, mask_bytes, packed_bytes, read_words, word_bytes, words_in
 from emp_llm.checkpoint.packed_format import (
     FORMAT,
-    SUFFIX,
     THREADS,
     Form,
     PackedFolder,
@@ -29,7 +28,7 @@ from emp_llm.checkpoint.packed_format import (
     packed_name,
 )
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
+from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, PACKED_SUFFIX, REPORT_NAME
 from emp_llm.common.progress import progress_bar
 
 
@@ -67,7 +66,7 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
         relative = path.relative_to(folder)
         if not path.is_file() or path in checkpoint.shards or any(part.startswith(".") for part in relative.parts):
             continue
-        if path.name.endswith(SUFFIX):
+        if path.name.endswith(PACKED_SUFFIX):
             raise UserError(f"{path}: it belongs to a packed checkpoint; move it away.")
         if layout.kind == "mask" and path.suffix in OTHER_WEIGHTS and relative.parts[0] != EXTRAS:
             raise UserError(f"{path}: other weights, which do not belong in a mask; move the file away.")

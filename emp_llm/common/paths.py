@@ -9,6 +9,7 @@ INDEX_NAME = "model.safetensors.index.json"
 REPORT_NAME = "emp_report.json"  # of a pruning run
 MANIFEST_NAME = "emp_manifest.json"
 PACK_NAME = "emp_pack.json"  # of a packed checkpoint
+PACKED_SUFFIX = ".packed.safetensors"
 SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model

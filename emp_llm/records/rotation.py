@@ -18,6 +18,7 @@ class RotationRecord(FileRecord, kw_only=True):
         difference: of the logits in float32, as a share of their norm.
         parameters_before, parameters_after: more if the head was tied to the embeddings.
         seconds: time taken.
+        files: that the run wrote, for --overwrite.
     """
 
     KIND: ClassVar[str] = "rotation"
@@ -32,3 +33,4 @@ class RotationRecord(FileRecord, kw_only=True):
     parameters_before: int
     parameters_after: int
     seconds: float
+    files: list[str] = []
