@@ -275,8 +275,6 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_p
         pack(out, packed, overwrite=True)
         turned = tmp_path / "turned"
         rotate(models("llama"), calibration=str(text), samples=4, seqlen=32, steps=0, output=turned, overwrite=True)
-            models("llama"), calibration=str(text), samples=4, seqlen=32, steps=0, output=tmp_path / "turned", overwrite=True
-        )
     for folder in (packed, turned):
         (folder / "notes.txt").write_text("mine")
         with pytest.raises(UserError, match=r"it also holds notes.txt"):
@@ -284,6 +282,15 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_p
     shutil.copytree(models("llama"), tmp_path / "dense")
     with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
         prune(**options | {"output": tmp_path / "dense"})
+
+
+def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> None:
+    files = {"report.json": b"{}", "figures/a.svg": b"<svg/>"}
+    write_folder(tmp_path / "report", files, False, "report.json")
+    (tmp_path / "report" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"it also holds notes.txt, which would be deleted"):
+        write_folder(tmp_path / "report", files, True, "report.json")
+    assert (tmp_path / "report" / "notes.txt").read_text() == "mine"
 
 
 def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:

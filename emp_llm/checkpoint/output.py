@@ -358,6 +358,15 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
     size = sum(len(content) for content in files.values())
+    before = read_json(path / expected).get("files") if (path / expected).is_file() else None
+    listed = [*files, "figures", *(map(str, before) if isinstance(before, list) else ())]
+    made = {name.partition("/")[0] for name in listed}
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in made) if path.is_dir() else []
+    if foreign:
+        raise UserError(
+            f"--output {path}: it also holds {shortened_list(foreign)}, which would be deleted. Move that away, or name "
+            "another folder."
+        )
     with OutputFolder(path, (), size, overwrite, expected=expected) as out:
         out.begin({})
         for name, content in files.items():
