@@ -358,9 +358,9 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
     size = sum(len(content) for content in files.values())
-    before = read_json(path / expected).get("files") if (path / expected).is_file() else None
-    listed = [*files, "figures", *(map(str, before) if isinstance(before, list) else ())]
-    made = {name.partition("/")[0] for name in listed}
+    made = {name.partition("/")[0] for name in files} | {"figures"}
+    with contextlib.suppress(UserError):  # a record that names no files
+        made |= {str(name).partition("/")[0] for name in read_json(path / expected).get("files") or ()}
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in made) if path.is_dir() else []
     if foreign:
         raise UserError(

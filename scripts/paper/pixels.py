@@ -446,7 +446,7 @@ def prune_image(
     pictures = [original.with_channels(result.channels) for result in pruned]
     files = {each.file: picture.encoded() for each, picture in zip(found, pictures, strict=True)}
     files[FIGURE_NAME] = panels([original, *pictures], _titles(record))
-    files[RECORD_NAME] = (json.dumps(asdict(record), indent=1) + "\n").encode()
+    files[RECORD_NAME] = (json.dumps(asdict(record) | {"files": sorted(files)}, indent=1) + "\n").encode()
     write_folder(output, files, overwrite, RECORD_NAME)
     return record
 
