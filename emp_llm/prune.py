@@ -47,7 +47,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     from emp_llm.pruning.counts import check_groups, counts_of, matched, read_report
     from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
-    from emp_llm.pruning.outcome import PRUNED_BEFORE, log_warnings, report_of
+    from emp_llm.pruning.outcome import log_warnings, pruned_before, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
 
@@ -77,7 +77,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         suite = find_suite(options.evaluate)
     source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
     if (source.folder / REPORT_NAME).is_file():
-        logger.warning(PRUNED_BEFORE, source.name)
+        logger.warning("%s", pruned_before(source.name, recipe))
     if (source.folder / ROTATION_NAME).is_file() and recipe.beta is not None and recipe.needs_activations and budget is None:
         logger.warning("warning: %s is rotated, and beta removes more there than it can lose; give --sparsity.", source.name)
 
@@ -192,7 +192,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 def update(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
                     update_model(dense, targets, tokens, recipe, moved, mask_of=mask_of, counts_of=to_search, **how)
 
-                moved = moved_weights(source.folder, models, out, stopwatch, update)
+                moved = moved_weights(source.folder, models, out, stopwatch, recipe.search or "refit", update)
                 about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
             if prepared is None or recipe.heal:
                 models.free()  # the dense model is no longer needed

@@ -465,6 +465,19 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     report = prune_model(model, "magnitude")
     with pytest.raises(UserError, match="healing needs both models whole in memory"):
         heal_model(model, offloaded, tokens, masks=report.masks)
+    dense = AutoModelForCausalLM.from_pretrained(models("llama"))
+    for wrong, says in (
+        ({"weights": "everything"}, "weights must be 'targets' or 'all', got 'everything'"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": -3}, "steps must be a whole number of at least 1, got -3"),
+        ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+    ):
+        with pytest.raises(UserError, match=says):
+            heal_model(model, dense, tokens, masks=report.masks, **wrong)
+    dense.resize_token_embeddings(dense.config.vocab_size, pad_to_multiple_of=192)
+    with pytest.raises(UserError, match=r"the dense model predicts 384 tokens and the pruned one 256.*resize_token_embeddings"):
+        heal_model(model, dense, tokens, masks=report.masks)
 
 
 def test_options_of_the_text_count(

@@ -11,9 +11,11 @@ import pytest
 import tiny
 import torch
 import torture
+import transformers
 from launch import launch
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
+from emp_llm import Recipe, prune_model
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
@@ -100,7 +102,8 @@ def test_a_killed_fit_resumes(
     assert updated == [1], "the first block was updated before"
     assert torture.snapshot(tmp_path / "killed") == whole
     assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
-    assert read_report(tmp_path / "killed" / "out").stages.keys() >= {"refit", "prune"}
+    name = {"sparsegpt": "sparsegpt", "emp-admm": "admm"}.get(options.get("method", ""), "refit")
+    assert read_report(tmp_path / "killed" / "out").stages.keys() >= {name, "prune"}
 
 
 @pytest.mark.parametrize("options", ["refit"], indirect=True)
@@ -173,3 +176,41 @@ def test_a_layer_that_is_not_called(text: Path, tmp_path: Path) -> None:
     killed_at_block(options, 1)
     prune(**options)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+GEMMA_3N = {
+    "vocab_size": 256,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.0, 0.0],
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "emp-admm"])
+def test_several_streams_and_layers_that_are_called_twice(method: str) -> None:
+    """Gemma 3n: four streams in the first dimension, and a router that a block calls before and after its attention."""
+    config = transformers.Gemma3nTextConfig(**GEMMA_3N, num_kv_shared_layers=0)
+    model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32)
+    tokens = torch.randint(3, 250, (8, 32), generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(method=method, targets="all-linear", refit=method == "wanda")
+    report = prune_model(model, recipe, tokens)
+    (router,) = (fit for name, fit in report.record.fits.items() if name.endswith("layers.0.altup.modality_router"))
+    assert router.tokens == 2 * 7 * 32  # one sequence is held out
+    assert report.masks.broken(model) == 0
+
+
+def test_blocks_that_read_the_keys_of_others() -> None:
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    deeper = {"num_hidden_layers": 3, "layer_types": types, "activation_sparsity_pattern": [0.0] * 3}
+    config = transformers.Gemma3nTextConfig(**GEMMA_3N | deeper, num_kv_shared_layers=1)
+    model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32)
+    with pytest.raises(UserError, match=r"read the keys and values of earlier ones \(num_kv_shared_layers is 1\)"):
+        prune_model(model, Recipe(method="wanda", refit=True), torch.ones(8, 32, dtype=torch.long))

@@ -430,7 +430,7 @@ class CalibrationProgress:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
         collected.restore(sums, input_of, tokens)
-        walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
+        walk.bar.update(done)
         logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
         self._saved_at = time.monotonic()
         return int(done)

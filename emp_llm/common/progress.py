@@ -127,8 +127,8 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
     Args:
         total: number of units.
         title: name of the activity.
-        unit: "B" (bytes), "W" (weights), "tok" (tokens), "req" (requests); large numbers are shown in thousands, millions and
-            so on.
+        unit: "B" (bytes), "W" (weights), "tok" (tokens), "req" (requests), " blocks"; large numbers are shown in thousands,
+            millions and so on.
         leave: the finished bar stays on the terminal.
     """
     if not ranks().main or _Shown.quiet:
@@ -138,7 +138,7 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
         return _Lines(total, title, unit)
     from tqdm import tqdm
 
-    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=total >= 1000, leave=leave)
+    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=total >= 1000 or unit == " blocks", leave=leave)
     return bar  # type: ignore[no-any-return]
 
 

@@ -57,7 +57,7 @@ from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
 from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
 from emp_llm.update.moved import MovedWeights, in_dtype
-from emp_llm.update.update import check_update, healing_bytes, healing_memory, updatable
+from emp_llm.update.update import check_apart, check_update, healing_bytes, healing_memory, updatable
 
 logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
@@ -113,6 +113,17 @@ def heal_model(
     Raises:
         UserError: a model is not whole in memory, the masks are of another model, or the text is missing or too short.
     """
+    if weights not in ("targets", "all"):
+        raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if type(value) is not int or value < 1:
+            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    sizes = [each.config.get_text_config().vocab_size for each in (dense, model)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the dense model predicts {sizes[0]:,} tokens and the pruned one {sizes[1]:,}. Give the model that was pruned; "
+            "resize_token_embeddings makes a padded vocabulary as long as the other."
+        )
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     text, found = text_to_heal(data, tokenizer, how, model, dense), find_masks(masks, model)
     moving = list(found)
@@ -186,6 +197,7 @@ def heal_folder(
                 "--heal: the pruned model in float32 and the dense model do not fit in memory together, and healing block by "
                 "block runs in one process, without --heal-weights all, and not after --structure. Use a larger machine."
             )
+        check_apart(checkpoint.config, "--heal of a model that does not fit in memory", "Use a larger machine")
         del model
         moved = MovedWeights(out.work / "healing")
         with stage("heal"), in_evaluation_mode(teacher):

@@ -33,12 +33,12 @@ from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import PRUNED_BEFORE, Outcomes, report_of
+from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import check_update, update_warnings
+from emp_llm.update.update import check_apart, check_update, update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _decide(
     targets, recipe = chosen.targets, matched(recipe, chosen.targets)
     first = resident_parameter(model, targets[0].layer.parameter)
     if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
-        logger.warning(PRUNED_BEFORE, name_of(model))
+        logger.warning("%s", pruned_before(name_of(model), recipe))
     check_groups(recipe, targets)
     scores = Scores(weights, targets, recipe)
     if recipe.updates:
@@ -177,6 +177,8 @@ def _decide(
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         check_update(targets, recipe.update_flag, recipe.without_update)
+        config: Any = model.config
+        check_apart(config.to_dict(), recipe.update_flag, recipe.without_update)
     if recipe.heal:
         from emp_llm.in_memory.healing import text_to_heal
 
@@ -206,7 +208,7 @@ def _decide(
         if not isinstance(sequences, CalibrationText):
             raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
         moved, mask_of = MovedWeights(), pruner.masks()
-        with stopwatch("refit"), in_evaluation_mode(model):
+        with stopwatch(recipe.search or "refit"), in_evaluation_mode(model):
             update_model(
                 model,
                 targets,

@@ -234,7 +234,8 @@ class Walk:
         self._calls: list[list[Call]] = []
         self.device = execution_device(runner.blocks[0])
         tokens = sum(batch.numel() for batch in batches)
-        self.bar = progress_bar(tokens * len(runner.blocks), title, "tok")
+        self._tokens = tokens
+        self.bar = progress_bar(len(runner.blocks), title, " blocks")
         last: dict[tuple[int, str], Tensor] = {}
         try:
             for number, batch in enumerate(batches):
@@ -254,6 +255,10 @@ class Walk:
         self.hidden.close()
         self.bar.close()
         self.runner.bytes_read += self.runner.outside.release()
+
+    def advance(self, batch: Tensor) -> None:
+        """Show that a batch has passed through a block."""
+        self.bar.update(batch.numel() / self._tokens)
 
     def steps(self, first: int = 0) -> Iterator["Step"]:
         """The blocks from `first` on, in order. The weights of a block stay loaded until the next block is requested."""
@@ -325,7 +330,7 @@ class Step:
             output = self.output(number, walk.hidden, isolated=not advance)
             if advance:
                 walk.hidden.put(number, output)
-                walk.bar.update(batch.numel())
+                walk.advance(batch)
 
     def output(self, number: int, states: "HiddenStates", isolated: bool = True) -> Tensor:
         """The block's output for one batch.

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 ALL_KEPT = "all kept"
 _LOGGED = 6  # warnings; the report has all
 KEEPS_LITTLE = 0.2
-PRUNED_BEFORE = "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores."
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,12 @@ def report_of(
         matrices=matrices,
         warnings=warnings_of(matrices, pruner),
     )
+
+
+def pruned_before(name: str, recipe: Recipe) -> str:
+    """The warning for a model that has zeros already."""
+    place = "and get new values where they are kept" if recipe.moves else "with the lowest scores"
+    return f"warning: {name} is already pruned. Its zeros count as weights of the rows, {place}."
 
 
 def log_warnings(warnings: list[str]) -> None:

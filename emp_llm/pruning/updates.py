@@ -20,13 +20,14 @@ from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import check_update
+from emp_llm.update.update import check_apart, check_update
 from emp_llm.update.walk import OfTarget
 
 
 def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
     """Raise UserError if weights cannot move: because of the targets, of the model, or of calibration data with images."""
     check_update(chosen.targets, recipe.update_flag, recipe.without_update)
+    check_apart(chosen.checkpoint.config, recipe.update_flag, recipe.without_update)
     by_blocks = f"{recipe.update_flag} runs block by block"
     if not isinstance(data, CalibrationText):
         raise UserError(f"{by_blocks}, on text alone. {recipe.without_update}, or leave out image= in --calibration.")
@@ -55,6 +56,7 @@ def moved_weights(
     models: OneModel,
     out: OutputFolder,
     stopwatch: Stopwatch,
+    name: str,
     update: Callable[[PreTrainedModel, MovedWeights], None],
 ) -> MovedWeights:
     """The weights that a run's update moves, or those of an interrupted run, in the work folder. A collective call.
@@ -62,16 +64,17 @@ def moved_weights(
     Args:
         dense: folder of the model.
         models, out, stopwatch: of the run.
+        name: of the update: "refit", "sparsegpt" or "admm".
         update: puts the blocks that are not finished into moved weights, given the model.
     """
-    with stage("refit"):
+    with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
         done = ranks().share(out.get("refitted") if ranks().main else None)
         if done is not None:
             stopwatch.record |= done
             return moved
         model = models.get(dense)
-        with stopwatch("refit"):
+        with stopwatch(name):
             update(model, moved)
         if ranks().main:
             out.note(refitted=dict(stopwatch.record))

@@ -134,7 +134,7 @@ def layer_sums(runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_siz
                 sums[0, step.index] += change.double().sum().cpu()
                 sums[1, step.index] += change.numel()
                 walk.hidden.put(number, left)
-                walk.bar.update(batch.numel())
+                walk.advance(batch)
     return sums_of_ranks({layers.name: sums}, "its hidden states")
 
 

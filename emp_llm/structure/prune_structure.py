@@ -202,7 +202,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                     else:
                         update_model(dense, moving, tokens, recipe, moved, mask_of=lambda target: masks[target.name], **how)
 
-                moved = moved_weights(source.folder, models, out, stopwatch, refit)
+                moved = moved_weights(source.folder, models, out, stopwatch, "refit", refit)
 
             # The first rank writes, and compares with the dense model. Healing trains what was written.
             healing = None

@@ -1,6 +1,7 @@
 """What can be said of an update before and after: its targets, memory and warnings. Without torch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
@@ -30,6 +31,23 @@ def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
     scaled = next((target for target in targets if target.matrix.scales is not None), None)
     if scaled is not None:
         raise UserError(f"{scaled.name} is stored in FP8, whose scales {option} would change. Use the unquantised model.")
+
+
+def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
+    """Raise UserError if blocks read the keys and values of earlier blocks, as in Gemma 3n and Gemma 4.
+
+    A walk runs each block several times, on dense and on pruned inputs, and does not keep what it left for later ones.
+
+    Args:
+        config: the content of config.json.
+        option, instead: of `check_update`.
+    """
+    shared = (config.get("text_config") or config).get("num_kv_shared_layers") or 0
+    if shared:
+        raise UserError(
+            f"{option} runs block by block, and the model's last blocks read the keys and values of earlier ones "
+            f"(num_kv_shared_layers is {shared}). {instead}."
+        )
 
 
 def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:

@@ -5,6 +5,7 @@ returns on its dense inputs: min over What with the mask of sum_t w_t ||What xha
 level by level, in the order of their calls, so that each sees what those before it really return.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ def update_model(
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
-    with runner.walk([*batches, *rest], "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
+    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
         for number in (*seen, *held_out):
             pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
@@ -103,11 +104,13 @@ class Block:
         pruned: those that enter the pruned block.
         masks: of the targets that were pruned by one, by name, on the CPU.
         values: the pruned and moved weights, by the name of the parameter.
+        times: how often the block calls each layer, by name.
     """
 
     def __init__(self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates) -> None:
         self.model, self.step, self.targets, self.walk = model, step, targets, walk
         self.dense, self.pruned, self.masks = walk.hidden, pruned, dict[str, Tensor]()
+        self.times: Counter[str] = Counter()
         self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
         self.values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}
 
@@ -156,7 +159,7 @@ class Block:
             for layer in layers:  # copies, because the block may write into both
                 inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).clone())
                 outputs.setdefault(layer.name, []).append(returned.detach().flatten(0, -2).clone())
-            if not whole and inputs.keys() == names:
+            if not whole and all(len(inputs.get(name, ())) >= self.times.get(name, 1) for name in names):
                 raise _AllSeen
 
         with layer_hooks(self.model, [target.layer for target in targets], observe), suppress(_AllSeen):
@@ -251,6 +254,7 @@ def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
         first = by_name[layers[0].name]
+        block.times.update(layer.name for layer in layers)
         if first.name in called:
             return
         called.update(layer.name for layer in layers)
@@ -358,7 +362,7 @@ class _DenseCalls:
                 self.energy[number, target.name] = _energy(returned if bias is None else returned - bias, shares)
             assert output is not None
             walk.hidden.put(number, output)
-            walk.bar.update(batch.numel())
+            walk.advance(batch)
 
     def inputs(self, number: int, first: str, device: torch.device) -> Tensor:
         """The inputs of a target in a batch, float32, shape (tokens, inputs)."""
