@@ -54,6 +54,17 @@ GEMMA_3N: dict[str, Any] = {
 }
 GEMMA_3N |= {"head_dim": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "activation_sparsity_pattern": None}
 GEMMA_3N |= {"intermediate_size": [80, 80, 96, 96], "layer_types": ["sliding_attention", "full_attention"] * 2}
+# Queries, keys and values in one matrix, in another order than in thirds.
+OTHER_ORDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "codegen": (
+        "CodeGenConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128, "n_ctx": 128, "vocab_size": 256},
+    ),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256, "multi_query": False},
+    ),
+}
 MORE_FAMILIES["gemma3n"] = ("Gemma3nTextConfig", tiny.GLU | GEMMA_3N)
 QUIET: dict[str, Any] = {"quiet": True, "dtype": "float32"}
 SHORT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32}
@@ -66,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def folder(family: str) -> Path:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiny, "FAMILIES", tiny.FAMILIES | MORE_FAMILIES)
+            patch.setattr(tiny, "FAMILIES", tiny.FAMILIES | MORE_FAMILIES | OTHER_ORDERS)
             return tiny.make_model(tmp_path_factory.mktemp(family) / "model", family, torch.float32)
 
     return folder
@@ -112,6 +123,26 @@ def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models
             torch.testing.assert_close(computed[0], computed[1], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(computed[0], dense, rtol=1e-3, atol=1e-4)
         assert [differences(out, source) for out in outs] == [[], []]
+
+
+@pytest.mark.parametrize("family", OTHER_ORDERS)
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_heads_in_an_unknown_order_are_refused(family: str, device_map: str, models: Any, tmp_path: Path) -> None:
+    """The logits are compared, block by block where the model does not fit in memory. The advice is not what was given."""
+    options: dict[str, Any] = {"structure": "heads", "method": "magnitude", "sparsity": 0.5, "device_map": device_map}
+    with pytest.raises(UserError, match=r"the logits differ by .*another order than is known here, so its heads cannot be"):
+        removed(models(family), tmp_path / "out", keep_shapes=True, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"refit": True}, {"keep_shapes": True, "refit": True}])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_offloaded_model_is_compared(family: str, options: dict[str, Any], models: Any, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"structure": "neurons", "sparsity": 0.5, "device_map": "disk"} | SHORT | options
+    how |= {} if "keep_shapes" in options else {"width_multiple": 8}
+    _, record = removed(models(family), tmp_path / "out", method="wanda", **how)
+    assert record.difference is not None
+    assert record.difference < 1e-5
 
 
 def test_what_stays_has_the_bits_of_the_dense_model(models: Any, tmp_path: Path) -> None:

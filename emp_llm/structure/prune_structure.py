@@ -223,17 +223,17 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                         kept = {choice.units.name: choice.kept.tolist() for choice in choices}
                         write_json(out.files / EXPERTS_NAME, {"num_experts": len(plan.units[0]), "kept_experts": kept})
                     if out.get("compared") is None:
-                        dense, small = models.get(source.folder), None
+                        dense = models.get(source.folder)
+                        in_stacks = any(target.layer.expert is not None for each in choices for target in fitted(each))
                         with stopwatch("compare"):
-                            if not is_offloaded(dense):
-                                small = load_model(out.files, options.device_map, options.dtype, options.trust_remote_code)
-                            if small is not None and not is_offloaded(small):
-                                compare(dense, small, choices, moved, record)
+                            if is_offloaded(dense) and in_stacks:
+                                logger.warning("warning: the model is offloaded; speed and logits are not compared.")
                             else:
-                                logger.warning(
-                                    "warning: both models do not fit in memory together; speed and logits are not compared."
-                                )
-                        del dense, small
+                                device_map = "disk" if is_offloaded(dense) else options.device_map
+                                small = load_model(out.files, device_map, options.dtype, options.trust_remote_code)
+                                compare(dense, small, choices, moved, record)
+                                del small
+                        del dense
                         out.note(compared=record.as_dict())
                     record = msgspec.convert(out.get("compared"), StructureRecord)
             if recipe.heal:
