@@ -104,7 +104,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         for name, (kind, part) in groups.items():
             values = {each: given[each] for each in part if each in given}
             if kind is Given:
-                arguments[name] = Given(key for key, value in given.items() if value is not None)
+                arguments[name] = Given(given)
             else:
                 arguments |= values if kind is None else {name: kind(**values)}
         return arguments
@@ -112,7 +112,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     @wraps(function)
     def flat(*arguments: Any, **keywords: Any) -> R:
         given = signature.bind(*arguments, **keywords).arguments
-        given = {name: options[name].checked(value) for name, value in given.items()}
+        required = {name for name, option in options.items() if option.parameter.default is inspect.Parameter.empty}
+        given = {name: options[name].checked(value) for name, value in given.items() if value is not None or name in required}
         verbose, quiet = given.get("verbose", False), given.get("quiet", False)
         if verbose and quiet:
             raise UserError("--verbose and --quiet exclude each other; give one of them.")

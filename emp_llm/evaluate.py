@@ -62,7 +62,7 @@ def evaluate(
     overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False,
     baseline: Annotated[str | None, Opt("Model to compare with (a Hub id may end in @REVISION), or its results file.")] = None,
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None,
-    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8",
+    batch_size: Annotated[str | int, Opt("Examples per forward pass of a task, or auto.")] = "8",
     runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense",
     form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal",
     prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False,

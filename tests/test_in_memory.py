@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import accelerate
 import numpy as np
@@ -15,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm import Masks, Recipe, masks_of, pack, prune, prune_model, push, reapply_mask, report, unpack, verify
+from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.runtime import load as packed_model
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -261,7 +265,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta": (on_meta, r"0\.weight: its values are not in memory \(device meta\)"),
     "path": (lambda source: prune_model(str(source / "nowhere")), "no such model folder"),
     "a number": (lambda _: prune_model(3), "model is a int; give a model in memory"),  # type: ignore[arg-type]
-    "a command": (lambda source: prune(model=load(source)), "got LlamaForCausalLM. For a model in memory there is prune_model"),
+    "a command": (lambda source: prune(model=load(source)), "LlamaForCausalLM. For a model in memory there is prune_model"),
     "no data": (on_llama(None), "emp-wanda needs calibration data"),
     "empty": (on_llama(DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
     "keys": (on_llama(DataLoader([{"text": "a", "n": 1}])), "a batch has no input_ids; its keys are text, n"),  # type: ignore[arg-type]
@@ -274,6 +278,71 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "beta": (on_llama(None, Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
     "nan": (lambda _: prune_model(nn.Sequential(nn.Linear(3, 4).apply(spoil)), MAGNITUDE), "holds NaN or infinity"),
 }
+
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"refit": "no"}, "^--refit must be True or False, got 'no'"),
+    ({"refit": 1}, "^--refit must be True or False, got 1"),
+    ({"heal": torch.ones(2)}, r"^--heal must be True or False, got tensor"),
+    ({"heal": True, "heal_steps": 2.5}, "^--heal-steps must be a whole number, got 2.5"),
+    ({"targets": 5}, "^--targets must be text or a list of names, got 5"),
+    ({"targets": ["up_proj", 5]}, "^--targets must be text or a list of names"),
+    ({"blocks": 3}, "^--blocks must be text, got 3"),
+    ({"sparsity": True}, "^--sparsity must be a number, got True"),
+    ({"group": None}, "^--group None is not one of row, matrix, all"),
+    ({"removed": "a"}, "^removed is 'a': Expected"),
+    ({"structure": "heads"}, "^structure is 'heads': Expected"),
+    ({"structure": StructureRecipe(structure="heads")}, "^structure is for checkpoints"),
+    ({"method": "emp-wnada"}, "'emp-wnada' is not one of .* Did you mean emp-wanda"),
+]
+SOME: Any = 5
+ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: masks_of(model, activations=SOME), "^activations must be of type Activations or text or a path, got 5"),
+    (lambda model: masks_of(model, data=["a"], samples=SOME / 2), "^--samples must be a whole number, got 2.5"),
+    (lambda model: masks_of(model, data=["a"], batch_size=[SOME]), r"^--batch-size must be a whole number, got \[5\]"),
+    (lambda model: masks_of(model, data=SOME), "^data must be of type Iterable, got 5"),
+    (lambda model: reapply_mask(model, [SOME]), r"^masks must be a path or text or of type Mapping, got \[5\]"),
+    (lambda model: reapply_mask(model, "x", targets=SOME), "^--targets must be text or a list of names, got 5"),
+    (lambda _: reapply_mask(SOME, {}), "^model must be of type Module, got 5"),
+    (lambda _: Masks(SOME), "^masks must be of type Mapping, got 5"),
+    (lambda _: Masks.load(SOME), "^path must be text or a path, got 5"),
+    (lambda _: packed_model("x", device="gpu"), "^--device 'gpu' is not auto, cpu"),
+    (lambda _: packed_model("x", dtype=SOME), "^--dtype 5 is not one of auto, bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("fields", "match"), FIELDS)
+def test_fields_of_other_types_are_named(models: Models, fields: dict[str, Any], match: str) -> None:
+    recipe = Recipe(**{"method": "magnitude"} | fields)
+    for function in (masks_of, prune_model):
+        with pytest.raises(UserError, match=match):
+            function(models("llama"), recipe)
+    if "method" in fields:
+        with pytest.raises(UserError, match=match):
+            _ = recipe.needs_activations
+
+
+@pytest.mark.parametrize(("call", "match"), ARGUMENTS)
+def test_arguments_of_other_types_are_named(models: Models, call: Callable[[Any], object], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        call(load(models("llama")))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_every_command_has_a_type(name: str) -> None:
+    """What an option takes is of its type."""
+    options = getattr(import_module(f"emp_llm.{name}"), name).options
+    for option in options.values():
+        for value in (5, 2.5, True, "no", b"no", [5], {"a": 1}, object(), torch.ones(2), None):
+            try:
+                taken = option.checked(value)
+            except UserError:
+                continue
+            kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in option.kinds]
+            kinds += [int] if float in kinds else []
+            kinds += [type(None)] if option.parameter.default is None else []
+            assert Any in kinds or any(isinstance(taken, kind) for kind in kinds), (option, value)
+            assert Any in kinds or bool in kinds or not isinstance(taken, bool), (option, value)
 
 
 @pytest.mark.parametrize("case", WRONG)

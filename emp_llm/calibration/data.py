@@ -47,6 +47,7 @@ from emp_llm.models.loading import load_processor, load_tokenizer
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context
+from emp_llm.options.base import check_type
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 
@@ -494,6 +495,8 @@ def holds_images(data: Any, tokenizer: Any) -> bool:
 def _first_row(data: Any) -> Any:
     """The first row of a list or a data set; None for other data, such as a DataLoader."""
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Tensor | Mapping)
+    if not indexed and data is not None:
+        check_type("data", data, Iterable)
     return data[0] if indexed and len(data) else None
 
 

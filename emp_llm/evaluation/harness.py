@@ -36,8 +36,9 @@ from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 logger = logging.getLogger(__name__)
 
 
-def parse_batch_size(text: str) -> int | str:
+def parse_batch_size(given: str | int) -> int | str:
     """A `--batch-size`: a number of at least 1, or "auto", which lets lm-eval choose; UserError for anything else."""
+    text = str(given)
     if text == "auto":
         return text
     if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:

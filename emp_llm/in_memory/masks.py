@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.modules import set_to_zero
 from emp_llm.models.offload import resident_parameter
+from emp_llm.options.base import check_type
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
@@ -36,6 +38,7 @@ class Masks(Mapping[str, Tensor]):
     def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
         self._bits: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        check_type("masks", masks, Mapping, NoneType)
         for name, mask in (masks or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -84,6 +87,7 @@ class Masks(Mapping[str, Tensor]):
         Raises:
             UserError: the file is missing or damaged, or holds no masks.
         """
+        check_type("path", path, str, Path)
         path, masks = Path(path), cls()
         if not path.is_file():
             raise UserError(f"{path}: no such file of masks.")
@@ -126,7 +130,8 @@ class Masks(Mapping[str, Tensor]):
 
 
 def check_merged(model: nn.Module) -> None:
-    """Raise UserError if a model has adapters beside its weights."""
+    """Raise UserError if a model has adapters beside its weights, or is none."""
+    check_type("model", model, nn.Module)
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise UserError(
             "The model has adapters that are not merged, and their weights are not sparse. Merge them first: "

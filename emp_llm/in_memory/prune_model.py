@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypedDict, Unpack
 
 import msgspec
@@ -26,7 +27,7 @@ from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import reads_twice, rows_in
 from emp_llm.models.offload import resident_parameter
-from emp_llm.options.base import check_values, options_of
+from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import SEARCHES, Recipe
@@ -129,8 +130,12 @@ def masks_of(
 
 
 def _recipe_of(given: Recipe | str | None) -> Recipe:
-    """A recipe, given as such or as the name of a method."""
-    return given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
+    """A recipe of weights, given as such or as the name of a method; UserError if it is wrong."""
+    recipe = given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
+    recipe.check()
+    if recipe.structure is not None:
+        raise UserError("structure is for checkpoints: save the model, and use the command prune. Leave it out.")
+    return recipe
 
 
 def _decide(
@@ -146,10 +151,10 @@ def _decide(
     propagate: Propagate = "dense",
 ) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
     """Decide the masks of a model, and the weights that move, by target; the model stays unchanged."""
-    recipe.check()
     options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
+    check_type("activations", activations, Activations, str, Path, NoneType)
     if propagate == "pruned":
         recipe.check_propagated(activations)
     if data is not None and activations is not None and not recipe.moves:

@@ -21,6 +21,7 @@ from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.in_memory.masks import Masks, check_merged, check_whole
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.modules import rows_in, weight_of
+from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import read_report
 
@@ -80,6 +81,10 @@ def find_masks(
     masks: Source, model: PreTrainedModel, targets: str | list[str] | None = None, blocks: str | None = None
 ) -> Masks:
     """Masks as a user gives them: a pruned or packed folder, a file of `Masks.save`, or masks in memory."""
+    for name, value in {"targets": targets, "blocks": blocks}.items():
+        if value is not None:
+            options_of(Recipe)[name].checked(value)
+    check_type("masks", masks, Path, str, Mapping)
     check_merged(model)
     if not isinstance(masks, Path | str):
         return masks if isinstance(masks, Masks) else Masks(masks)

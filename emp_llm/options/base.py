@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
@@ -72,24 +72,60 @@ class Option(NamedTuple):
         """A value of this option; text is accepted for a path, and a path for text.
 
         Raises:
-            UserError: it is none of the choices, no number, or too small.
+            UserError: it is of another type, none of the choices, or too small.
         """
-        kinds = self.kinds
-        if value is None:
+        flag, kinds = self.flag.split("/")[0], self.kinds
+        if value is None and (self.parameter.default is None or NoneType in kinds):
             return None
-        if self.choices and value not in self.choices:
-            raise UserError(f"{self.flag} {value!r} is not one of {', '.join(self.choices)}.")
-        if (int in kinds or float in kinds) and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"{self.flag} must be a number, got {value!r}.")
+        if self.choices:
+            if not isinstance(value, str) or value not in self.choices:
+                raise UserError(f"{flag} {_shown(value)} is not one of {', '.join(self.choices)}.")
+            return value
+        if isinstance(value, str | Path):
+            of_one = next((kind for kind in (str, Path) if kind in kinds), None)
+            value = value if of_one is None or isinstance(value, of_one) else of_one(value)
+        elif isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
+            of_each = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+            value = value if of_each is None else [of_each(item) for item in value]
+        check_type(flag, value, *kinds)
         if self.about.minimum is not None and value < self.about.minimum:
-            raise UserError(f"{self.flag} must be at least {self.about.minimum}, got {value:g}.")
-        if isinstance(value, str) and Path in kinds:
-            return Path(value)
-        if isinstance(value, Path) and str in kinds:
-            return str(value)
-        if isinstance(value, list | tuple) and (list[Path] in kinds or list[str] in kinds):
-            return [Path(item) if list[Path] in kinds else str(item) for item in value]
+            raise UserError(f"{flag} must be at least {self.about.minimum}, got {value:g}.")
         return value
+
+
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    list[str]: "a list of names",
+    list[Path]: "a list of paths",
+}
+
+
+def check_type(name: str, value: Any, *kinds: Any) -> None:
+    """Raise UserError unless an argument is of one of some types."""
+    if Any not in kinds and not any(_is_of(value, kind) for kind in kinds):
+        wanted = " or ".join(_WORDS.get(kind, f"of type {kind.__name__}") for kind in kinds if kind is not NoneType)
+        hint = " For a model in memory there is prune_model; or save it with save_pretrained, and give its folder."
+        hint = hint if hasattr(value, "forward") else ""
+        raise UserError(f"{name} must be {wanted}, got {_shown(value)}.{hint}")
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in a message: as it is, or by its type if that is long."""
+    text = repr(value)
+    return text if len(text) <= 60 and text.isprintable() else f"a value of type {type(value).__name__}"
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type; whole numbers are numbers too, True and False are none."""
+    if isinstance(value, bool):
+        return kind is bool
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(isinstance(item, get_args(kind)[0]) for item in value)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
@@ -123,9 +159,17 @@ def options_of(group: type[Any]) -> dict[str, Option]:
 
 
 def check_values(options: Any) -> None:
-    """Raise UserError for a value of a dataclass or struct that its option does not allow."""
-    for name, option in options_of(options.__class__).items():
+    """Raise UserError for a value of a dataclass or struct that its option, or its field's type, does not allow."""
+    known = options_of(options.__class__)
+    for name, option in known.items():
         option.checked(getattr(options, name))
+    others = msgspec.structs.fields(options) if isinstance(options, msgspec.Struct) else ()
+    for field in (field for field in others if field.name not in known):
+        value = getattr(options, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{field.name} is {_shown(value)}: {error}.") from error
 
 
 def parse_words(text: str, flag: str) -> list[str]:

@@ -23,13 +23,6 @@ class ModelOptions:
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str):
-            raise UserError(
-                f"--model must be a model folder or a Hub id (owner/name), got {type(self.model).__name__}. For a model in "
-                "memory there is prune_model; or save it with save_pretrained and give the folder."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:

@@ -220,9 +220,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             used = {} if (self.pattern, self.match, self.removed) != (None, None, None) else {"sparsity": 0.5}
             used |= {"match_by": "total"} if self.match is not None else {}
             used |= {"owl_lambda": 0.08, "owl_m": 5.0} if self.shares == "owl" else {}
-        if self.refit:
+        if self.refit is True:
             used |= {"refit_weighting": "equal", "refit_target": "block"}
-        if self.heal:
+        if self.heal is True:
             used |= {"heal_steps": 300, "heal_weights": "targets"}
         for name, value in used.items():
             if getattr(self, name) is None:
@@ -246,6 +246,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """
         if self.criterion_source is not None:
             raise UserError(f"the criterion {self.name} decided the masks; add --criterion {self.criterion}.")
+        if self.structure is None:
+            check_method(self)
         return METHODS[self.name] if self.name in METHODS else find_criterion(self.name, self.criterion, self.scores)
 
     @property

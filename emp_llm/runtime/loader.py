@@ -30,6 +30,8 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
+from emp_llm.options.base import check_type, options_of
+from emp_llm.options.model import DeviceOptions
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pack_words, rows_of
 from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
 
@@ -70,6 +72,11 @@ def load(
         UserError: no such model, a damaged file, a quantised model, or a mask without weights; with `semi_structured`, also
             a CPU, a dtype or a shape that torch does not take, or no 2:4 layer.
     """
+    if isinstance(device, str):
+        device = run_device(DeviceOptions(device=device).device)
+    check_type("device", device, torch.device, str)
+    if not isinstance(dtype, torch.dtype):
+        options_of(DeviceOptions)["dtype"].checked(dtype)
     if semi_structured:
         check_semi_structured(torch.device(device))
     folder = find_model(str(model), revision, trust_remote_code).folder
