@@ -1,17 +1,27 @@
 """Cuts, masks and budgets: exact counts, ties, and the same result for any blocks and threads."""
 
 import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from emp_llm.models.architecture import Target
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.chosen import targets_of_folder
+from emp_llm.pruning.counts import counts_of
+from emp_llm.pruning.masks import Chunk, Pruner
+from emp_llm.pruning.scores import Scores
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
 from emp_llm.selection.reference import GroupSelector, Selection, largest_mask, select_rows, sum_rows, sum_vector
-from emp_llm.selection.rule import KeepRule, spread_counts, uniform_counts
+from emp_llm.selection.rule import Group, KeepRule, spread_counts, uniform_counts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -236,3 +246,27 @@ def test_wanda_rounds_the_product_once() -> None:
     for wrong in (torch.ones(1), torch.ones(1, 2)):
         with pytest.raises(ValueError, match=r"norms have shape .* need \(2,\)"):
             wanda(weight, InputStatistics(wrong))
+
+
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+def test_masks_in_any_order_are_the_same(models: Callable[[str], Path], tmp_path: Path, group: Group) -> None:
+    """Of equal scores, which are most of a group of all here, those of the first targets stay, whoever is asked first."""
+    source = Path(shutil.copytree(models("llama"), tmp_path / "coarse"))
+    for shard in source.glob("*.safetensors"):
+        save_file({name: (tensor * 8).round() / 8 for name, tensor in load_file(shard).items()}, shard, {"format": "pt"})
+    recipe = Recipe(method="magnitude", sparsity=0.001, group=group)
+    chosen = targets_of_folder(source, "coarse", recipe, False, False)
+    scores = Scores(chosen.checkpoint, chosen.targets, recipe)
+    pruner = Pruner(scores, counts_of(scores))
+    wanted: dict[str, Tensor] = {
+        target.name: torch.zeros(target.matrix.rows, target.matrix.columns) for target in pruner.targets
+    }
+
+    def put(target: Target, chunk: Chunk) -> None:
+        wanted[target.name][chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(chunk.words != 0)
+
+    pruner.decide(put)
+    for order in (slice(None), slice(None, None, -1), slice(1, None, 2)):
+        mask_of = pruner.masks()
+        for target in [*pruner.targets[order], *pruner.targets[:3]]:
+            assert torch.equal(mask_of(target), wanted[target.name].bool()), target.name

@@ -190,29 +190,31 @@ class Pruner:
     def masks(self) -> "Callable[[Target], Tensor]":
         """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
 
-        A weight whose bits are zero counts as removed. In a group of all targets, they are asked for in their order, once each;
-        some may be left out.
+        A weight whose bits are zero counts as removed.
         """
-        everything: list[GroupSelector | None] = []
-        waiting = iter(self.targets)
+        everything: list[GroupSelector] = []
+        places = {target.name: place for place, target in enumerate(self.targets)}
+        ties = [0]  # of a group of all: how many scores at its cut are kept before each target, as far as that is known
 
         def mask_of(target: Target) -> "Tensor":
             import torch
 
+            of_all, place = self.counts.group == "all", places[target.name]
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
             with self.checkpoint.open_files() as files:
-                if self.counts.group == "all":
-                    everything.extend([] if everything else [self.search(self.targets, files)])
-                    selector = everything[0]
-                    for other in waiting:
-                        if other.name == target.name:
-                            break
-                        for _ in self.pruned(other, files, selector):  # of equal scores, its own come first
+                selector = everything[0] if everything else self.search(self.targets if of_all else [target], files)
+                if of_all and selector is not None:
+                    everything[:] = [selector]
+                    for other in self.targets[len(ties) - 1 : place]:  # of equal scores, theirs come first
+                        selector.kept_ties = ties[-1]
+                        for _ in self.pruned(other, files, selector):
                             pass
-                else:
-                    selector = self.search([target], files)
+                        ties.append(selector.kept_ties)
+                    selector.kept_ties = ties[place]
                 for chunk in self.pruned(target, files, selector):
                     mask[chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(chunk.words != 0)
+                if selector is not None and len(ties) == place + 1:
+                    ties.append(selector.kept_ties)
             return mask
 
         return mask_of

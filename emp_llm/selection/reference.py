@@ -406,6 +406,9 @@ class GroupSelector:
 
     Args:
         rule: how many scores of the group to keep; without a pattern.
+
+    Attributes:
+        kept_ties: how many scores at the cut the last round has kept so far.
     """
 
     def __init__(self, rule: KeepRule) -> None:
@@ -414,7 +417,7 @@ class GroupSelector:
         self._dtype = torch.float32
         self._searches: dict[int, _RadixSearch] = {}
         self._above_n_eff = array("d")
-        self._kept_ties = 0
+        self.kept_ties = 0
 
     def add(self, scores: Tensor) -> None:
         """First round: the sums. `scores` as for `select_rows`."""
@@ -442,9 +445,9 @@ class GroupSelector:
         """Last round: the mask of a chunk. Of the scores at the cut, those with the lowest index in the group are kept."""
         keys = order_keys(scores)
         cut = self._searches[self.count].cut(scores.device)
-        ties_left = torch.full_like(cut.ties, int(cut.ties) - self._kept_ties)
+        ties_left = torch.full_like(cut.ties, int(cut.ties) - self.kept_ties)
         mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=ties_left)).reshape(keys.shape)
-        self._kept_ties += int((mask & (keys == cut.key)).sum())
+        self.kept_ties += int((mask & (keys == cut.key)).sum())
         above_n_eff = _masked_scores(keys, keys > self._searches[self.nu].cut(scores.device).key, scores.dtype)
         self._above_n_eff.extend(sum_rows(above_n_eff)[0].tolist())
         return Selection(mask, mask.sum(1), sum_rows(_masked_scores(keys, mask, scores.dtype))[0], sum_rows(scores)[0])
