@@ -127,7 +127,7 @@ def test_models_with_inseparable_blocks_are_refused(kind: str, said: str) -> Non
         return hidden
 
     model: Any = _Toy(forward, _Tensor)
-    with pytest.raises(UserError, match=f"{said}.*--execution model"):
+    with pytest.raises(UserError, match=f"{said}.*leave out what runs block by block"):
         list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))
     assert not any("forward" in vars(layer) for layer in model.layers)
 

@@ -45,7 +45,7 @@ from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids
+from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device, is_offloaded
@@ -117,6 +117,13 @@ def calibrated(
         else:
             by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
             by_blocks = how.execution == "blocks" or masker is not None or by_itself
+            runner = BlockwiseModel(model, blocks, how.hidden_states) if by_blocks else None
+            if runner is not None and by_itself and masker is None:
+                try:
+                    runner.prepare(data.tokens[: how.batch_size])
+                except InseparableError as error:
+                    logger.warning("warning: %s. It runs as a whole, and reads its weights for each batch.", error.problem)
+                    by_blocks = False
             logger.debug(
                 "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
                 count_of(len(layers), "layer"),
@@ -124,12 +131,11 @@ def calibrated(
                 how.batch_size,
                 "block by block" if by_blocks else "the whole model at once",
             )
-            if by_blocks:
+            if runner is not None and by_blocks:
                 progress = None
                 if resume is not None and how.resumable_calibration:
                     made_of = {"layers": [layer.name for layer in layers], "config": model.config.to_json_string()}
                     progress = CalibrationProgress(resume, record.as_dict() | made_of | {"ids": data.signature})
-                runner = BlockwiseModel(model, blocks, how.hidden_states)
                 norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
             else:
                 norms = calibrate_model(model, layers, data.tokens, how.batch_size)

@@ -78,6 +78,21 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
         ) from error
 
 
+class InseparableError(UserError):
+    """The blocks of a model cannot be run one at a time.
+
+    Attributes:
+        problem: why not, as a sentence without its full stop.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"{problem}. Name others with --blocks PATH, or leave out what runs block by block: --execution blocks, "
+            "--propagate pruned, an update of the weights, or --heal of a model that does not fit in memory."
+        )
+        self.problem = problem
+
+
 class BlockwiseModel:
     """A model that runs one decoder block at a time.
 
@@ -212,10 +227,7 @@ class BlockwiseModel:
             run_on_text(self.model, body_of(self.model), batch)
 
     def _inseparable(self, cause: str) -> UserError:
-        return UserError(
-            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {cause}. Name others with "
-            "--blocks PATH, or use --execution model."
-        )
+        return InseparableError(f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {cause}")
 
 
 class Walk:

@@ -10,6 +10,7 @@ Shape = tuple[int, ...]
 
 # Names of submodules that mix tokens. The other linear layers of a block are its MLP.
 MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
+IS_MLP = re.compile(r"(mlp|feedforward)$", re.IGNORECASE)  # a class of which this is the end
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 _OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
 # Parts of names that tell an encoder of images or sound.

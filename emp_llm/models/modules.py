@@ -27,7 +27,18 @@ from transformers.pytorch_utils import Conv1D
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of, within
+from emp_llm.models.layers import (
+    IS_MLP,
+    MIXES_TOKENS,
+    ROUTER_NAMES,
+    ExpertSlice,
+    Kind,
+    Layer,
+    Tower,
+    named_tower,
+    tower_of,
+    within,
+)
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 _CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
@@ -195,11 +206,14 @@ def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
     *around, leaf = name.split(".")
     if leaf in ROUTER_NAMES and outputs * 4 <= inputs:
         return "router"
+    classes = []
     for part in around:
         block = block.get_submodule(part)
-        if MIXES_TOKENS.search(part) or MIXES_TOKENS.search(type(block).__name__):
-            return "attention"
-    return "mlp"
+        classes.append((part, type(block).__name__))
+    if classes and IS_MLP.search(classes[-1][1]):  # "mixer" of Nemotron-H, RecurrentGemmaMlp
+        return "mlp"
+    mixes = any(MIXES_TOKENS.search(part) or MIXES_TOKENS.search(name) for part, name in classes)
+    return "attention" if mixes else "mlp"
 
 
 def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, ExpertStack]:

@@ -77,7 +77,7 @@ def choose_units(
     by_role: dict[tuple[str, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
-    for (kind, role), members in by_role.items():
+    for (kind, role), members in sorted(by_role.items(), key=lambda item: every[item[1][0]].multiple_of != ""):
         rows = [torch.from_numpy(scores[number])[None] for number in members]
         if kind == "experts" and structure.structure_group == "all":  # layers differ in the size of their outputs
             rows = [row / row.sum() for row in rows]
@@ -101,7 +101,10 @@ def choose_units(
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
             units = every[number]
             size = count if width_by_block else mean
-            if not structure.keep_shapes and kind != "layers":
+            if units.multiple_of and not structure.keep_shapes:  # as many as that number allows
+                (width,) = {len(each.kept) for each in choices.values() if each.units.role == units.multiple_of}
+                mask = _widened(units, row, len(units) // width * width, 1)
+            elif not structure.keep_shapes and kind != "layers":
                 mask = _widened(units, row, size, structure.width_multiple or 1)
             if kind == "experts":
                 needed = units.least * len(np.unique(units.places))

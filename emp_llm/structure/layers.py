@@ -1,7 +1,7 @@
 """Whole decoder layers: found, scored by how much each changes its input, and removed."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,10 @@ def find_layers(skeleton: PreTrainedModel, architecture: Architecture, blocks: s
             number = parameter.removeprefix(f"{path}.").partition(".")[0]
             before = re.match(rf"((?:.*?\.)?){number}\.", stored)
             if before is None:
-                raise UserError(f"--structure layers: {stored} does not name its layer, so layers cannot be removed.")
+                raise UserError(
+                    f"--structure layers: {stored} does not name its layer, or layers share it, so none can go by itself. Use "
+                    "--structure neurons, or leave it out to prune weights."
+                )
             prefixes[before[1]] = None
     stored_at = {}
     for prefix in prefixes:
@@ -102,13 +105,38 @@ def layer_changes(model: UnitModel, kept: Indices) -> Changes:
                 changes[path(name)] = [value[each] for each in stays]
         elif isinstance(value, list) and len(value) == number and "token" not in name:
             changes[path(name)] = [value[each] for each in stays]
-    for field in fields:
-        tried = {path(field): len(stays)} | changes
+    by_field = [{path(field): len(stays)} | changes for field in fields] or [changes]  # the length of a list may be the number
+    every = [tried | _dense_by_name(config, stays, path) for tried in by_field]
+    for tried in [*by_field, *every]:
         if smaller_model(model.skeleton, model.checkpoint.config, tried) == wanted:
             return tried
     raise UserError(
         f"--structure layers: no number in config.json gives {type(model.skeleton).__name__} these {len(stays)} of "
         f"its {number} layers."
+    )
+
+
+def _dense_by_name(config: Any, stays: Sequence[int], path: Callable[[str], tuple[str, ...]]) -> Changes:
+    """A list of the dense layers of a mixture in place of a step between its sparse ones; empty if its config has none."""
+    step, listed = getattr(config, "decoder_sparse_step", None), getattr(config, "mlp_only_layers", None)
+    if not isinstance(step, int) or not isinstance(listed, list):
+        return {}
+    dense = [place for place, each in enumerate(stays) if each in listed or (each + 1) % step]
+    return {path("decoder_sparse_step"): 1, path("mlp_only_layers"): dense}
+
+
+def check_layers(model: UnitModel) -> None:
+    """Raise UserError if neither the first nor the middle layer can go, before anything is calibrated."""
+    number = len(model.units[0])
+    for gone in (0, number // 2):
+        try:
+            layer_changes(model, np.delete(np.arange(number), gone))
+        except UserError:
+            continue
+        return
+    raise UserError(
+        f"--structure layers: the config of {type(model.skeleton).__name__} gives the kinds of its layers by a pattern, so "
+        "that no layer can go by itself. Use --structure neurons, or leave it out to prune weights."
     )
 
 

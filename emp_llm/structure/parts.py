@@ -65,12 +65,14 @@ class Parts(Units):
         places: Indices | None = None,
         heads: int = 0,
         keys: int = 0,
+        multiple_of: str = "",
     ) -> "Parts":
         """The units that a layer reads; arguments are the attributes."""
         layer, one = output.layer, np.zeros(len(columns), dtype=np.int64)
         where = one if places is None else places
         targets = [*rows, output]
-        return cls(kind, output.name, layer.role, layer.block or 0, where, 1, targets, output, columns, rows, heads, keys)
+        place = (kind, output.name, layer.role, layer.block or 0, where, 1, targets)
+        return cls(*place, output, columns, rows, heads, keys, multiple_of=multiple_of)
 
 
 def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure: StructureRecipe) -> list[Parts]:
@@ -90,8 +92,10 @@ def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure:
         groups.setdefault((layer.block, layer.kind == "mlp", layer.expert is not None, module), []).append(stored[layer])
     units: list[Parts] = []
     for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
-        by_query = structure.head_unit == "query"
-        found = _neurons(members, config) if is_mlp else _heads(members, config, architecture.shapes, by_query)
+        if is_mlp:
+            found = _neurons(members, config, structure.keep_shapes)
+        else:
+            found = _heads(members, config, architecture.shapes, structure.head_unit == "query")
         units += [] if found is None else [found]
     for kind, missing in _MISSING.items():
         if structure.structure in (kind, "both") and not any(each.kind == kind for each in units):
@@ -147,7 +151,7 @@ def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_q
     return Parts.of("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
 
 
-def _neurons(targets: list[Target], config: Any) -> Parts | None:
+def _neurons(targets: list[Target], config: Any, keep_shapes: bool) -> Parts | None:
     """The neurons of an MLP or expert: some of its layers map hidden states to features, and a later one maps them back."""
     hidden, routed = int(config.hidden_size), targets[0].layer.expert is not None
     output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
@@ -163,7 +167,16 @@ def _neurons(targets: list[Target], config: Any) -> Parts | None:
             target.matrix.columns == hidden and target.matrix.rows == 2 * width and target.layer.leaf in _HALVES and not routed
         ):
             rows[target] = np.concatenate([each, each + width], 1)
-    return Parts.of("neurons", output, each, rows) if rows else None
+    if not rows:
+        return None
+    shared = getattr(config, "n_shared_experts", None)  # a number of routed experts: of DeepSeek, GLM-4 MoE
+    routed_width = getattr(config, "moe_intermediate_size", None)
+    is_multiple = isinstance(shared, int) and isinstance(routed_width, int) and width == shared * routed_width
+    role = output.layer.role
+    if is_multiple and "shared_expert" in role and not keep_shapes:
+        routed_role = role.replace("shared_experts", "experts.*")
+        return Parts.of("neurons", output, each, rows, multiple_of=routed_role)
+    return Parts.of("neurons", output, each, rows)
 
 
 def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
@@ -175,6 +188,10 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
         if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
             changes[path] = value
 
+    widths = {units.role: len(stays) for units, stays in zip(model.units, kept, strict=True)}
+    for units in model.units:
+        if units.multiple_of:
+            put("n_shared_experts", widths[units.role] // widths[units.multiple_of])
     roles: dict[str, list[tuple[Parts, int]]] = {}
     for units, stays in zip(model.units, kept, strict=True):
         if len(stays) < len(units) and isinstance(units, Parts):
@@ -187,6 +204,8 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
                 put(next((name for name in _KEY_HEADS if hasattr(text, name)), _KEY_HEADS[0]), stay)
             put("head_dim", units.columns.shape[1] // units.heads)
             continue
+        if units.multiple_of:
+            continue
         names = next(names for word, names in _WIDTHS if word in role)
         for name in names:
             before = getattr(text, name, 0)
@@ -194,8 +213,11 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
                 by_block = {each.block: stays for each, stays in members}
                 put(name, [by_block.get(number, value) for number, value in enumerate(before)])
                 break
-            if before is None or before == len(units):  # None: left to the default of the model
+            adjusts = name == "intermediate_size" and getattr(text, "block_auto_adjust_ff_dim", False)  # of LFM2
+            if before is None or before == len(units) or adjusts:  # None: left to the default of the model
                 put(name, stay)
+                if adjusts:
+                    put("block_auto_adjust_ff_dim", False)
                 break
         else:
             raise _no_number(units)

@@ -9,7 +9,7 @@ from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import build_skeleton
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.structure.experts import expert_changes, find_experts
-from emp_llm.structure.layers import find_layers, layer_changes
+from emp_llm.structure.layers import check_layers, find_layers, layer_changes
 from emp_llm.structure.parts import find_parts, part_changes
 from emp_llm.structure.units import Changes, Indices, UnitModel
 
@@ -38,7 +38,9 @@ def unit_model(
     if structure.structure == "experts":
         return UnitModel(skeleton, architecture, [*find_experts(skeleton, architecture)])
     if structure.structure == "layers":
-        return UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
+        model = UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
+        check_layers(model)
+        return model
     if architecture.further_blocks and not structure.keep_shapes:
         raise UserError(
             f"{folder}: transformers does not load {shortened_list(architecture.further_blocks)}, which have the shapes of a "

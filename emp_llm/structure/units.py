@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -37,6 +37,8 @@ class Units:
             group. All 0 if units are taken from all.
         least: how many stay at least in every group.
         targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that reads them is the last.
+        multiple_of: the role of the units whose number divides theirs: config.json has the width of a shared expert as a number
+            of routed ones. Empty for all others.
     """
 
     kind: Literal["heads", "neurons", "experts", "layers"]
@@ -46,6 +48,7 @@ class Units:
     places: Indices
     least: int
     targets: list[Target]
+    multiple_of: str = field(default="", kw_only=True)
 
     def __len__(self) -> int:
         return len(self.places)
