@@ -280,6 +280,29 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_wrapped_model_is_pruned_inside(models: Models, tmp_path: Path) -> None:
+    """Masks and report are those of the model itself, and the wrapped one is as sparse; a wrapped part is refused."""
+    source = models("llama")
+    plain = masks_of(load(source), "magnitude")
+    ids = torch.arange(256).reshape(4, 64) % 200
+    for wrap in (torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))):
+        model: Any = load(source)
+        wrapped: Any = wrap(model)
+        assert list(masks_of(wrapped, "wanda", ids)) == list(plain)
+        assert reapply_mask(wrapped, plain) > 0
+        model = load(source)
+        found = prune_model(wrap(model), "magnitude")
+        assert all(torch.equal(mask, plain[name]) for name, mask in found.masks.items())
+        assert found.masks.broken(model) == 0
+        model.save_pretrained(tmp_path / "out")
+        found.save(tmp_path / "out")
+        assert reapply_mask(wrap(load(source)), tmp_path / "out") > 0
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    with pytest.raises(UserError, match=r"^model\.layers\.1\._orig_mod: this part of the model is compiled or wrapped\. Give"):
+        prune_model(model, "magnitude")
+    assert reapply_mask(model, plain) == 0
+
+
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"refit": "no"}, "^--refit must be True or False, got 'no'"),
     ({"refit": 1}, "^--refit must be True or False, got 1"),

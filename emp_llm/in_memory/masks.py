@@ -21,6 +21,7 @@ from emp_llm.options.base import check_type
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class Masks(Mapping[str, Tensor]):
@@ -110,6 +111,7 @@ class Masks(Mapping[str, Tensor]):
 
     def _removed(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """(weight, removed) of each parameter: its values, and a boolean mask of its shape."""
+        model = plain_model(model)
         weights = {name: self._weight(model, name) for name in self._bits}  # all are checked before any is changed
         for name, weight in weights.items():
             bits = self._bits[name]
@@ -129,9 +131,18 @@ class Masks(Mapping[str, Tensor]):
         return weight
 
 
-def check_merged(model: nn.Module) -> None:
-    """Raise UserError if a model has adapters beside its weights, or is none."""
+def plain_model(model: nn.Module) -> nn.Module:
+    """A model without what torch.compile, DataParallel and DistributedDataParallel put around it; UserError if it is none."""
     check_type("model", model, nn.Module)
+    while True:
+        inside = getattr(model, "_orig_mod", model.module if isinstance(model, _PARALLEL) else None)
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+def check_merged(model: nn.Module) -> None:
+    """Raise UserError if a model has adapters beside its weights."""
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise UserError(
             "The model has adapters that are not merged, and their weights are not sparse. Merge them first: "

@@ -23,6 +23,7 @@ from emp_llm.models.layers import MIXES_TOKENS, Layer
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
 from emp_llm.models.offload import resident_parameter
 
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # in the names of wrapped parts
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
@@ -31,14 +32,17 @@ class ModelWeights(Checkpoint):
     """The parameters of a model, under the names and with the shapes that they have in a saved checkpoint.
 
     Args:
-        model: in memory, on any devices; parts may be offloaded to the CPU.
+        model: of `plain_model`, on any devices; parts may be offloaded to the CPU.
 
     Raises:
-        UserError: adapters are not merged, or a weight is on the meta device or on disk.
+        UserError: adapters are not merged, a part is wrapped, or a weight is on the meta device or on disk.
     """
 
     def __init__(self, model: nn.Module) -> None:
         check_merged(model)
+        for name, _ in model.named_modules():
+            if name.rpartition(".")[2] in _WRAPPED:
+                raise UserError(f"{name}: this part of the model is compiled or wrapped. Give the model as it was before.")
         self.folder = Path(name_of(model))
         self.shards = []
         self._states = {}

@@ -19,7 +19,7 @@ from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.masks import Masks
+from emp_llm.in_memory.masks import Masks, plain_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.architecture import Target, check_calibrated
@@ -71,7 +71,8 @@ def prune_model(
 
     Args:
         model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers or
-            convolutions (by magnitude; a filter is a row); or a model folder or Hub id, which is loaded.
+            convolutions (by magnitude; a filter is a row); also inside of torch.compile or DataParallel; or a model folder or
+            Hub id, which is loaded.
         recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
             conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
@@ -165,6 +166,7 @@ def _decide(
         model, tokenizer = load_model(folder), tokenizer or folder
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
+    model = plain_model(model)
 
     # Which weights, by which scores.
     weights, stopwatch = ModelWeights(model), Stopwatch()

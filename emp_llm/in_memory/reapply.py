@@ -18,7 +18,7 @@ from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
-from emp_llm.in_memory.masks import Masks, check_merged, check_whole
+from emp_llm.in_memory.masks import Masks, check_merged, check_whole, plain_model
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.options.base import check_type, options_of
@@ -44,6 +44,7 @@ def masks_in(
         UserError: the folder is no checkpoint or one of another model, its targets are unknown, or a weight of the model is not
             whole.
     """
+    check_type("model", model, PreTrainedModel)
     folder = Path(folder)
     packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
     checkpoint = Checkpoint(folder) if packed is None else PackedCheckpoint(packed)
@@ -85,6 +86,7 @@ def find_masks(
         if value is not None:
             options_of(Recipe)[name].checked(value)
     check_type("masks", masks, Path, str, Mapping)
+    model = plain_model(model)
     check_merged(model)
     if not isinstance(masks, Path | str):
         return masks if isinstance(masks, Masks) else Masks(masks)
