@@ -44,10 +44,11 @@ def plan(options: PlanOptions) -> PlanSummary:
     suite = find_suite(options.suite or DEFAULT_SUITE)
     recipes = study_recipes(options, options_from)
     text = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+    moves_by = next((norms.updates for norms in recipes.values() if norms.updates), None)
     jobs: list[Job] = []
     assumed: list[str] = []
     for name, slug in named_models(options.models or []).items():
-        size = model_size(name, None, options.trust_remote_code)
+        size = model_size(name, None, options.trust_remote_code, options.targets or "mlp", moves_by)
         corpora = calibration_corpora(text, size.context)
         work = Work(
             samples=sum(corpus.samples or 0 for corpus in corpora),

@@ -67,6 +67,17 @@ def test_missing_and_unreadable_configs_are_named(tmp_path: Path) -> None:
         model_size(str(tmp_path / "nothing"))
 
 
+def test_what_a_job_would_refuse_is_not_planned(tmp_path: Path) -> None:
+    """Targets that no layer has; an update, where blocks read the keys and values of others."""
+    config = {"model_type": "gemma3n_text", "num_kv_shared_layers": 15, "architectures": ["Gemma3nForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"--targets 'mlp.nonesuch' match none of its layers"):
+        model_size(str(tmp_path), targets="mlp.nonesuch")
+    with pytest.raises(UserError, match=r"--refit runs block by block, and the model's last blocks read the keys and values"):
+        model_size(str(tmp_path), moves_by="--refit")
+    assert model_size(str(tmp_path)).parameters > 1e9
+
+
 def test_a_large_model_takes_several_gpus(seven: ModelSize, seventy: ModelSize) -> None:
     assert (seven.parameters, seventy.parameters) == (6738415616, 68976648192), "of Llama 2"
     work = Work(gpu_gb=80, suite=find_suite("paper"))

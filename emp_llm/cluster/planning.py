@@ -17,13 +17,14 @@ from emp_llm.cluster.jobs import Job, JobKind, Needs
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import find_config
+from emp_llm.models.architecture import in_scope
 from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
-from emp_llm.update.update import HEALING_BYTES
+from emp_llm.update.update import HEALING_BYTES, check_apart
 
 # Memory of a process beside weights and passes, measured by scripts/measure_needs.py: scripts/results/needs.md.
 BASE = 0.35e9  # Python with torch, transformers and the tokenizer
@@ -87,27 +88,41 @@ class ModelSize:
         return self.parameters * self.itemsize()
 
 
-def model_size(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSize:
+def model_size(
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    targets: str = "mlp",
+    moves_by: str | None = None,
+) -> ModelSize:
     """The counts of a model, of the weightless model that transformers builds from its config.json; no weights are downloaded.
 
     Args:
         name: folder or Hub id.
         revision: branch, tag or commit of a Hub model.
         trust_remote_code: run code from the model repository.
+        targets: that jobs will prune.
+        moves_by: the option of a job by which weights move, block by block.
 
     Raises:
-        UserError: there is no such model, its config.json is missing or cannot be fetched, or transformers cannot build it.
+        UserError: there is no such model, its config.json is missing or cannot be fetched, or transformers cannot build it; or
+            a job would refuse it.
     """
     folder = find_config(name, revision, trust_remote_code)
     from emp_llm.models.loading import build_skeleton
-    from emp_llm.models.modules import block_lists
+    from emp_llm.models.modules import block_lists, find_stacks, model_layers
 
     model = build_skeleton(folder, trust_remote_code)
     try:
         blocks = [block for each in block_lists(model).lists for block in each.modules]
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    config = model.config.get_text_config()
+    raw: Any = model.config
+    if moves_by is not None:
+        check_apart(raw.to_dict(), moves_by, "Leave it out, or plan this model by itself")
+    if not find_stacks(model) and not any(in_scope(layer, targets) for layer in model_layers(model)):
+        raise UserError(f"{name}: --targets {targets!r} match none of its layers.")
+    config = raw.get_text_config()
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1]
     stacks = [parameter for parameter in matrices if parameter.ndim == 3]  # of experts
@@ -352,12 +367,13 @@ class Norms(NamedTuple):
     Attributes:
         shared: from the model's calibration job.
         reads_text: it reads the calibration text itself.
-        updates: it moves the kept weights. heals: the steps of --heal. propagates: --propagate pruned.
+        updates: the option by which it moves the kept weights; None: they stay. heals: the steps of --heal.
+        propagates: --propagate pruned.
     """
 
     shared: bool
     reads_text: bool
-    updates: bool
+    updates: str | None
     heals: int
     propagates: bool
 
@@ -387,7 +403,8 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         reads = recipe.moves or (recipe.needs_activations and command.activations is None)
         shared = reads and not recipe.moves and command.propagate == "dense"
         heals = recipe.heal_steps or 0
-        recipes[point] = Norms(shared, reads and not shared, recipe.updates, heals, command.propagate == "pruned")
+        updates = recipe.update_flag if recipe.updates else None
+        recipes[point] = Norms(shared, reads and not shared, updates, heals, command.propagate == "pruned")
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
@@ -438,7 +455,9 @@ def model_jobs(
         output = f"runs/{slug}.{point.name}"
         words = [*start, *_recipe_words(point), *targets]
         words += ["--activations", activations] if norms.shared else text if norms.reads_text else []
-        own = replace(work, calibrates=norms.reads_text, updates=norms.updates, heals=norms.heals, propagates=norms.propagates)
+        own = replace(
+            work, calibrates=norms.reads_text, updates=norms.updates is not None, heals=norms.heals, propagates=norms.propagates
+        )
         own = own if norms.reads_text else replace(own, processes=1)
         add(f"{point.name}.prune", "prune", words, [f"{slug}.calibrate"] if norms.shared else [], output, own)
         judged = ["--model", output, *start[2:], *evaluation]
