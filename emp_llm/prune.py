@@ -50,6 +50,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     from emp_llm.pruning.outcome import log_warnings, pruned_before, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+    from emp_llm.update.update import check_apart, check_update, update_warnings
 
     budget = Budget.of(options.parameters, options.memory)
     if recipe.sparsity == 0:
@@ -91,6 +92,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.sparsity)
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
+    if recipe.updates:
+        check_update(targets, recipe.update_flag, recipe.without_update)
+        check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     scores = Scores(checkpoint, targets, recipe)
     if norms is not None:
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(options.activations)))
@@ -112,7 +116,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         )
     if recipe.updates:
         from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
-        from emp_llm.update.update import update_warnings
         from emp_llm.update.walk import update_model
 
         check_updatable(recipe, chosen, data)

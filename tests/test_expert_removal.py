@@ -205,6 +205,25 @@ def test_refit_makes_up_for_removed_experts(family: str, shared: int, make: Any,
     assert not verify(tmp_path / "out", source=str(make(family)), quiet=True).differences
 
 
+@pytest.mark.parametrize("moments", [experts.MOMENT_BYTES, 1])
+def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: int
+) -> None:
+    """In float32 too, where the model's weights, which a sweep changes, need no conversion; with all experts at a time, and one."""
+    dense, drawn = load_file(make("qwen3_moe") / "model.safetensors"), list[Tensor]()
+    run = experts.refit_rows
+    monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
+    monkeypatch.setattr(
+        experts, "refit_rows", lambda weight, *rest, **how: drawn.append(weight.clone()) or run(weight, *rest, **how)
+    )
+    options = SHORT | {"structure": "experts", "sparsity": 0.5, "refit": True, "min_expert_tokens": 1}
+    prune(make("qwen3_moe"), output=tmp_path / "out", **options)
+    wanted = [each for name, each in dense.items() if name.endswith("experts.down_proj") or "down_proj.weight" in name]
+    assert len(drawn) > 12
+    matrices = [matrix for each in wanted for matrix in (each if each.dim() == 3 else each[None])]
+    assert all(any(torch.equal(weight, matrix) for matrix in matrices) for weight in drawn)
+
+
 def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> None:
     """A row for each layer, and a figure of the scores that the run's report holds."""
     record = structure_of(prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **SHORT))

@@ -13,6 +13,7 @@ import torch
 import torture
 import transformers
 from launch import launch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from emp_llm import Recipe, prune_model
@@ -104,6 +105,29 @@ def test_a_killed_fit_resumes(
     assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
     name = {"sparsegpt": "sparsegpt", "emp-admm": "admm"}.get(options.get("method", ""), "refit")
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {name, "prune"}
+
+
+def test_a_block_that_writes_into_its_input(
+    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense and the pruned stream share no memory, where hidden states stay in memory and the first block is not fitted."""
+    forward = LlamaDecoderLayer.forward
+
+    def writing_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, hidden_states, *args, **kwargs)
+        hidden_states.mul_(1.5)
+        return output
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", writing_forward)
+    given: dict[str, Any] = {"model": str(models("llama")), "method": "wanda", "calibration": str(text), "seqlen": 48}
+    for update in ({"refit": True}, {"heal": True, "heal_steps": 2, "device_map": "disk"}):
+        options = given | {"samples": 5} | update
+        prune(**options, output=tmp_path / "whole" / "out", hidden_states="disk", overwrite=True)
+        killed = options | {"output": tmp_path / "killed" / "out", "hidden_states": "cpu", "overwrite": True}
+        killed_at_block(killed, 1)
+        prune(**killed)
+        for shard in (tmp_path / "whole" / "out").glob("*.safetensors"):
+            assert (tmp_path / "killed" / "out" / shard.name).read_bytes() == shard.read_bytes()
 
 
 @pytest.mark.parametrize("options", ["refit"], indirect=True)
@@ -207,10 +231,20 @@ def test_several_streams_and_layers_that_are_called_twice(method: str) -> None:
     assert report.masks.broken(model) == 0
 
 
-def test_blocks_that_read_the_keys_of_others() -> None:
+def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
+    """Two streams, and gradients block by block, would leave out what one block takes from another."""
     types = ["sliding_attention", "full_attention", "full_attention"]
     deeper = {"num_hidden_layers": 3, "layer_types": types, "activation_sparsity_pattern": [0.0] * 3}
     config = transformers.Gemma3nTextConfig(**GEMMA_3N | deeper, num_kv_shared_layers=1)
     model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32)
     with pytest.raises(UserError, match=r"read the keys and values of earlier ones \(num_kv_shared_layers is 1\)"):
         prune_model(model, Recipe(method="wanda", refit=True), torch.ones(8, 32, dtype=torch.long))
+    model.save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "model")
+    for way, option in (
+        ({"refit": True, "dry_run": True}, "--refit"),
+        ({"structure": "neurons", "refit": True}, "--refit"),
+        ({"structure": "neurons", "method": "taylor"}, "--method taylor"),
+    ):
+        with pytest.raises(UserError, match=f"^{option} runs block by block, and the model's last blocks read"):
+            prune(tmp_path / "model", output=tmp_path / "out", calibration="demo", samples=8, seqlen=32, **way)

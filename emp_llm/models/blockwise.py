@@ -268,6 +268,13 @@ class Walk:
         self.bar.close()
         self.runner.bytes_read += self.runner.outside.release()
 
+    def second(self) -> "HiddenStates":
+        """A copy of the hidden states, for a second stream. They share no memory: a block may write into those that it gets."""
+        copy = HiddenStates(self.hidden.place)
+        for number in range(len(self.batches)):
+            copy.put(number, self.hidden.get(number, self.device).clone())
+        return copy
+
     def advance(self, batch: Tensor) -> None:
         """Show that a batch has passed through a block."""
         self.bar.update(batch.numel() / self._tokens)

@@ -20,14 +20,11 @@ from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import check_apart, check_update
 from emp_llm.update.walk import OfTarget
 
 
 def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
-    """Raise UserError if weights cannot move: because of the targets, of the model, or of calibration data with images."""
-    check_update(chosen.targets, recipe.update_flag, recipe.without_update)
-    check_apart(chosen.checkpoint.config, recipe.update_flag, recipe.without_update)
+    """Raise UserError if weights cannot move: because of an encoder, or of calibration data with images."""
     by_blocks = f"{recipe.update_flag} runs block by block"
     if not isinstance(data, CalibrationText):
         raise UserError(f"{by_blocks}, on text alone. {recipe.without_update}, or leave out image= in --calibration.")

@@ -463,9 +463,7 @@ def refit_experts(
     """
     runner, at_block = BlockwiseModel(model, recipe.blocks, hidden_states), {units.block: units for units in kept}
     batches = own_batches(tokens, batch_size)
-    with runner.walk(batches, "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
-        for number in range(len(batches)):
-            pruned.put(number, walk.hidden.get(number, walk.device))
+    with runner.walk(batches, "refit") as walk, closing(walk.second()) as pruned:
         for step in walk.steps():
             step.run()
             units = at_block.get(step.index)
@@ -500,7 +498,7 @@ def _refit_block(
     recipe: Recipe,
 ) -> dict[str, Moved]:
     """Move the last matrices of a block's kept experts, in the model too; returns what became of them, by name."""
-    dense = {target.name: weight_of(model, target.layer).float() for target in targets}
+    dense = {target.name: weight_of(model, target.layer).to(torch.float32, copy=True) for target in targets}
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
     numbers = {-1 if target is units.shared else units.outputs.index(target): target for target in targets}
     together = max(1, MOMENT_BYTES // (8 * targets[0].matrix.columns ** 2))

@@ -54,7 +54,7 @@ from emp_llm.structure.unit_model import config_changes, unit_model
 from emp_llm.structure.units import Changes, UnitModel, Units
 from emp_llm.structure.writing import active_parameters, compare, cut_of, fitted, left_of, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import update_warnings
+from emp_llm.update.update import check_apart, update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,10 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
     # Which units.
     plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
     checkpoint, path = plan.checkpoint, options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
+    if recipe.updates:
+        check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
+    if recipe.name == "taylor":
+        check_apart(checkpoint.config, "--method taylor", "Use --method wanda")
     matched = None if recipe.match is None else _matched(Path(recipe.match))
     budget = Budget.of(options.parameters, options.memory)
     if options.dry_run:

@@ -150,14 +150,13 @@ def taylor_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, 
                 step.run()
             for number in numbers:  # from here on, the hidden states of the walk are their gradients
                 walk.hidden.put(number, _gradient_of_loss(walk, number))
-            total = sum(batch.numel() for batch in batches) * len(blocks)
-            with progress_bar(total, "backward", "tok") as bar, closing(loaded_blocks(blocks[::-1])) as loaded:
+            with progress_bar(len(blocks), "backward", " blocks") as bar, closing(loaded_blocks(blocks[::-1])) as loaded:
                 for index, _ in zip(reversed(range(len(blocks))), loaded, strict=True):
                     own = [units.name for units in every if units.name.startswith(f"{runner.path}.{index}.")]
-                    for number, batch in enumerate(batches):
+                    for number in numbers:
                         state = entered.get(index * len(batches) + number, execution_device(blocks[index]))
                         walk.hidden.put(number, _backward(walk, index, number, state, own, sums))
-                        bar.update(batch.numel())
+                        bar.update(1 / len(batches))
     in_order = {units.name: sums[units.name] for units in every if units.name in sums}
     return sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
 

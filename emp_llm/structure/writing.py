@@ -376,7 +376,7 @@ def _with_weight(model: PreTrainedModel, target: Target, new: Tensor | None, gon
         stored = target.matrix.stored
         with FilePool() as files:
             dense = as_tensor(target.matrix.read(files.reader(stored.shard), 0, target.matrix.rows), stored.dtype).float()
-        wanted = dense.clone() if new is None else new.float()
+        wanted = (dense if new is None else new).to(torch.float32, copy=True)
         wanted[:, gone] = 0
         change = (wanted - dense).to(output.device)
         return output + (args[0].float() @ change.T).to(output.dtype)

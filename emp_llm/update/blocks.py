@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.models.architecture import Target
-from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
+from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord, HealingRecord
@@ -56,9 +56,7 @@ def heal_blocks(
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
     model.requires_grad_(False)
     walks = runner.walk([*batches, *rest], "heal")
-    with checkpoint.open_files() as files, walks as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
-        for number in (*seen, *held_out):
-            pruned.put(number, walk.hidden.get(number, walk.device))
+    with checkpoint.open_files() as files, walks as walk, closing(walk.second()) as pruned:
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)

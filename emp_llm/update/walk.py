@@ -75,9 +75,7 @@ def update_model(
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
-    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
-        for number in (*seen, *held_out):
-            pruned.put(number, walk.hidden.get(number, walk.device))
+    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, closing(walk.second()) as pruned:
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
