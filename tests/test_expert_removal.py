@@ -209,7 +209,7 @@ def test_refit_makes_up_for_removed_experts(family: str, shared: int, make: Any,
 def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: int
 ) -> None:
-    """In float32 too, where the model's weights, which a sweep changes, need no conversion; with all experts at a time, and one."""
+    """In float32 too, where a sweep changes the very weights that are read; with all experts at a time, and with one."""
     dense, drawn = load_file(make("qwen3_moe") / "model.safetensors"), list[Tensor]()
     run = experts.refit_rows
     monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
