@@ -84,7 +84,7 @@ def evaluate(
     from emp_llm.evaluation.harness import Harness, parse_batch_size
     from emp_llm.evaluation.results import new_results, open_results, results_to_compare
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.loading import check_head, load_model, load_tokenizer
+    from emp_llm.models.loading import load_model, load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.runtime.loader import load, run_device
 
@@ -100,8 +100,6 @@ def evaluate(
     sources = [find_model(model, revision, trust)] if model else []
     if baseline is not None and given is None:
         sources.append(find_model(baseline, None, trust))
-    for source in sources:
-        check_head(source.folder)
     if prepare:
         cached = [source.name for source in sources]
         if suite.corpus is not None:

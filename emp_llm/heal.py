@@ -57,7 +57,6 @@ def heal(
     from emp_llm.hub.local_model import find_model
     from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
     from emp_llm.models.architecture import Architecture
-    from emp_llm.models.loading import check_head
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.counts import read_report
     from emp_llm.pruning.outcome import log_warnings
@@ -70,7 +69,6 @@ def heal(
         raise UserError(f"{folder}: it is healed already. Give the checkpoint before it was healed.")
     recipe = report.recipe.but(heal=True, heal_steps=how.heal_steps, heal_weights=how.heal_weights)
     source = find_model(options.dense, options.revision, options.trust_remote_code)
-    check_head(source.folder)
     dense, pruned = Checkpoint(source.folder), Checkpoint(folder)
     if manifest.source.identity not in (None, identity_of(dense)):
         raise UserError(f"--dense {options.dense}: its weights are not those that were pruned. Give {report.source.model}.")

@@ -13,7 +13,8 @@ import fuzz_checkpoint as fuzz
 import pytest
 import torch
 from conftest import Run
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json
@@ -21,8 +22,10 @@ from emp_llm.checkpoint.headers import header_text, read_header
 from emp_llm.checkpoint.packed_format import packed_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
+from emp_llm.models.loading import load_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
 from emp_llm.runtime import load
 from emp_llm.runtime.loader import StoredWeights, sparse_layers
 
@@ -140,12 +143,66 @@ def test_index_with_other_than_plain_names(model: Path, name: str) -> None:
 
 
 def test_indexes_that_name_too_little_or_twice(model: Path) -> None:
+    """What it does not name is loaded all the same; what lies in two shards is loaded by chance."""
+    dense = AutoModelForCausalLM.from_pretrained(model)(torch.arange(8)[None]).logits
     change_index(model, lambda weights: weights.pop("model.norm.weight"))
-    with pytest.raises(UserError, match=rf"{INDEX}: it does not name model\.norm\.weight"):
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(model)(torch.arange(8)[None]).logits, dense)
+    assert "model.norm.weight" in Checkpoint(model).tensors
+    first, second = sorted(model.glob("*.safetensors"))[:2]
+    more = load_file(second) | dict(list(load_file(first).items())[:1])
+    kept = second.read_bytes()
+    save_file(more, second, {"format": "pt"})
+    with pytest.raises(UserError, match=r"is also in .*, and which of them is loaded depends on the program.*save_pretrained"):
         Checkpoint(model)
+    second.write_bytes(kept)
     (model / INDEX).write_text(f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}')
     with pytest.raises(UserError, match=rf"{INDEX}: cannot be read .*a occurs twice in it"):
         Checkpoint(model)
+
+
+def test_metadata_that_is_null(tmp_path: Path) -> None:
+    """safetensors reads it too."""
+    header = b'{"__metadata__":null,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert load_file(path).keys() == {"a"}
+    assert [tensor.name for tensor in read_header(path)] == ["a"]
+
+
+def test_a_model_with_an_adapter_beside_it(model: Path, tmp_path: Path) -> None:
+    """transformers runs both where peft is installed, and neither where it is not."""
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    says = r"model: it holds a model and a PEFT adapter \(adapter_config.json\).*merge_and_unload"
+    with pytest.raises(UserError, match=says):
+        prune(model, output=tmp_path / "out", method="emp-magnitude")
+    with pytest.raises(UserError, match=says):
+        load_model(model, "cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_other_formats_are_not_copied(model: Path, tmp_path: Path) -> None:
+    names = ["onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "training_args.bin", "state.pkl", "x.tflite"]
+    for name in names:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(b"x")
+    (model / "notes.txt").write_text("copied")
+    prune(model, output=tmp_path / "out", method="emp-magnitude")
+    assert (tmp_path / "out" / "notes.txt").is_file()
+    assert not [name for name in names if (tmp_path / "out" / name).exists()]
+
+
+@pytest.mark.parametrize("name", ["lm_heads.0", "model.layers.9.unembed", "heads.1.proj"])
+def test_a_head_is_no_target_where_only_names_are_known(model: Path, tmp_path: Path, name: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch", "architectures": ["Nonesuch"]}))
+    shard = model / SHARD
+    tensors = load_file(shard)
+    width = next(value.shape[0] for key, value in tensors.items() if key.endswith("layernorm.weight"))
+    save_file(tensors | {f"{name}.weight": torch.randn(config["vocab_size"], width)}, shard, {"format": "pt"})
+    report = prune(model, output=tmp_path / "out", method="emp-magnitude")
+    assert isinstance(report, RunReport)
+    assert report.matrices
+    assert name not in report.matrices
 
 
 def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> None:

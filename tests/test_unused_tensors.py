@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from emp_llm.bench import bench
@@ -90,5 +91,20 @@ def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path:
         bench(source, output=tmp_path / "bench.json")
     prune(source, output=tmp_path / "out", method="magnitude")
     assert verify(tmp_path / "out", source=str(source)).differences == []
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match="learns the probabilities of tokens, and LlamaForSequenceClassification has no head"):
         heal(tmp_path / "out", dense=str(source), calibration=str(text), samples=10, seqlen=32, output=tmp_path / "healed")
+
+
+def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: Path) -> None:
+    """Its checkpoint has no head for tokens, and is complete."""
+    source = tmp_path / "model"
+    model = transformers.LlamaForSequenceClassification.from_pretrained(models("llama"), num_labels=1)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(source)
+    transformers.AutoTokenizer.from_pretrained(models("llama")).save_pretrained(source)
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        how = {} if method == "magnitude" else {"calibration": str(text), "samples": 4, "seqlen": 32}
+        prune(source, output=tmp_path / method, method=method, **how)
+        assert verify(tmp_path / method, source=str(source)).differences == []
+    pruned = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "wanda")
+    assert torch.equal(pruned.score.weight, model.score.weight)

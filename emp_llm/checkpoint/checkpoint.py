@@ -47,6 +47,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
         check_links(folder)
+        check_no_adapter(folder)
         self.shards = [folder / name for name in self._shard_names()]
         self._states = {shard: file_state(shard) for shard in self.shards}
         self.tensors: dict[str, StoredTensor] = {}
@@ -54,7 +55,8 @@ class Checkpoint:
             for tensor in read_header(shard):
                 if tensor.name in self.tensors:
                     raise UserError(
-                        f"{shard}: tensor {quotable(tensor.name)} is also in {self.tensors[tensor.name].shard.name}."
+                        f"{shard}: tensor {quotable(tensor.name)} is also in {self.tensors[tensor.name].shard.name}, and which "
+                        f"of them is loaded depends on the program. Save the model once more: {SAVE_AGAIN}."
                     )
                 self.tensors[tensor.name] = tensor
         self._check_index()
@@ -102,7 +104,7 @@ class Checkpoint:
             relative = path.relative_to(self.folder)
             if not path.is_file() or any(part.startswith(".") for part in relative.parts):
                 continue
-            if path.suffix in OTHER_WEIGHTS or relative.parts[0] == EXTRAS:
+            if set(path.suffixes) & set(OTHER_WEIGHTS) or relative.parts[0] == EXTRAS:
                 continue
             if relative.name in (CARD_NAME, REPORT_NAME, MANIFEST_NAME) or relative.name.endswith(".index.json"):
                 continue
@@ -122,19 +124,13 @@ class Checkpoint:
         return weight_map
 
     def _check_index(self) -> None:
-        """Raise UserError if the index and the shards disagree."""
+        """Raise UserError if the index names what a shard does not hold. Others are loaded too, as transformers does."""
         index = self.folder / INDEX_NAME
         for name, file in self._weight_map.items():
             if name not in self.tensors or self.tensors[name].shard.name != file:
                 raise UserError(
                     f"{index}: it places {quotable(name)} in {file}, which does not hold it. Index and shards do not belong "
                     "together; download them again."
-                )
-        for name, tensor in self.tensors.items():
-            if self._weight_map and name not in self._weight_map:
-                raise UserError(
-                    f"{index}: it does not name {quotable(name)}, which is in {tensor.shard.name}. Index and shards do not "
-                    "belong together; download them again."
                 )
 
     def _shard_names(self) -> list[str]:
@@ -173,6 +169,15 @@ def _why_no_safetensors(folder: Path) -> str:
             f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. Convert them once: {SAVE_AGAIN}."
         )
     return f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that save_pretrained wrote."
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise UserError if a folder holds a model and an adapter: transformers runs both, if peft is installed."""
+    if (folder / "adapter_config.json").is_file() and any(folder.glob("model*.safetensors")):
+        raise UserError(
+            f"{folder}: it holds a model and a PEFT adapter (adapter_config.json), and whether both are run depends on what is "
+            "installed. Merge them first (merge_and_unload, save_pretrained), or move the adapter's files away."
+        )
 
 
 def check_links(folder: Path) -> None:

@@ -101,6 +101,8 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _check_metadata(metadata: Any) -> None:
+    if metadata is None:  # as safetensors reads it
+        return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is not a map of strings")
 

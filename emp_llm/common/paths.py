@@ -19,8 +19,11 @@ STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and a
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"  # what a calibration has collected for Taylor scores, experts or layers
 ROTATION_NAME = Path(EXTRAS) / "rotation.json"  # of a rotated dense model
-# Other formats of weights. A copy of such a file would add the dense model to a pruned one.
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")
+# Other formats of weights, and pickles. A copy of such a file would add the dense model to a pruned one.
+OTHER_WEIGHTS = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".safetensors", ".npz", ".npy"),
+    *(".tflite", ".pdparams", ".mlmodel", ".nemo", ".keras", ".pkl", ".pickle", ".joblib"),
+)
 
 
 def cache_folder() -> Path:

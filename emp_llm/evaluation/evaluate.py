@@ -33,6 +33,7 @@ from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.results import dense_measures, new_results, open_results
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.loading import check_head
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.model import LoadingOptions
 from emp_llm.records.evaluation import EvaluationRecord, Measures
@@ -81,8 +82,10 @@ def prepare_suite(
         harness: holds the suite's tasks, if they are loaded already.
 
     Raises:
-        UserError: a text, task or data set is missing, lm-eval is not installed, or lm-eval cannot use the tokenizer.
+        UserError: the model has no head for tokens; a text, task or data set is missing; lm-eval is not installed, or cannot
+            use the tokenizer.
     """
+    check_head(folder)
     if suite.tasks:
         check_tokenizer(tokenizer, suite.tasks)
     suite = suite.of_model(folder, tokenizer)

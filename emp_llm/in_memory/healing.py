@@ -47,7 +47,7 @@ from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.loading import load_model
+from emp_llm.models.loading import headless_class, load_model
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.options.calibration import CalibrationOptions
@@ -73,6 +73,8 @@ def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = No
         check_update(targets, "--heal", "Leave out --heal")
     if config.get("is_encoder_decoder"):
         raise UserError("--heal is for decoders, and this model has an encoder too. Leave out --heal.")
+    if (name := headless_class(config)) is not None:
+        raise UserError(f"--heal learns the probabilities of tokens, and {name} has no head for them. Leave out --heal.")
     if not isinstance(data, CalibrationText):
         raise UserError("--heal trains on text alone; leave out image= in --calibration.")
     if len(data.tokens) <= SEQUENCES:

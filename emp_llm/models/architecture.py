@@ -34,6 +34,7 @@ _SCOPES: dict[str, tuple[Kind, ...]] = {
 }
 # Lookup tables, in a block or outside: relative position biases, position embeddings.
 _TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
+_HEADS = re.compile(r"(^|[._])(lm_?heads?|unembed|embed_out)([._]|$)", re.IGNORECASE)
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
 
 
@@ -145,14 +146,17 @@ class Architecture:
         Raises:
             UserError: the model has no decoder blocks, or the checkpoint lacks some of its weights.
         """
+        from emp_llm.models.loading import head_parameter, headless_class
         from emp_llm.models.modules import block_lists, find_names, find_stacks, model_layers
 
         towers = block_lists(model, blocks)
         stored = find_names(model, checkpoint, find_stacks(model, towers))
-        if stored.missing:
+        head = head_parameter(model) if headless_class(checkpoint.config) is not None else None  # a reward model has none
+        missing = [name for name in stored.missing if name != head]
+        if missing:
             raise UserError(
-                f"{checkpoint.folder}: {count_of(len(stored.missing), 'weight')} of the model "
-                f"{'is' if len(stored.missing) == 1 else 'are'} missing: {shortened_list(stored.missing)}. The checkpoint is "
+                f"{checkpoint.folder}: {count_of(len(missing), 'weight')} of the model "
+                f"{'is' if len(missing) == 1 else 'are'} missing: {shortened_list(missing)}. The checkpoint is "
                 "incomplete; download it again."
             )
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -439,7 +443,8 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
 def by_names(checkpoint: Checkpoint) -> Architecture:
     """The architecture derived from the names in a checkpoint, for a model without a known class."""
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape)) is not None]
+    vocabulary = checkpoint.config.get("vocab_size")
+    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape, vocabulary)) is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
         root = ""
@@ -458,13 +463,15 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     )
 
 
-def _layer_by_name(name: str, shape: Shape) -> Layer | None:
-    """The layer whose weight has a name; None if it is no matrix."""
+def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
+    """The layer whose weight has a name; None if it is no matrix. `vocabulary` is what config.json says of its size."""
     module, _, parameter = name.rpartition(".")
     if parameter != "weight" or len(shape) != 2:
         return None
     number = re.search(r"(?:^|\.)(\d+)\.", name)
     leaf = module.rpartition(".")[2]
+    if _HEADS.search(module) or shape[0] == vocabulary != shape[1]:
+        return Layer(module, "embedding" if _TABLES.search(leaf) else "head", None)
     if number is None:
         kind: Kind = "head" if leaf in ("lm_head", "embed_out", "output") else "embedding"
     elif _TABLES.search(leaf):

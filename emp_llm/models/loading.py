@@ -10,7 +10,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from emp_llm.checkpoint.checkpoint import check_no_adapter
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
 from emp_llm.common.machine import OutOfMemory, ran_out
@@ -90,12 +91,19 @@ def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
 
 
 def check_head(folder: Path) -> None:
-    """Raise UserError if config.json names a class of transformers without a head for tokens, such as a reward model's."""
-    classes = read_json(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    """Raise UserError if a model's class has no head for tokens."""
+    name = headless_class(read_json(folder / "config.json") if (folder / "config.json").is_file() else {})
+    if name is not None:
+        raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. Give a model that generates text.")
+
+
+def headless_class(config: Mapping[str, Any]) -> str | None:
+    """The class of transformers that config.json names, if it has no head for tokens, such as a reward model's; else None."""
+    classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     generating = str([list(table.values()) for table in _GENERATE.values()])
-    if isinstance(name, str) and hasattr(transformers, name) and f"'{name}'" not in generating:
-        raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. Give a model that generates text.")
+    is_headless = isinstance(name, str) and hasattr(transformers, name) and f"'{name}'" not in generating
+    return name if is_headless else None
 
 
 def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -136,6 +144,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    check_no_adapter(folder)
     placement = parse_device_map(device_map)
     build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
@@ -243,7 +252,8 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     def own(listed: Collection[str]) -> list[str]:
         return [name for name in names if name in listed and tied.get(name) not in listed]
 
-    missing = own(info["missing_keys"])
+    head = head_parameter(model) if headless_class(read_json(folder / "config.json")) is not None else None
+    missing = [name for name in own(info["missing_keys"]) if name != head]
     if missing:
         raise UserError(
             f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: {shortened_list(missing)}. {_REMEDY}"
@@ -272,6 +282,12 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     ):
         if found:
             logger.warning("warning: %s: the checkpoint %s: %s.", folder, told, shortened_list(found))
+
+
+def head_parameter(model: Any) -> str | None:
+    """The name of the weight of a model's head for tokens."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
