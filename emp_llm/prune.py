@@ -53,8 +53,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     from emp_llm.update.update import check_apart, check_update, update_warnings
 
     budget = Budget.of(options.parameters, options.memory)
-    if recipe.sparsity == 0:
-        logger.warning("warning: --sparsity 0 removes nothing.")
     check_device(options.mask_device)
     if options.device_map != "auto":
         parse_device_map(options.device_map)

@@ -242,6 +242,9 @@ def test_damaged_models(refused: Refused, model: Path, match: str, damage: Calla
             "no norms (emp-llm calibrate --model m makes some); add --ignore",
             "no norms (emp-llm calibrate --model m makes some); add ignore",
         ),
+        ("Run emp-llm calibrate --model m again, or use --method", "Run emp-llm calibrate --model m again, or use method"),
+        ("Try emp-llm unpack ./a.b DIR --base M. Add --map.", "Try emp-llm unpack ./a.b DIR --base M. Add score_map."),
+        ("Not of emp-llm here, so --overwrite does not help", "Not of emp-llm here, so overwrite does not help"),
         ("pip install --upgrade emp-llm", "pip install --upgrade emp-llm"),
     ],
 )

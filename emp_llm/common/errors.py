@@ -6,7 +6,8 @@ from difflib import get_close_matches
 
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
-_COMMAND = re.compile(r"(emp-llm [a-z]+ [^)]*|pip install --upgrade [\w-]+)")  # in a message, to be run as it is
+# In a message, to be run as it is; it ends with its sentence or a comma.
+_COMMAND = re.compile(r"(emp-llm [a-z]+ .*?(?=[.,;:)]+\s|[.)]*$)|pip install --upgrade [\w-]+)", re.DOTALL)
 
 
 class UserError(ValueError):

@@ -349,7 +349,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         except ValueError as error:
             raise UserError(f"--{error}.") from error
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            hint = f" It is a fraction: did you mean {self.sparsity / 100:g}?" if 1 < self.sparsity < 100 else ""
+            hint = f" It is a fraction: did you mean {self.sparsity / 100:g}?" if 5 <= self.sparsity < 100 else ""
             raise UserError(f"--sparsity must be at least 0 and below 1, got {self.sparsity:g}.{hint}")
         if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
             raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
