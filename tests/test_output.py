@@ -234,12 +234,26 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
-def test_a_folder_of_the_user_with_a_name_of_ours(models: Models, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.safetensors"])
+def test_a_folder_of_the_user_with_a_name_of_ours(models: Models, tmp_path: Path, name: str, beside: str) -> None:
+    """It is the user's as soon as it holds a file of another name, whatever lies beside that."""
     mine = _of_a_user(tmp_path / name)
+    if beside:
+        (mine / beside).touch()
+    before = torture.snapshot(mine)
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"is not of emp-llm, so it is neither used nor emptied"):
+        with pytest.raises(UserError, match=r"thesis.txt.*, which emp-llm did not put there, so the folder is neither used"):
             prune(models("llama"), output=tmp_path / "out", method="emp-magnitude", overwrite=overwrite)
-        assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+        assert torture.snapshot(mine) == before
+
+
+def test_a_folder_named_files_is_no_proof_of_our_work(tmp_path: Path) -> None:
+    _of_a_user(tmp_path / ".out.partial").rename(tmp_path / "thesis")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / "thesis").rename(tmp_path / ".out.partial" / "files")
+    with pytest.raises(UserError, match="holds files, which emp-llm did not put there"):
+        write_folder(tmp_path / "out", {"page": b""}, False, "page")
+    assert (tmp_path / ".out.partial" / "files" / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize("name", [".results.json.lock", ".results.json.partial"])

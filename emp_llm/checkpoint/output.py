@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
-from emp_llm.common.errors import UserError, format_bytes, reason, shortened_list
+from emp_llm.common.errors import UserError, format_bytes, quotable, reason, shortened_list
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, PACK_NAME, PACKED_SUFFIX, REPORT_NAME, ROTATION_NAME
 from emp_llm.common.ranks import ranks
 
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _FORMAT = "emp-llm work 3"
 _OLD = "replaced"
 _ANYBODY = 0o044  # may read
+# All names in a work folder; one of the first three is there unless it is empty.
+_WORK_FILES = ("lock", "manifest.json", _OLD, ".manifest.json.partial", "files", "fitted", "healing", "*.safetensors.npy")
 # Finished blocks of a calibration, whole or half written.
 CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
@@ -189,7 +191,7 @@ class OutputFolder:
     def _open(self) -> None:
         """Create the work folder if missing, lock it, and read its manifest."""
         while True:
-            check_own(self.work, ("manifest.json", "lock", _OLD))
+            check_own(self.work, _WORK_FILES, _WORK_FILES[:3])
             check_own(self.calibration, CALIBRATION_FILES)
             self.work.mkdir(exist_ok=True)
             if self._readers != _ANYBODY:  # until the files have it too
@@ -291,15 +293,16 @@ class OutputFile(contextlib.ExitStack):
         shutil.rmtree(self.progress, ignore_errors=True)
 
 
-def check_own(folder: Path, marks: Sequence[str]) -> None:
+def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) -> None:
     """Check that a folder of work is one that emp-llm made, so that it may be written to and emptied.
 
     Args:
         folder: may be missing.
-        marks: names, or patterns of names, of which one lies in every folder of this kind unless it is empty.
+        ours: patterns of all names that emp-llm gives in a folder of this kind.
+        marks: those of which one lies in every such folder unless it is empty.
 
     Raises:
-        UserError: it is a link, holds one, or holds none of the marks.
+        UserError: it is a link or holds one, holds another name, or none of the marks.
     """
     if not os.path.lexists(folder):
         return
@@ -313,10 +316,13 @@ def check_own(folder: Path, marks: Sequence[str]) -> None:
                 raise UserError(link_sentence(path))
     if not folder.is_dir():
         raise UserError(f"{folder} is in the way: emp-llm works in a folder of this name. Move it away.")
-    names = [path.name for path in folder.iterdir()]
-    if names and not any(fnmatch(name, mark) for name in names for mark in marks):
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".nfs")]  # deleted, but still open somewhere
+    foreign = [name for name in names if not any(fnmatch(name, each) for each in ours)]
+    shown = shortened_list(sorted(map(quotable, foreign or names)))
+    if foreign or (names and not any(fnmatch(name, mark) for name in names for mark in marks)):
         raise UserError(
-            f"{folder} is not of emp-llm, so it is neither used nor emptied. Move it away, or choose another output."
+            f"{folder} holds {shown}, which emp-llm did not put there, so the folder is "
+            "neither used nor emptied. Move it away, or choose another output."
         )
 
 
