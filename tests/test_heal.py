@@ -227,9 +227,25 @@ def reshape(folder: Path) -> None:
     save_file({name: values[:1].clone() for name, values in load_file(path).items()}, path)
 
 
+def put_folders(folder: Path) -> None:
+    """In place of files, and of another name."""
+    for name in ("hashes.json", "optimizer.pt", "weights.safetensors"):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    (folder.parent / "checkpoint-of-another").mkdir()
+    (folder.parent / f"checkpoint-{STEPS}").touch()
+
+
 @pytest.mark.parametrize(
     "damage",
-    [cut, change_a_bit, reshape, lambda folder: (folder / "optimizer.pt").unlink(), lambda folder: shutil.rmtree(folder)],
+    [
+        cut,
+        change_a_bit,
+        reshape,
+        put_folders,
+        lambda folder: (folder / "optimizer.pt").unlink(),
+        lambda folder: shutil.rmtree(folder),
+    ],
 )
 def test_a_damaged_checkpoint_of_a_healing(
     models: Models,
@@ -299,7 +315,10 @@ def test_structures_heal(sharp: Path, given: dict[str, Any], tmp_path: Path, eve
     assert not any("embed" in name or "lm_head" in name for name in changed)
 
 
-def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor without products of bfloat16."""
+    monkeypatch.setattr(healing, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
+    assert not healing.has_bfloat16(torch.device("cpu"))
     how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS}
     report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
     assert isinstance(report, RunReport)
@@ -386,6 +405,22 @@ def test_a_layer_that_no_batch_calls(
     after = weights_of(healed)
     changed = {name for name, weight in weights_of(plain).items() if not torch.equal(weight, after[name])}
     assert {name.split(".")[4] for name in changed} == {"gate_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "has"),
+    [
+        ({"flags": "avx2 avx512f avx512_bf16"}, True),
+        ({"flags": "avx2 amx_bf16"}, True),
+        ({"Features": "asimd i8mm bf16"}, True),
+        ({"flags": "avx2 avx512f"}, False),
+        ({"Features": "asimd"}, False),
+        ({}, False),
+    ],
+)
+def test_processors_with_products_of_bfloat16(fields: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(healing, "cpu_fields", lambda: fields)
+    assert healing.has_bfloat16(torch.device("cpu")) == has
 
 
 def test_a_diverging_training_changes_nothing(

@@ -19,6 +19,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from emp_llm import Recipe, prune_model
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
+from emp_llm.models.blockwise import HiddenStates
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
 from emp_llm.pruning.counts import read_report
@@ -105,6 +106,19 @@ def test_a_killed_fit_resumes(
     assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
     name = {"sparsegpt": "sparsegpt", "emp-admm": "admm"}.get(options.get("method", ""), "refit")
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {name, "prune"}
+
+
+@pytest.mark.parametrize("options", ["refit", "sparsegpt", "admm", "pruned blocks"], indirect=True)
+def test_short_memory(options: dict[str, Any], whole: torture.Bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states go to the disk, and the moments of one input at a time are held; the weights are the same."""
+    monkeypatch.setattr(walk, "MOMENT_BYTES", 1)
+    monkeypatch.setattr("emp_llm.models.blockwise.available_memory", lambda: 0)
+    places, init = list[str](), HiddenStates.__init__
+    monkeypatch.setattr(HiddenStates, "__init__", lambda self, place: (places.append(place), init(self, place))[1])
+    prune(**options)
+    assert {*places} == {"disk"}
+    out = tmp_path / "killed" / "out"
+    assert {path.name: path.read_bytes() for path in out.glob("model*")} == {n: b for n, b in whole.items() if n[:5] == "model"}
 
 
 def test_a_block_that_writes_into_its_input(

@@ -9,6 +9,7 @@ where the processor has instructions for them, a checkpoint at every measurement
 import copy
 import logging
 import math
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -452,15 +453,19 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _last(folder: Path) -> str | None:
-    """The newest checkpoint of an interrupted training that is intact, and whose best one is."""
-    steps = [int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")]
-    for step in sorted(steps, reverse=True):
-        path = _checkpoint(folder, step)
+    """The newest checkpoint of an interrupted training that is intact, and whose best one is. Newer ones are deleted."""
+    numbers = ((path.name.partition("-")[2], path) for path in folder.glob("checkpoint-*"))
+    found = {int(number): path for number, path in numbers if number.isdecimal()}
+    for step, path in sorted(found.items(), reverse=True):
         if _is_intact(path):
             best = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME)).best_global_step
             if best in (None, step) or _is_intact(_checkpoint(folder, best)):
                 return str(path)
         logger.warning("healing: %s is damaged or incomplete, so the training does not resume from it.", path.name)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return None
 
 
