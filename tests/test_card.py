@@ -1,10 +1,13 @@
 """The model card and the other published records: their content, and that they name no folder of a machine or a user."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
@@ -14,9 +17,10 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.push import push
+from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.push import cached_repository, method_words, public
+from emp_llm.reporting.push import Origin, _public, cached_repository, card_text, method_words, public
 from emp_llm.verify import verify
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)
@@ -83,6 +87,51 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
     assert pushed["model"] == "pruned"
     assert pushed["perplexity"]["perplexity"] == measured
     assert verify(checkpoint).differences == []
+
+
+HOSTILE = [
+    "[x](javascript:alert(1))",
+    "\\[x](javascript:alert(1))",
+    "<script>alert(1)</script>",
+    "<javascript:alert(1)>",
+    "![x](https://example.com/track.png)",
+    "\n\n# A heading",
+    "# A heading",
+    "\n```\n# out of the fence",
+    "`code` | cell | cell",
+    "\x1b[31mred\x1b[0m\x07",
+    "a\u202eb\u2028# c",
+    "'; echo x; '",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, text: str) -> None:
+    """Names, commands, warnings and versions come from files of others: no link, heading, HTML or code comes of them."""
+    markdown = pytest.importorskip("markdown_it")
+
+    def html(report: RunReport, name: str | None) -> str:
+        card = card_text("user/card", None, report, Origin(name, None, {"license": name}), [], None, [], [], ["LICENSE"])
+        assert all(letter.isprintable() or letter == "\n" for letter in card)
+        return str(markdown.MarkdownIt("gfm-like", {"linkify": False}).render(card.partition("\n---\n")[2]))
+
+    def tags(page: str) -> list[str]:
+        return re.findall(r"</?(?!code|em>|strong>)\w+[^>]*>", page)
+
+    values = json.loads((checkpoint / "emp_report.json").read_text())
+    harmless, hostile = [], []
+    for found, word in ((harmless, "word"), (hostile, text)):
+        changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
+        changed["source"] = values["source"] | {"model": word, "revision": None}
+        changed["recipe"] = values["recipe"] | {"criterion": word, "method": "own"}
+        report = msgspec.convert(changed, RunReport)
+        found += [tags(html(report, None)), tags(html(report, word))]
+    assert hostile == harmless
+
+
+def test_a_command_with_an_open_quote() -> None:
+    shown = _public("emp-llm prune 'open --output /home/me/out", "command", ())
+    assert shlex.split(shown) == ["emp-llm", "prune", "'open", "--output", "out"]
 
 
 def test_methods_in_words() -> None:

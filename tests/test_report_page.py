@@ -301,9 +301,9 @@ def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:
     assert any(cell.startswith(f"'{name}") for cell in cells)
     assert not any(cell.startswith(tuple("=+-@")) for cell in cells)
     numbers = ["-1.5", "+2", "-inf", "-", "1e-3", ""]
-    texts = ["=1", "+a", "-a", "@a", "\t=1"]
+    texts = ["=1", "+a", "-a", "@a", "\t=1", "a\x1b[31mb\rc"]
     assert list(csv.reader(StringIO(csv_table([numbers, texts, [-1.5]])))) == [
         numbers,
-        [f"'{text}" for text in texts],
+        ["'=1", "'+a", "'-a", "'@a", "'�=1", "a�[31mb�c"],
         ["-1.5"],
     ]

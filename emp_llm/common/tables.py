@@ -7,6 +7,8 @@ from io import StringIO
 
 Rows = list[list[str]]
 # The beginning of a formula; numbers and signs alone are none.
+_CODE = re.compile(r"`[^`]*`")
+_MARKUP = re.compile(r"[\\`*{}\[\]<>#~$&|]|(?<!\w)_|_(?!\w)")
 _FORMULA = re.compile(r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]")
 
 
@@ -23,9 +25,31 @@ def table(rows: Rows) -> str:
 
 def markdown_table(rows: Rows) -> str:
     """A table in the Markdown of GitHub and the Hub."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
     lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A cell of a Markdown table; code stays code."""
+    if _CODE.fullmatch(text):
+        return printable_text(text).replace("|", "\\|")
+    return markdown_text(text)
+
+
+def markdown_text(text: str) -> str:
+    """Text on one line that Markdown shows as it is: no link, HTML, code, heading or cell comes of it."""
+    return _MARKUP.sub(r"\\\g<0>", printable_text(text))
+
+
+def markdown_code(text: str) -> str:
+    """Text on one line as code; it cannot end the code."""
+    return printable_text(text).replace("`", "'")
+
+
+def printable_text(text: str) -> str:
+    """Text without control characters and line breaks."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def csv_table(rows: Iterable[Sequence[object]]) -> str:
@@ -35,9 +59,14 @@ def csv_table(rows: Iterable[Sequence[object]]) -> str:
     """
     text = StringIO()
     cells = ([str(cell).lower() if isinstance(cell, bool) else cell for cell in row] for row in rows)
-    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in cells)
+    safe = ([_safe(cell) if isinstance(cell, str) else cell for cell in row] for row in cells)
     csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")
+
+
+def _safe(text: str) -> str:
+    """A text that no spreadsheet computes, and no terminal obeys."""
+    return f"'{printable_text(text)}" if _FORMULA.match(text) else printable_text(text)
 
 
 def percent_cell(fraction: float | None) -> str:

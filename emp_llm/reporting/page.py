@@ -4,7 +4,6 @@ The Markdown and the one self-contained HTML page have the same headings, text, 
 """
 
 import base64
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.common.errors import printable
-from emp_llm.common.tables import Rows, csv_table, markdown_table, number_cell, percent_cell, table
+from emp_llm.common.tables import Rows, csv_table, markdown_table, markdown_text, number_cell, percent_cell, table
 from emp_llm.evaluation.comparison import (
     UNPAIRED,
     UNPAIRED_NOTE,
@@ -344,20 +343,15 @@ def markdown_page(parts: Sequence[Section]) -> str:
     """The page as Markdown; its figures are in a folder beside it."""
     texts = []
     for part in parts:
-        texts.append(f"{'#' * part.level} {_escaped(part.title)}")
+        texts.append(f"{'#' * part.level} {markdown_text(part.title)}")
         if part.facts:
-            texts.append("\n".join(f"- {_escaped(name)}: {_escaped(fact)}" for name, fact in part.facts))
+            texts.append("\n".join(f"- {markdown_text(name)}: {markdown_text(fact)}" for name, fact in part.facts))
         if len(part.rows) > 1:
-            texts.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
-            texts += map(_escaped, part.notes)
+            texts.append(markdown_table(part.rows))
+            texts += map(markdown_text, part.notes)
         for drawing in part.drawings:
-            texts += [f"![{_escaped(drawing.title)}]({FIGURES}/{drawing.name}.svg)", _escaped(drawing.caption)]
+            texts += [f"![{markdown_text(drawing.title)}]({FIGURES}/{drawing.name}.svg)", markdown_text(drawing.caption)]
     return "\n\n".join(texts) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Text with Markdown's special characters escaped, except bars, which the table escapes in its cells."""
-    return re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", printable(text, 1000))
 
 
 def html_page(title: str, parts: Sequence[Section]) -> str:

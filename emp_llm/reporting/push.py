@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from huggingface_hub import (
@@ -33,7 +34,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
-from emp_llm.common.tables import Rows, markdown_table, table
+from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
 from emp_llm.hub.client import hub_errors_explained, with_retries
@@ -85,7 +86,7 @@ def _public(value: Any, key: str, folders: Collection[str]) -> Any:
         return value
     if key == "command":
         words, flag = [], ""
-        for word in shlex.split(value):
+        for word in _words(value):
             if word.startswith("--"):
                 flag = word.partition("=")[0]
             words.append(_without_folders(word, flag, folders))
@@ -93,6 +94,14 @@ def _public(value: Any, key: str, folders: Collection[str]) -> Any:
     if key in (*_MODELS, *_FILES) or value.startswith(("/", "~", "./", "../")):
         return _without_folders(value, key, folders)
     return value
+
+
+def _words(command: str) -> list[str]:
+    """The words of a command line; one that no shell reads is split at its spaces."""
+    try:
+        return shlex.split(command)
+    except ValueError:  # an open quote
+        return command.split()
 
 
 def _without_folders(text: str, key: str, folders: Collection[str]) -> str:
@@ -239,6 +248,7 @@ def card_text(
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    environment.filters |= {"text": markdown_text, "code": markdown_code, "word": shlex.quote, "address": quote}
     return environment.get_template("card.md.j2").render(
         metadata=_metadata(name, report, origin, own),
         mark=_MARK,
@@ -246,7 +256,7 @@ def card_text(
         branch=branch,
         report=report,
         origin=origin,
-        base=f"[{origin.name}](https://huggingface.co/{origin.name})" if origin.name else f"`{report.source.model}`",
+        base=_base(report, origin),
         method=method_words(report.recipe),
         lines=run_tables.pruning_lines(report) if structure is None else run_tables.structure_lines(report),
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
@@ -260,6 +270,13 @@ def card_text(
         licence=origin.metadata.get("license_name") or origin.metadata.get("license"),
         texts=sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY"))),
     )
+
+
+def _base(report: RunReport, origin: Origin) -> str:
+    """The dense model: a link to the Hub, or its name as code."""
+    if origin.name is not None and _HUB_ID.fullmatch(origin.name):
+        return f"[{origin.name}](https://huggingface.co/{origin.name})"
+    return f"`{markdown_code(origin.name or report.source.model)}`"
 
 
 def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
@@ -333,13 +350,13 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
     """The recipe, the calibration and the versions of a run."""
     rows: Rows = [["", ""]]
     if origin.revision:
-        rows.append(["commit of the base model", f"`{origin.revision}`"])
+        rows.append(["commit of the base model", f"`{markdown_code(origin.revision)}`"])
     if report.source.identity:
-        rows.append(["identity of its weights (BLAKE3)", f"`{report.source.identity}`"])
-    rows += [[name, f"`{json.dumps(value)}`"] for name, value in report.recipe.as_dict().items()]
+        rows.append(["identity of its weights (BLAKE3)", f"`{markdown_code(report.source.identity)}`"])
+    rows += [[name, f"`{markdown_code(json.dumps(value))}`"] for name, value in report.recipe.as_dict().items()]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "propagate"):
-            rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
+            rows.append([f"calibration: {name}", f"`{markdown_code(json.dumps(value))}`"])
     return rows + [[package, version] for package, version in report.versions.items()]
 
 
