@@ -105,8 +105,8 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, text: str) -> None:
+@pytest.mark.parametrize("written", HOSTILE)
+def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: str) -> None:
     """Names, commands, warnings and versions come from files of others: no link, heading, HTML or code comes of them."""
     markdown = pytest.importorskip("markdown_it")
 
@@ -120,7 +120,7 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, text: str) 
 
     values = json.loads((checkpoint / "emp_report.json").read_text())
     harmless, hostile = [], []
-    for found, word in ((harmless, "word"), (hostile, text)):
+    for found, word in ((harmless, "word"), (hostile, written)):
         changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
         changed["source"] = values["source"] | {"model": word, "revision": None}
         changed["recipe"] = values["recipe"] | {"criterion": word, "method": "own"}

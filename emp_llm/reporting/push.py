@@ -34,7 +34,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
-from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, table
+from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text, table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
 from emp_llm.hub.client import hub_errors_explained, with_retries
@@ -312,7 +312,7 @@ def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Resu
         eval_results=list(results.values()) or None,
         **carried,
     )
-    return str(data.to_yaml()).strip()
+    return "\n".join(map(printable_text, str(data.to_yaml()).strip().split("\n")))
 
 
 def _results_of(evaluated: Results) -> Iterator[EvalResult]:
