@@ -135,6 +135,19 @@ def test_heads_in_an_unknown_order_are_refused(family: str, device_map: str, mod
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("family", OTHER_ORDERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_an_unknown_order_is_refused_in_short_dtypes(
+    family: str, dtype: str, device_map: str, models: Any, tmp_path: Path
+) -> None:
+    """The logits differ by less than bfloat16 may round them to, so that each head is compared."""
+    options: dict[str, Any] = {"structure": "heads", "method": "magnitude", "sparsity": 0.5, "keep_shapes": True}
+    with pytest.raises(UserError, match=r"another order than is known here, so its heads cannot be"):
+        removed(models(family), tmp_path / "out", dtype=dtype, device_map=device_map, **options)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("options", [{}, {"refit": True}, {"keep_shapes": True, "refit": True}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_offloaded_model_is_compared(family: str, options: dict[str, Any], models: Any, tmp_path: Path) -> None:

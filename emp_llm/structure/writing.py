@@ -297,21 +297,29 @@ def compare(
         choices, moved: of the written checkpoint.
 
     Raises:
-        UserError: the models compute different logits.
+        UserError: the models compute different logits, or other heads in the first attention that lost some.
     """
     length = min(_PROMPT, max_context(dense.config) or _PROMPT)
     ids = torch.randint(0, dense.config.get_text_config().vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    heads = next((choice for choice in choices if choice.units.kind == "heads" and len(choice.gone)), None)
     with _without_units(dense, choices, moved):
-        wanted = _logits(dense, ids)
-    difference = float((wanted - _logits(written, ids)).norm() / wanted.norm())
-    if not difference <= _LIMITS.get(dense.dtype, 0.1):
+        wanted, wanted_heads = _logits_and_heads(dense, ids, heads)
+    logits, found_heads = _logits_and_heads(written, ids, heads)
+    difference = float((wanted - logits).norm() / wanted.norm())
+    differences = {"logits": difference}
+    if wanted_heads is not None and found_heads is not None:  # a wrong order shows there in any dtype
+        differences["heads that stay"] = _difference_of_heads(wanted_heads, found_heads)
+    limit = _LIMITS.get(dense.dtype, 0.1)
+    for what, value in differences.items():
+        if value <= limit:
+            continue
         kinds = [choice.units.kind for choice in choices]
         remedy = _REMEDIES["heads" if "heads" in kinds else kinds[0]]
         if "heads" in kinds and not record.config:  # all shapes are kept
             remedy = _KEPT_SHAPES
         raise UserError(
-            f"the written model does not compute what the dense model does without its removed parts: the logits differ by "
-            f"{difference:.2g} of their norm. {remedy}"
+            f"the written model does not compute what the dense model does without its removed parts: the {what} differ by "
+            f"{value:.2g} of their norm. {remedy}"
         )
     record.prompt_tokens, record.difference = length, difference
     if is_offloaded(dense) or is_offloaded(written):
@@ -388,6 +396,31 @@ def _with_weight(model: PreTrainedModel, target: Target, new: Tensor | None, gon
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     logits: Tensor = model(ids.to(input_device(model)), use_cache=False).logits
     return logits.float().cpu()
+
+
+def _logits_and_heads(model: PreTrainedModel, ids: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor | None]:
+    """The logits, and what the kept heads of an attention give, shape (tokens, units, columns)."""
+    if choice is None or not isinstance(choice.units, Parts):
+        return _logits(model, ids), None
+    columns = torch.from_numpy(choice.units.columns)
+    kept = columns[torch.from_numpy(choice.kept)]
+    inputs: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0].float().cpu().flatten(0, -2))
+
+    with model.get_submodule(choice.units.output.layer.name).register_forward_pre_hook(note):
+        logits = _logits(model, ids)
+    if inputs[0].shape[-1] == columns.numel():  # all shapes are kept
+        return logits, inputs[0][:, kept]
+    return logits, inputs[0].reshape(-1, *kept.shape)
+
+
+def _difference_of_heads(wanted: Tensor, found: Tensor) -> float:
+    """The largest of all heads, relative to the head's norm; one that gives next to nothing counts by the others."""
+    norms = wanted.norm(dim=(0, 2))
+    floor = 0.01 * norms.square().mean().sqrt() + torch.finfo(norms.dtype).tiny
+    return float(((found - wanted).norm(dim=(0, 2)) / norms.maximum(floor)).max())
 
 
 @torch.no_grad()
