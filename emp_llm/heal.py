@@ -9,7 +9,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME
+from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
@@ -117,7 +117,7 @@ def heal(
 
 def _extras(folder: Path, manifest: Manifest) -> list[Path]:
     """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
-    paths = [Path(name) for name in manifest.files]
+    paths = [Path(name) for name in manifest.files if not is_hidden(Path(name))]
     return [
         path
         for path in paths

@@ -141,11 +141,16 @@ def test_the_command_makes_the_bytes_of_prune(
     (plain / ".git" / "config").write_text("a token")
     (plain / ".env").symlink_to("/etc/hostname")
     (plain / "pytorch_model.bin").write_bytes(b"a pickle")
+    (plain / "emp_llm").mkdir(exist_ok=True)
+    (plain / "emp_llm" / ".secret.json").symlink_to("/etc/hostname")
+    manifest = json.loads((plain / "emp_manifest.json").read_text())
+    manifest["files"]["emp_llm/.secret.json"] = {"bytes": 1, "blake3": "0" * 64}
+    (plain / "emp_manifest.json").write_text(json.dumps(manifest))
     again = heal(plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given)
     for name in sorted(path.name for path in healed.glob("*.safetensors")):
         assert (healed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     written = {path.name for path in (tmp_path / "again").rglob("*")}
-    assert not written & {".git", "config", ".env", "pytorch_model.bin"}
+    assert not written & {".git", "config", ".env", "pytorch_model.bin", ".secret.json"}
     assert again.recipe == report.recipe
     assert again.healing is not None
     assert again.healing.command is not None

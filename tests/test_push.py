@@ -16,6 +16,7 @@ from hub_server import CUT, TOKEN, Hub
 from hub_store import Commit, Repository, sha256
 
 from emp_llm.bench import bench
+from emp_llm.checkpoint.files import file_hash
 from emp_llm.prune import prune
 from emp_llm.verify import verify
 
@@ -114,6 +115,24 @@ def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, ch
     assert "user/unsound" not in hub.repositories
     hub.ignored = ("config.json",)
     assert "config.json is missing from the commit" in error()
+
+
+def test_hidden_files_pickles_and_what_links_point_to_are_not_pushed(client: Client, checkpoint: Path, tmp_path: Path) -> None:
+    """A manifest of an older version, or one that someone made, can name them."""
+    where = {"folder": checkpoint, "repository": "user/quiet", "dry_run": True}
+    before, path = client.call("push", **where)["result"]["files"], checkpoint / "emp_manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in (".git/config", "training_args.bin", "emp_llm/.notes.json"):
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_text("secret")
+        manifest["files"][name] = {"bytes": 6, "blake3": file_hash(checkpoint / name)}
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "secret").write_text("secret")
+    (checkpoint / "emp_llm" / ".plot.png").symlink_to(tmp_path / "secret")
+    assert client.call("push", **where)["result"]["files"].keys() == before.keys()
+    (checkpoint / "README.md").unlink(missing_ok=True)
+    (checkpoint / "README.md").symlink_to(tmp_path / "secret")
+    assert "README.md: a link to" in client.call("push", **where)["error"]
 
 
 def test_an_interrupted_push_resumes_after_the_last_finished_file(

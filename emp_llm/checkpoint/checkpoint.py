@@ -27,6 +27,7 @@ from emp_llm.common.paths import (
     REPORT_NAME,
     SINGLE_NAME,
     cache_folder,
+    is_hidden,
 )
 
 SAVE_AGAIN = "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise"
@@ -102,7 +103,7 @@ class Checkpoint:
         files = []
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
-            if not path.is_file() or any(part.startswith(".") for part in relative.parts):
+            if not path.is_file() or is_hidden(relative):
                 continue
             if set(path.suffixes) & set(OTHER_WEIGHTS) or relative.parts[0] == EXTRAS:
                 continue
@@ -189,7 +190,7 @@ def check_links(folder: Path) -> None:
     real = folder.resolve()
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else None
     for path in sorted(folder.rglob("*")):
-        if not path.is_symlink() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if not path.is_symlink() or is_hidden(path.relative_to(folder)):
             continue
         try:
             end = path.resolve()

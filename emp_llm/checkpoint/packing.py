@@ -28,7 +28,7 @@ from emp_llm.checkpoint.packed_format import (
     packed_name,
 )
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, PACKED_SUFFIX, REPORT_NAME
+from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, PACKED_SUFFIX, REPORT_NAME, is_hidden
 from emp_llm.common.progress import progress_bar
 
 
@@ -64,7 +64,7 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
         )
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if not path.is_file() or path in checkpoint.shards or any(part.startswith(".") for part in relative.parts):
+        if not path.is_file() or path in checkpoint.shards or is_hidden(relative):
             continue
         if path.name.endswith(PACKED_SUFFIX):
             raise UserError(f"{path}: it belongs to a packed checkpoint; move it away.")

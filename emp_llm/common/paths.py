@@ -2,7 +2,7 @@
 
 import os
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -24,6 +24,11 @@ OTHER_WEIGHTS = (
     *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".safetensors", ".npz", ".npy"),
     *(".tflite", ".pdparams", ".mlmodel", ".nemo", ".keras", ".pkl", ".pickle", ".joblib"),
 )
+
+
+def is_hidden(relative: PurePath) -> bool:
+    """Whether a path in a model folder is hidden, or lies in a hidden folder: it is of git, of a download or of the user."""
+    return any(part.startswith(".") for part in relative.parts)
 
 
 def cache_folder() -> Path:

@@ -31,7 +31,7 @@ from emp_llm.checkpoint.files import (
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
@@ -264,8 +264,7 @@ def write_manifest(
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        hidden = any(part.startswith(".") for part in Path(name).parts)  # of an interrupted run, or of git
-        if not hidden and name not in (MANIFEST_NAME, REPORT_NAME) and not name.startswith(EVALUATION_FOLDER):
+        if not is_hidden(Path(name)) and name not in (MANIFEST_NAME, REPORT_NAME) and not name.startswith(EVALUATION_FOLDER):
             files[name] = FileEntry(bytes=path.stat().st_size, blake3=hashes.get(name) or file_hash(path))
     Manifest(
         emp_llm=versions().get("emp-llm", "unknown"),

@@ -30,10 +30,10 @@ from huggingface_hub.hf_api import RepoFile
 from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
-from emp_llm.common.errors import UserError, count_of, format_bytes, reason
-from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
+from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME, is_hidden
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text, table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
@@ -470,6 +470,13 @@ def push_checkpoint(
     manifest, report = read_manifest(folder), read_report(folder)
     findings = Findings()
     check_files(folder, manifest, findings)
+    check_links(folder)
+    pickles = {*OTHER_WEIGHTS} - {".safetensors"}
+    kept_back = [name for name in manifest.files if is_hidden(Path(name)) or Path(name).suffix in pickles]
+    if kept_back:
+        shown = shortened_list([quotable(name) for name in kept_back])
+        logger.warning("warning: not pushed: %s; hidden files, pickles and weights of other formats stay here.", shown)
+    manifest.files = {name: entry for name, entry in manifest.files.items() if name not in kept_back}
     if findings.differences:
         raise UserError(f"{folder / findings.differences[0]} Nothing was pushed. To see all: emp-llm verify {folder}")
     paths, benches = run_tables.split_benches(results)
@@ -503,7 +510,7 @@ def push_checkpoint(
         for name, record in (records | {MANIFEST_NAME: manifest, REPORT_NAME: report}).items():
             files[name] = Path(scratch) / name
             record.save(files[name])
-        plots = {f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("*.png"))}
+        plots = {f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("[!.]*.png"))}
         files |= plots
 
         card, text = folder / CARD_NAME, ""
