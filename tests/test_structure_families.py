@@ -86,6 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
 }
+FAMILIES["zamba2"] = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1, "adapter_rank": 4}
+FAMILIES["zamba2"] |= {"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 4, "attention_head_dim": 16}
+FAMILIES["zamba2"] |= {"attention_hidden_size": 64, "use_mamba_kernels": False}
 Make = Callable[[str], Path]
 
 
@@ -144,6 +147,19 @@ def test_layers_by_a_pattern_are_refused_before_the_calibration(make: Make, tmp_
     with pytest.raises(UserError, match=r"gives the kinds of its layers by a pattern.*Use --structure neurons"):
         prune(str(make("jamba")), output=tmp_path / "out", structure="layers", calibration=str(text), samples=8, seqlen=32)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("structure", ["layers", "neurons", "heads"])
+def test_blocks_that_share_weights_are_refused_with_advice_that_helps(
+    make: Make, tmp_path: Path, text: Path, structure: str
+) -> None:
+    how: dict[str, Any] = {"method": "magnitude"}
+    if structure == "layers":
+        how = {"calibration": str(text), "samples": 8, "seqlen": 32}
+    with pytest.raises(UserError, match=r"share it, so .*Leave out --structure to prune weights"):
+        prune(str(make("zamba2")), output=tmp_path / "out", structure=structure, **how)
+    assert os.listdir(tmp_path) == []
+    pruned(make("zamba2"), tmp_path / "out", method="magnitude")
 
 
 @pytest.mark.parametrize(("family", "roles"), [("nemotron_h", {"up", "down"}), ("recurrent_gemma", {"gate", "up", "down"})])

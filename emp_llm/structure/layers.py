@@ -56,8 +56,8 @@ def find_layers(skeleton: PreTrainedModel, architecture: Architecture, blocks: s
             before = re.match(rf"((?:.*?\.)?){number}\.", stored)
             if before is None:
                 raise UserError(
-                    f"--structure layers: {stored} does not name its layer, or layers share it, so none can go by itself. Use "
-                    "--structure neurons, or leave it out to prune weights."
+                    f"--structure layers: {stored} does not name its layer, or layers share it, so none can go by itself. "
+                    "Leave out --structure to prune weights."
                 )
             prefixes[before[1]] = None
     stored_at = {}

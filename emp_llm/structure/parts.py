@@ -85,7 +85,10 @@ def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure:
         if layer.block is None or layer.tower != "language" or layer.kind not in wanted:
             continue
         if layer not in stored:
-            raise UserError(f"{layer.name}: its weight is not stored by itself, so its units cannot be pruned.")
+            raise UserError(
+                f"{layer.name}: its weight is not stored by itself, or blocks share it, so its units cannot be pruned. "
+                "Leave out --structure to prune weights."
+            )
         if stored[layer].matrix.scales is not None:
             raise UserError(f"{layer.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
         module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
