@@ -208,7 +208,7 @@ def _prompts(folder: Path, options: BenchOptions, sequences: int) -> tuple[str |
     import torch
 
     from emp_llm.models.loading import load_tokenizer, read_config
-    from emp_llm.models.placement import max_context
+    from emp_llm.models.placement import check_ids, max_context
 
     whole = read_config(folder, options.trust_remote_code)[0]
     if getattr(whole, "is_encoder_decoder", False):
@@ -228,6 +228,7 @@ def _prompts(folder: Path, options: BenchOptions, sequences: int) -> tuple[str |
         random = torch.randint(0, config.vocab_size, (number,), generator=torch.Generator().manual_seed(0))
         return None, random.view(sequences, -1)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    check_ids(ids, whole, f"{options.model}, prompts by its tokenizer")
     return f"eval/{TEXT}", ids.repeat(-(-number // len(ids)))[:number].view(sequences, -1)
 
 

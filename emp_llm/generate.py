@@ -137,7 +137,7 @@ def generate(options: GenerateOptions) -> Generation:
 
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import check_head, load_model, load_tokenizer
-    from emp_llm.models.placement import max_context
+    from emp_llm.models.placement import check_ids, max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 
     if not 0 < options.top_p <= 1:
@@ -160,6 +160,7 @@ def generate(options: GenerateOptions) -> Generation:
         if not all(isinstance(number, int | None) for number in (value if isinstance(value, list) else [value])):
             told = f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
             raise UserError(f"{folder / 'generation_config.json'}: {told}")
+    check_ids(ids, model.config, f"--prompt, by the tokenizer of {options.model}")
     longest = max_context(model.config)
     if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
         raise UserError(
@@ -182,6 +183,8 @@ def generate(options: GenerateOptions) -> Generation:
 
 def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
     """The ids of the prompt, shape (1, tokens)."""
+    from emp_llm.calibration.texts import chat_text
+
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text:
         raise UserError("--prompt is empty; give a text to continue.")
@@ -189,9 +192,8 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
         return tokenizer(text, return_tensors="pt").input_ids
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"--chat needs a chat template, and the tokenizer of {options.model} has none. Leave it out.")
-    message = [{"role": "user", "content": text}]
-    told = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return told["input_ids"]
+    whole = chat_text([{"role": "user", "content": text}], tokenizer, f"--chat {options.model}", answer=True)
+    return tokenizer(whole, return_tensors="pt", add_special_tokens=False).input_ids
 
 
 def show(generation: Generation) -> None:

@@ -16,12 +16,15 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from emp_llm.bench import bench
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json
 from emp_llm.checkpoint.headers import header_text, read_header
 from emp_llm.checkpoint.packed_format import packed_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
+from emp_llm.evaluate import evaluate
+from emp_llm.generate import generate
 from emp_llm.models.loading import load_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
@@ -446,3 +449,47 @@ class TestPacked:
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"a: a mask does not fit its numbers"):
             StoredWeights(tmp_path / "packed").rows("a", 0.2)
+
+
+@pytest.fixture(scope="module")
+def talking(evaluable: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer."""
+    return Path(shutil.copytree(evaluable("llama"), tmp_path_factory.mktemp("talking") / "model"))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('\x1b[31mno') }}", r"the chat template refuses a conversation"),
+        ("{{ messages.nothing.at.all }}", r"the chat template refuses a conversation"),
+        ("{{ 1 // 0 }}", r"the chat template refuses a conversation"),
+        ("{% for", r"the chat template refuses a conversation"),
+        ("{{ 'x' * 100000000000 }}", r"the chat template refuses a conversation \(MemoryError\)"),
+    ],
+)
+def test_a_chat_template_is_a_stranger_s_program(talking: Path, template: str, says: str) -> None:
+    (talking / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=says) as caught:
+        generate(talking, prompt="Hello", chat=True, max_new_tokens=2)
+    assert "\x1b" not in str(caught.value)
+    (talking / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert generate(talking, prompt="Hello", chat=True, max_new_tokens=2).text
+
+
+def test_token_ids_beyond_the_embeddings(talking: Path, text: Path, tmp_path: Path) -> None:
+    """The tokenizer of another model: a sentence, no error of an index."""
+    source = tmp_path / "model"
+    model = AutoModelForCausalLM.from_pretrained(talking)
+    model.resize_token_embeddings(50)
+    model.save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(talking / name, source / name)
+    says = r"token id \d+ is beyond the model's 50 tokens. The tokenizer may be another model's"
+    with pytest.raises(UserError, match=says):
+        generate(source, prompt="Once upon a time", max_new_tokens=2)
+    with pytest.raises(UserError, match=says):
+        bench(source, output=tmp_path / "bench.json", prompt_tokens=8, new_tokens=2)
+    suite = tmp_path / "mine.toml"
+    suite.write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 32\n')
+    with pytest.raises(UserError, match=says):
+        evaluate(source, suite=str(suite), output=tmp_path / "results.json")

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
+from emp_llm.common.machine import at_most_more
 from emp_llm.common.paths import data_folder
 from emp_llm.models.placement import plain_config
 from emp_llm.options.calibration import CalibrationOptions
@@ -31,6 +32,7 @@ Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
 IDS_COLUMN = "input_ids"  # of token ids; used if it has none of these
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
+_TEMPLATE_BYTES = 1 << 30  # of memory that a chat template may take
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 _SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
 _SEQLEN_WITH_IMAGES = 2048  # an image is hundreds of tokens
@@ -296,16 +298,16 @@ def chat_text(messages: Messages, tokenizer: Any, where: str, answer: bool = Fal
         answer: end with what begins an answer.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the conversation.
+        UserError: the tokenizer has no chat template, or the template refuses the conversation or needs too much memory.
     """
-    from jinja2 import TemplateError
-
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{where}: its rows are conversations, and the tokenizer of the model has no chat template. Name a column of text "
             "with ,column=NAME, or add chat_template.jinja to the model's folder."
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
-    except (TemplateError, TypeError, KeyError) as error:
-        raise UserError(f"{where}: the chat template refuses a conversation ({reason(error)}).") from error
+        with at_most_more(_TEMPLATE_BYTES):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+    except Exception as error:  # of any kind: a template is a program of the model's folder
+        told = quotable(reason(error))
+        raise UserError(f"{where}: the chat template refuses a conversation ({told}).") from error

@@ -92,6 +92,25 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def at_most_more(number: int) -> Iterator[None]:
+    """Inside this context, allocations of more than some bytes raise MemoryError, where the system can limit a process."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = pages * resource.getpagesize() + number
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if before[1] < 0 else min(wanted, before[1]), before[1]))
+    except (ImportError, OSError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on a device or on the CPU."""
     torch: Any = sys.modules.get("torch")

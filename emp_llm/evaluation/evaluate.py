@@ -35,6 +35,7 @@ from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.loading import check_head
 from emp_llm.models.one_model import OneModel
+from emp_llm.models.placement import check_ids
 from emp_llm.options.model import LoadingOptions
 from emp_llm.records.evaluation import EvaluationRecord, Measures
 from emp_llm.records.results import Results
@@ -91,6 +92,8 @@ def prepare_suite(
     suite = suite.of_model(folder, tokenizer)
     begin = None if suite.corpus is None else begin_token(suite.corpus.bos, tokenizer)
     tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
+    if tokens is not None and (folder / "config.json").is_file():
+        check_ids(tokens, read_json(folder / "config.json"), f"suite {suite.name}, by the tokenizer of {folder}")
     harness = harness or Harness(suite.tasks) if suite.tasks else None
     return PreparedSuite(suite, tokenizer, batch_size, tokens, begin, harness)
 

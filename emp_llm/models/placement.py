@@ -108,6 +108,17 @@ def plain_config(model_config: Any) -> dict[str, Any]:
     return values
 
 
+def check_ids(ids: Any, model_config: Any, where: str) -> None:
+    """Raise UserError if token ids are not all of a model's vocabulary; `where` is what they come from."""
+    config = plain_config(model_config)
+    vocabulary = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(vocabulary, int) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise UserError(
+            f"{where}: token id {int(ids.max())} is beyond the model's {vocabulary:,} tokens. The tokenizer may be another "
+            "model's; copy the files of its own."
+        )
+
+
 def max_context(model_config: Any) -> int | None:
     """The longest sequence for which a model has positions, in tokens; None if its config does not say."""
     config = plain_config(model_config)
