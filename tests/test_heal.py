@@ -324,7 +324,7 @@ def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path, mon
     """On a processor without products of bfloat16."""
     monkeypatch.setattr(healing, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
     assert not healing.has_bfloat16(torch.device("cpu"))
-    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS}
+    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS, "seed": -1}
     report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
     assert isinstance(report, RunReport)
     assert report.healing is not None
@@ -511,7 +511,8 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": -3}, "steps must be a whole number of at least 1, got -3"),
         ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "batch.size must be at least 1, got 0"),
+        ({"seed": "one"}, "seed must be a whole number, got 'one'"),
     ):
         with pytest.raises(UserError, match=says):
             heal_model(model, dense, tokens, masks=report.masks, **wrong)

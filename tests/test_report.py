@@ -236,6 +236,17 @@ def test_the_removed_share_stands_beside_the_one_asked_for(models: Callable[[str
         assert "asked" not in pruning_table(report)
 
 
+def test_zeros_of_a_pruned_model(models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An update may revive them, or keep some as they are: more than the asked share is then zero."""
+    given: dict[str, Any] = {"calibration": "demo", "samples": 8, "seqlen": 32}
+    prune(models("llama"), output=tmp_path / "once", method="sparsegpt", **given)
+    report = prune(tmp_path / "once", output=tmp_path / "twice", method="admm", **given)
+    assert "count as weights of the rows, and those that are kept may get new values." in caplog.text
+    assert "(50 % asked; some of the weights that were kept and fitted are zero)," in pruning_table(report)
+    prune(tmp_path / "once", output=tmp_path / "third", method="magnitude")
+    assert "count as weights of the rows, with the lowest scores." in caplog.text
+
+
 def test_group_all_has_one_effective_number(models: Callable[[str], Path], tmp_path: Path) -> None:
     """In the table of the run, and in the table of the report."""
     report = prune(models("llama"), output=tmp_path / "run", method="emp-magnitude", group="all")

@@ -329,6 +329,9 @@ def test_bad_input(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="--steps must be a whole number of at least 0, got -1"):
         rotate_model(AutoModelForCausalLM.from_pretrained(models("llama")), torch.ones(4, 8, dtype=torch.long), steps=-1)
+    for wrong in ({"samples": 0}, {"batch_size": 1.5}, {"seed": "one"}):
+        with pytest.raises(UserError, match=r"samples must be at least 1|batch.size must be a whole|seed must be a whole"):
+            rotate_model(AutoModelForCausalLM.from_pretrained(models("llama")), torch.ones(4, 8, dtype=torch.long), **wrong)
 
 
 def test_a_full_disk(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

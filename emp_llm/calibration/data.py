@@ -47,7 +47,7 @@ from emp_llm.models.loading import load_processor, load_tokenizer
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context
-from emp_llm.options.base import check_type
+from emp_llm.options.base import check_type, check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 
@@ -445,8 +445,10 @@ def data_in_memory(
         The text or the rows; None for batches, such as a DataLoader.
 
     Raises:
-        UserError: there is no such recipe, the tokenizer is missing, or the data is too short or cannot be used.
+        UserError: an option has a wrong value, there is no such recipe, the tokenizer is missing, or the data is too short or
+            cannot be used.
     """
+    check_values(options)
     images = holds_images(data, tokenizer)
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))

@@ -118,9 +118,8 @@ def heal_model(
     """
     if weights not in ("targets", "all"):
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if type(value) is not int or value < 1:
-            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if type(steps) is not int or steps < 1:
+        raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
     sizes = [each.config.get_text_config().vocab_size for each in (dense, model)]
     if sizes[0] != sizes[1]:
         raise UserError(
@@ -283,7 +282,7 @@ def train(
         save_total_limit=1,
         load_best_model_at_end=True,
         label_names=["input_ids"],
-        seed=seed,
+        seed=seed % 2**32,  # numpy's are of 32 bits
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,

@@ -60,7 +60,10 @@ def pruning_lines(report: RunReport) -> list[str]:
     """Lines on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
     targets, sizes, asked, share = report.targets, report.sizes, "", report.recipe.sparsity
     if share is not None and percent_cell(share) != percent_cell(targets.sparsity_of_targets):
-        asked = f" ({100 * share:g} % asked; each {report.recipe.group} loses a whole number of weights, rounded down)"
+        why = f"each {report.recipe.group} loses a whole number of weights, rounded down"
+        if report.fits and targets.sparsity_of_targets > share:
+            why = "some of the weights that were kept and fitted are zero"
+        asked = f" ({100 * share:g} % asked; {why})"
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets{asked}, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
