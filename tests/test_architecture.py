@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from conftest import Run
 from import_graph import PACKAGE, ROOMS, import_graph, imported_files, order_of, python_files
 
 import emp_llm
 from emp_llm import cli
 from emp_llm.cli import COMMANDS, help_of
+from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import is_named
+from emp_llm.models.layers import Layer
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,3 +107,14 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path, models: Callable[[str]
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("64\n"), done.stderr
     assert (tmp_path / "out" / "emp_report.json").is_file()
+
+
+def test_targets_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fullmatch(*_: object, timeout: float) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(regex, "fullmatch", fullmatch)
+    with pytest.raises(
+        UserError, match=r"takes more than 2 seconds on the name a\.b\. Write it without repeats inside repeats"
+    ):
+        is_named(Layer("a.b", "mlp", 0), "(a*)*")

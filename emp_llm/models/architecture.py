@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
-from emp_llm.common.errors import UserError, count_of, shortened_list
+from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of, within
 from emp_llm.records.run_report import TargetsRecord
 
@@ -35,6 +35,7 @@ _SCOPES: dict[str, tuple[Kind, ...]] = {
 # Lookup tables, in a block or outside: relative position biases, position embeddings.
 _TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
 _HEADS = re.compile(r"(^|[._])(lm_?heads?|unembed|embed_out)([._]|$)", re.IGNORECASE)
+_SECONDS = 2.0  # for one match of a user's expression
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
 
 
@@ -343,10 +344,15 @@ def in_scope(layer: Layer, targets: str | list[str]) -> bool:
 def is_named(layer: Layer, names: str | list[str]) -> bool:
     """PEFT's rule: a list holds name suffixes; a string is such a list with commas, or a regex for the whole name."""
     if isinstance(names, str) and not _NAMES_ONLY.fullmatch(names):
+        import regex  # re, with a limit of time: a report of others may hold an expression that never ends
+
         try:
-            return re.fullmatch(names, layer.name) is not None
-        except re.error as error:
+            return regex.fullmatch(names, layer.name, timeout=_SECONDS) is not None
+        except regex.error as error:
             raise UserError(f"--targets or --ignore {names!r} is not a valid regular expression ({error}).") from error
+        except TimeoutError as error:
+            told = f"takes more than {_SECONDS:g} seconds on the name {layer.name}. Write it without repeats inside repeats"
+            raise UserError(f"--targets or --ignore {quotable(names)!r}: {told}.") from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
 

@@ -112,7 +112,12 @@ def check_ids(ids: Any, model_config: Any, where: str) -> None:
     """Raise UserError if token ids are not all of a model's vocabulary; `where` is what they come from."""
     config = plain_config(model_config)
     vocabulary = (config.get("text_config") or config).get("vocab_size")
-    if isinstance(vocabulary, int) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if (
+        isinstance(vocabulary, int)
+        and vocabulary > 0
+        and ids.numel()
+        and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary
+    ):
         raise UserError(
             f"{where}: token id {int(ids.max())} is beyond the model's {vocabulary:,} tokens. The tokenizer may be another "
             "model's; copy the files of its own."
