@@ -51,6 +51,7 @@ def heal(
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+    from emp_llm.checkpoint.files import sync_tree
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
@@ -95,6 +96,7 @@ def heal(
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(folder / relative, copy)
                 keep_generated(out.files / SELF_NAME, data)
+                sync_tree(out.files)
                 out.note(copied=True)
         with stopwatch("heal"):
             healing = heal_folder(out, source.folder, recipe, data, options, model_origin(source.name, source.revision, dense))

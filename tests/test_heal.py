@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from emp_llm import Recipe, heal_model, prune_model
+from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.heal import heal
 from emp_llm.in_memory import healing
@@ -213,6 +215,19 @@ def test_a_healing_that_is_killed_after_its_last_checkpoint(
     assert report.healing is not None
     assert report.healing.steps == STEPS
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_a_copied_checkpoint_is_on_disk_before_that_is_noted(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, the healing would go on with copies that are cut."""
+    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
+    done, sync, note = list[str](), files.sync_path, OutputFolder.note
+    monkeypatch.setattr(files, "sync_path", lambda path: (done.append(path.name), sync(path))[1])
+    monkeypatch.setattr(OutputFolder, "note", lambda self, **said: (done.extend(said), note(self, **said))[1])
+    heal(tmp_path / "plain", dense=str(models("llama")), output=tmp_path / "out", heal_steps=1, **given)
+    shards = {path.name for path in (tmp_path / "plain").glob("*.safetensors")}
+    assert shards <= set(done[: done.index("copied")])
 
 
 def cut(folder: Path) -> None:
