@@ -56,7 +56,7 @@ def unpack(
     dense = None if base is None else Checkpoint(find_model(base, revision).folder)
     check_base(source, dense)
     sources = [packed] if dense is None else [packed, dense.folder]
-    with OutputFolder(folder, sources, source.bytes, overwrite) as out:
+    with OutputFolder(folder, sources, source.bytes, overwrite, known=[*source.shards, *source.files]) as out:
         out.begin({"unpacks": str(packed)})
         files = unpack_folder(source, dense, out.files)
         out.complete()

@@ -12,17 +12,20 @@ import oracle
 import pytest
 import torch
 import torture
-from runs import report_of
+from runs import NAMES, report_of
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import FileLock, locked
 from emp_llm.checkpoint.output import OutputFolder, write_folder
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import CARD_MARK
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
+from emp_llm.report import report
 from emp_llm.rotate import rotate
+from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
 
@@ -302,9 +305,38 @@ def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> No
     files = {"report.json": b"{}", "figures/a.svg": b"<svg/>"}
     write_folder(tmp_path / "report", files, False, "report.json")
     (tmp_path / "report" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"it also holds notes.txt, which would be deleted"):
+    with pytest.raises(UserError, match=r"it also holds notes.txt, which emp-llm did not write there"):
         write_folder(tmp_path / "report", files, True, "report.json")
-    assert (tmp_path / "report" / "notes.txt").read_text() == "mine"
+    (tmp_path / "report" / "notes.txt").rename(tmp_path / "report" / "figures" / "mine.svg")
+    for content in (b"{}", b"[]", b'{"files": 5}'):
+        (tmp_path / "report" / "report.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"it also holds figures/mine.svg"):
+            write_folder(tmp_path / "report", files, True, "report.json")
+    assert (tmp_path / "report" / "figures" / "mine.svg").read_text() == "mine"
+
+
+def test_overwrite_replaces_all_that_emp_llm_wrote(models: Models, runs: Path, tmp_path: Path) -> None:
+    """The card of a push, what a pack held beside the model, and figures that the next report does not have."""
+    out, packed, restored = tmp_path / "out", tmp_path / "packed", tmp_path / "restored"
+    options: dict[str, Any] = {"model": models("llama"), "output": out, "method": "emp-magnitude", "overwrite": True}
+    prune(**options)
+    (out / "README.md").write_text(f"A card\n{CARD_MARK}")
+    prune(**options)
+    (out / "README.md").write_text("A card of my own")
+    with pytest.raises(UserError, match=r"it also holds README\.md"):
+        prune(**options)
+    pack(out, packed)
+    for _ in range(2):
+        unpack(packed, restored, overwrite=True)
+    (restored / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"it also holds notes\.txt"):
+        unpack(packed, restored, overwrite=True)
+    shutil.copytree(models("llama"), tmp_path / "dense")
+    with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
+        unpack(packed, tmp_path / "dense", overwrite=True)
+    report([runs / name for name in NAMES], output=tmp_path / "report")
+    assert list((tmp_path / "report" / "figures").iterdir())
+    report([runs / "half"], output=tmp_path / "report", overwrite=True)
 
 
 def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
@@ -312,9 +344,10 @@ def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
     shutil.copytree(models("llama"), source)
     for shard in source.glob("*.safetensors"):
         shard.chmod(0o600)
+    (source / ".old.safetensors").symlink_to("nowhere")
     prune(source, output=out, method="emp-magnitude")
     assert {path.stat().st_mode & 0o077 for path in (out, *out.rglob("*"))} == {0}
-    for shard in source.glob("*.safetensors"):
+    for shard in source.glob("model*.safetensors"):
         shard.chmod(0o640)
     prune(source, output=tmp_path / "group", method="emp-magnitude")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "group").rglob("*") if path.is_file()} == {0o640}

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import reduce
 from operator import and_
@@ -28,7 +28,16 @@ from typing import Any, Self
 from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import UserError, format_bytes, quotable, reason, shortened_list
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, PACK_NAME, PACKED_SUFFIX, REPORT_NAME, ROTATION_NAME
+from emp_llm.common.paths import (
+    CARD_MARK,
+    CARD_NAME,
+    EXTRAS,
+    MANIFEST_NAME,
+    PACK_NAME,
+    PACKED_SUFFIX,
+    REPORT_NAME,
+    ROTATION_NAME,
+)
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
@@ -58,6 +67,7 @@ class OutputFolder:
         needed: bytes that will be written.
         overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
         expected: of `check_folder`, for a folder that is no model.
+        known: files that the run will write, for outputs whose records do not name all of them.
 
     Raises:
         UserError: the path exists and may not be replaced; it is a source, inside one or around one; or the disk has too
@@ -71,6 +81,7 @@ class OutputFolder:
         needed: int,
         overwrite: bool = False,
         expected: str | None = None,
+        known: Collection[str] = (),
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
@@ -80,7 +91,7 @@ class OutputFolder:
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._readers = _readers_of(sources)
+        self._readers, self._known = _readers_of(sources), known
         self._old = self.work / _OLD
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -238,11 +249,12 @@ class OutputFolder:
     def _check_path(self) -> None:
         if self._expected is not None:
             check_folder(self.path, self._overwrite, self._expected)
+            _check_foreign(self.path, self._subject, {*self._known, *_files_of_run(self.path, (self._expected,))})
         elif os.path.lexists(self.path):
             if not self._overwrite:
                 self._remove_leftover()
                 raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
-            _check_replaceable(self.path, self._subject)
+            _check_replaceable(self.path, self._subject, self._known)
 
     def _remove_leftover(self) -> None:
         """Delete the work folder of a run that was killed after it had put its output in place."""
@@ -364,16 +376,7 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
     size = sum(len(content) for content in files.values())
-    made = {name.partition("/")[0] for name in files} | {"figures"}
-    with contextlib.suppress(UserError):  # a record that names no files
-        made |= {str(name).partition("/")[0] for name in read_json(path / expected).get("files") or ()}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in made) if path.is_dir() else []
-    if foreign:
-        raise UserError(
-            f"--output {path}: it also holds {shortened_list(foreign)}, which would be deleted. Move that away, or name "
-            "another folder."
-        )
-    with OutputFolder(path, (), size, overwrite, expected=expected) as out:
+    with OutputFolder(path, (), size, overwrite, expected=expected, known=files) as out:
         out.begin({})
         for name, content in files.items():
             (out.files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -415,36 +418,44 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> N
 
 def _readers_of(sources: Sequence[Path]) -> int:
     """Who may read all weights of some folders beside their owner, as bits of a mode: what is private stays so."""
-    modes = [shard.stat().st_mode for source in sources for shard in source.glob("*.safetensors")]
+    modes = [shard.stat().st_mode for source in sources for shard in source.glob("*.safetensors") if shard.is_file()]
     return reduce(and_, modes, _ANYBODY)
 
 
-def _check_replaceable(path: Path, subject: str) -> None:
-    """Raise UserError unless a run of emp-llm wrote every file of an older output."""
+def _check_replaceable(path: Path, subject: str, known: Collection[str]) -> None:
+    """Raise UserError unless a run of emp-llm wrote every file of an older model, or this run, which will write `known`."""
     if path.is_symlink() or not path.is_dir():
         raise UserError(f"{subject}: it is not a model folder, so --overwrite does not replace it; remove it yourself.")
-    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
-    listed = _files_of_run(path)
-    if files and not listed:
+    listed = _files_of_run(path, (MANIFEST_NAME, PACK_NAME, str(ROTATION_NAME), REPORT_NAME))
+    if not listed and any(path.iterdir()):
         raise UserError(
             f"{subject}: it is not a model folder that emp-llm wrote, so --overwrite does not replace it; remove it yourself."
         )
+    card = path / CARD_NAME
+    if card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace"):
+        listed.add(CARD_NAME)
+    _check_foreign(path, subject, {*known, *listed})
+
+
+def _check_foreign(path: Path, subject: str, listed: Collection[str]) -> None:
+    """Raise UserError if an older output holds a file that is not listed."""
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
     foreign = [name for name in files if name not in listed and not name.startswith(f"{EXTRAS}/evaluation/")]
     if foreign:
         raise UserError(
-            f"{subject}: it also holds {shortened_list(foreign)}, which emp-llm did not write there, so --overwrite does not "
-            "replace it. Move that away, or name another folder."
+            f"{subject}: it also holds {shortened_list([quotable(name) for name in foreign])}, which emp-llm did not write "
+            "there, so --overwrite does not replace it. Move that away, or name another folder."
         )
 
 
-def _files_of_run(folder: Path) -> set[str]:
-    """The files that a run wrote into a folder: those that its manifest, its rotation or its pack names, and these."""
-    names = {name for name in (REPORT_NAME, MANIFEST_NAME, PACK_NAME, str(ROTATION_NAME)) if (folder / name).is_file()}
+def _files_of_run(folder: Path, records: Sequence[str]) -> set[str]:
+    """Those of some records that a folder holds, and the files that they name."""
+    names = {name for name in records if (folder / name).is_file()}
     listed: set[str] = set()
-    for name in names - {REPORT_NAME}:
-        record = read_json(folder / name, limit=INDEX_LIMIT)
-        for field in ("files", "shards"):
-            entries = record.get(field)
-            listed |= {str(entry) for entry in entries} if isinstance(entries, dict | list) else set()
+    for name in names:
+        with contextlib.suppress(UserError):  # a damaged record names nothing
+            record = read_json(folder / name, limit=INDEX_LIMIT)
+            for entries in (record.get("files"), record.get("shards")):
+                listed |= {str(entry) for entry in entries} if isinstance(entries, dict | list) else set()
     packed = {name.removesuffix(".safetensors") + PACKED_SUFFIX for name in listed if PACK_NAME in names}
     return names | listed | packed

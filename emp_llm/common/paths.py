@@ -12,6 +12,8 @@ PACK_NAME = "emp_pack.json"  # of a packed checkpoint
 PACKED_SUFFIX = ".packed.safetensors"
 SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
+# In a card that is replaced; without it, the card is its user's.
+CARD_MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
 SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model itself wrote

@@ -18,9 +18,10 @@ class StudySummary(Part, kw_only=True):
 
 
 class ReportPage(FileRecord, kw_only=True):
-    """The summary of a report."""
+    """The summary of a report. `files`: those of its folder, for --overwrite."""
 
     KIND: ClassVar[str] = "report"
 
     title: str
     studies: list[StudySummary] = []
+    files: list[str] = []

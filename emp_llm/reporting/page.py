@@ -411,7 +411,6 @@ def report_content(
     parts = sections(page.title, drawn, benches)
     files["report.html"] = html_page(page.title, parts).encode()
     files["report.md"] = markdown_page(parts).encode()
-    files[SUMMARY] = page.encoded()
     for name, records in (
         ("points.csv", [record for study in found for record in value_records(study)]),
         ("differences.csv", [record for study in found for record in difference_records(study)]),
@@ -421,6 +420,8 @@ def report_content(
     ):
         if records:
             files[name] = _csv(records)
+    page.files = sorted(files)
+    files[SUMMARY] = page.encoded()
     return page, files, "\n".join(lines)
 
 

@@ -33,7 +33,16 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
-from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME, is_hidden
+from emp_llm.common.paths import (
+    ACTIVATIONS_NAME,
+    CARD_MARK,
+    CARD_NAME,
+    EXTRAS,
+    MANIFEST_NAME,
+    OTHER_WEIGHTS,
+    REPORT_NAME,
+    is_hidden,
+)
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text, table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
@@ -149,7 +158,6 @@ _UNITS = {
     "layers": "decoder layers",
 }
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
-_MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 
 
 def method_words(recipe: Recipe) -> str:
@@ -251,7 +259,7 @@ def card_text(
     environment.filters |= {"text": markdown_text, "code": markdown_code, "word": shlex.quote, "address": quote}
     return environment.get_template("card.md.j2").render(
         metadata=_metadata(name, report, origin, own),
-        mark=_MARK,
+        mark=CARD_MARK,
         name=name,
         branch=branch,
         report=report,
@@ -514,7 +522,7 @@ def push_checkpoint(
         files |= plots
 
         card, text = folder / CARD_NAME, ""
-        if card.exists() and _MARK not in card.read_text(encoding="utf-8", errors="replace"):  # or its mark was deleted
+        if card.exists() and CARD_MARK not in card.read_text(encoding="utf-8", errors="replace"):  # or its mark was deleted
             logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
         else:
             origin = find_origin(source, base_model)
