@@ -6,6 +6,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from emp_llm import Recipe, prune_model
 from emp_llm.bench import bench
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json
@@ -25,12 +27,14 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.evaluate import evaluate
 from emp_llm.generate import generate
+from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import load_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.runtime import load
 from emp_llm.runtime.loader import StoredWeights, sparse_layers
+from emp_llm.verify import verify
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
@@ -493,3 +497,32 @@ def test_token_ids_beyond_the_embeddings(talking: Path, text: Path, tmp_path: Pa
     suite.write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 32\n')
     with pytest.raises(UserError, match=says):
         evaluate(source, suite=str(suite), output=tmp_path / "results.json")
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+def test_matrices_without_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: tuple[int, int], group: str) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "nonesuch"}')
+    full, empty = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+    tensors = {f"{full}.weight": torch.randn(8, 8), f"{empty}.weight": torch.zeros(shape)}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    report = prune(source, output=out, method="emp-magnitude", group=group)
+    assert isinstance(report, RunReport)
+    assert f"{empty} has no weights: its shape is {list(shape)}" in caplog.text
+    assert verify(out, source=str(source)).differences == []
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(shape[1], shape[0])})
+    recipe = Recipe(method="magnitude", targets=".*", group=group)  # type: ignore[arg-type]
+    assert set(prune_model(model, recipe).masks) == {"a.weight"}
+
+
+def test_more_rows_than_kernels_count(model: Path) -> None:
+    checkpoint = Checkpoint(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    architecture = Architecture.of_checkpoint(checkpoint)
+    checkpoint.tensors[name] = replace(checkpoint.tensors[name], shape=(2**31 + 8, 1))
+    with pytest.raises(
+        UserError, match=r"at most 2,147,483,647 rows and columns can be pruned. Leave it out by --ignore up_proj"
+    ):
+        architecture.select("mlp")

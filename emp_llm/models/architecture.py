@@ -35,6 +35,7 @@ _SCOPES: dict[str, tuple[Kind, ...]] = {
 # Lookup tables, in a block or outside: relative position biases, position embeddings.
 _TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
 _HEADS = re.compile(r"(^|[._])(lm_?heads?|unembed|embed_out)([._]|$)", re.IGNORECASE)
+_LONGEST = 2**31 - 1  # rows or columns, which kernels count in 32 bits
 _SECONDS = 2.0  # for one match of a user's expression
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
 
@@ -309,6 +310,14 @@ class Architecture:
             logger.warning("%s: its weight is not a separate tensor in the checkpoint; it stays dense.", layer.name)
             return None
         stored = matrix.stored
+        if 0 in stored.shape:
+            logger.warning("warning: %s has no weights: its shape is %s.", layer.name, list(stored.shape))
+            return None
+        if max(stored.shape) > _LONGEST:
+            raise UserError(
+                f"{layer.name}: its shape is {list(stored.shape)}, and at most {_LONGEST:,} rows and columns can be pruned. "
+                f"Leave it out by --ignore {layer.leaf}."
+            )
         if stored.dtype == FP8_DTYPE and len(stored.shape) == 2:
             matrix = replace(matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config))
         elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
