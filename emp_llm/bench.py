@@ -14,7 +14,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
 from emp_llm.common.paths import data_folder
-from emp_llm.common.progress import progress_bar
+from emp_llm.common.progress import load_packages, progress_bar
 from emp_llm.common.tables import table
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt, parse_numbers
@@ -57,6 +57,7 @@ def bench(options: BenchOptions) -> Bench:
     Raises:
         UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output exists.
     """
+    load_packages()
     import torch
 
     from emp_llm.evaluation.results import folder_identity

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import SELF_NAME
+from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
@@ -37,6 +38,7 @@ def calibrate(
 
     Returns the norms.
     """
+    load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibrated, model_origin
     from emp_llm.calibration.texts import has_images

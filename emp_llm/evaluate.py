@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.progress import load_packages
 from emp_llm.evaluation.suites import suite_of
 from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
@@ -75,6 +76,7 @@ def evaluate(
 
     Returns the results and the table; with --prepare, what is in the cache: a line for each model, text and task.
     """
+    load_packages()
     from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage

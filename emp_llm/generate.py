@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible
 from emp_llm.common.paths import PACK_NAME
+from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
 
@@ -133,6 +134,7 @@ def generate(options: GenerateOptions) -> Generation:
     Raises:
         UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is empty or too long.
     """
+    load_packages()
     import torch
 
     from emp_llm.hub.local_model import find_model

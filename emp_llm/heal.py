@@ -10,6 +10,7 @@ from typing import Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
+from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
@@ -48,6 +49,7 @@ def heal(
 
     Returns the report of the checkpoint, with the training as `healing`.
     """
+    load_packages()
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of

@@ -7,6 +7,7 @@ from typing import Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
+from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -73,6 +74,7 @@ def measure(
     path = output or Path(f"{source.short_name}-measure.json")
     check_output_file(path, overwrite)
     if units:
+        load_packages()
         from emp_llm.structure.measuring import measure_units
 
         with OutputFile(path) as out:
@@ -95,6 +97,7 @@ def measure(
     unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]  # scores of one's own are checked now
     data = None
     if calibrates:
+        load_packages()
         from emp_llm.calibration.data import calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
 

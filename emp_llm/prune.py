@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from emp_llm.cli import command, run
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME, SELF_NAME
-from emp_llm.common.progress import stage
+from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_options, structured
@@ -65,6 +65,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         if ranks().main and not options.dry_run:
             check_login(destination)
     if structure.structure is not None:
+        load_packages()
         from emp_llm.structure.prune_structure import prune_structure
 
         report, path = prune_structure(structured(recipe, structure), options, given)
@@ -101,10 +102,16 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         return dry_run(chosen, scores, options, path, source.hollow)
 
-    # What is needed later is checked now: the text, the suite, the output.
+    # What is needed later is checked now: the output, the text, the suite.
+    if suite is None or not path.exists():  # else `pending_matches` decides
+        out = OutputFolder(path, [source.folder], checkpoint.output_bytes, options.overwrite)
+        if ranks().main and out.work.is_dir():
+            with out:
+                out.check_leftover(run_signature(checkpoint, recipe, None))
     quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
     models, data = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch), None
     if recipe.moves or (recipe.needs_activations and calibrates):
+        load_packages()
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
         from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
@@ -128,6 +135,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     signature = run_signature(checkpoint, recipe, origin_of_norms)
     prepared = measured = None
     if suite is not None:
+        load_packages()
         from emp_llm.evaluation.evaluate import (
             evaluate_checkpoint,
             mark_pending,

@@ -9,6 +9,7 @@ from typing import Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.common.paths import EXTRAS, INDEX_NAME, REPORT_NAME, ROTATION_NAME, SELF_NAME
+from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -48,6 +49,7 @@ def rotate(
 
     Returns N_eff/N before and after, and the difference of the logits.
     """
+    load_packages()
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
     from emp_llm.calibration.passes import fit_origin, model_origin
     from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint

@@ -27,7 +27,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SELF_NAME, SWEEP_NAME
-from emp_llm.common.progress import stage
+from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given, Some
 from emp_llm.options.calibration import NormOptions
@@ -83,6 +83,7 @@ def sweep(
     Returns the content of sweep.json; for a dry run, the plan.
     """
     points = plan_points(how, shared)
+    load_packages()
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.calibration.texts import self_notes

@@ -55,6 +55,20 @@ def test_the_rate_is_that_of_the_last_line(clock: list[float], caplog: pytest.Lo
     assert [line.partition(", ")[2] for line in caplog.messages[1:3]] == ["0.25tok/s, 06:00 left", "0.00tok/s"]
 
 
+def test_packages_that_take_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, on a terminal; elsewhere, like all progress, after half a minute."""
+    monkeypatch.setattr(progress, "_PACKAGES", ("xdrlib_of_nobody", "wave"))
+    monkeypatch.setitem(sys.modules, "xdrlib_of_nobody", SimpleNamespace())
+    for terminal, times in ((False, 0), (True, 1), (True, 0)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=terminal: shown, raising=False)
+        if times or not terminal:
+            sys.modules.pop("wave", None)
+        with progress_of("calibrate"):
+            progress.load_packages()
+        assert "wave" in sys.modules
+        assert capsys.readouterr().err.count("calibrate: load torch and transformers:   0%") == times
+
+
 def test_stages_and_tasks_of_a_run_are_named(
     evaluable: Any, task_suite: Path, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,12 +180,20 @@ def unfinished(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_run_with_other_options_is_refused(
-    unfinished: dict[str, Any], tmp_path: Path, text: Path, change: Any, difference: str
+    unfinished: dict[str, Any],
+    tmp_path: Path,
+    text: Path,
+    change: Any,
+    difference: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """At once: before torch is loaded, and before the text is read."""
     match = rf"out: .*\.out\.partial holds .* unfinished run with {difference}.*--overwrite or delete"
     options = unfinished | {"calibration": str(text), "samples": 2, "seqlen": 32} | change
-    with pytest.raises(UserError, match=match):
-        prune(**options)
+    with monkeypatch.context() as patch:
+        patch.setattr("emp_llm.prune.load_packages", lambda: pytest.fail("torch is loaded"))
+        with pytest.raises(UserError, match=match):
+            prune(**options)
     oracle.edited_copy(tmp_path / "model", tmp_path / "other", "model.norm.weight", lambda bits: bits.fill(0))
     with pytest.raises(UserError, match=r"unfinished run with another source: model-0000\d-of-0000\d\.safetensors"):
         prune(**unfinished | {"model": str(tmp_path / "other")})

@@ -152,14 +152,25 @@ class OutputFolder:
                     logger.warning("warning: %s was begun with %s", self.path, told)
                 return
             if not self._overwrite:
-                raise UserError(
-                    f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. Repeat its command "
-                    "to resume it; to start over, add --overwrite or delete that folder."
-                )
+                raise self._unfinished(difference)
             logger.info("%s: discarding the work of an unfinished run with %s.", self.work, difference)
         self._empty()
         self.files.mkdir()
         self._state = {"signature": signature, "machine": machine}
+
+    def check_leftover(self, known: dict[str, Any]) -> None:
+        """Raise the error of `begin` for the part of a signature that is known before the text is read; None is unknown."""
+        older = self._state.get("signature", {})
+        known = {key: value for key, value in known.items() if value is not None}
+        difference = describe_difference({key: older.get(key) for key in known}, known)
+        if self.started and self.files.is_dir() and difference is not None and not self._overwrite:
+            raise self._unfinished(difference)
+
+    def _unfinished(self, difference: str) -> UserError:
+        return UserError(
+            f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. Repeat its command to resume "
+            "it; to start over, add --overwrite or delete that folder."
+        )
 
     @property
     def started(self) -> bool:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from emp_llm.common.errors import format_bytes
@@ -16,6 +17,7 @@ from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
 _SECONDS = 30.0  # between two lines
+_PACKAGES = ("torch", "transformers.modeling_utils")
 
 
 class _Shown:
@@ -114,6 +116,16 @@ def progress_of(stage: str) -> Iterator[None]:
         yield
     finally:
         _Shown.stage = before
+
+
+def load_packages() -> None:
+    """Import torch and transformers, which takes seconds, and show it."""
+    missing = [name for name in _PACKAGES if name not in sys.modules]
+    if missing:
+        with progress_bar(len(missing), "load torch and transformers", "package", leave=False) as bar:
+            for name in missing:
+                import_module(name)
+                bar.update(1)
 
 
 def shows_bars() -> bool:
