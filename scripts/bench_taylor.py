@@ -110,7 +110,7 @@ def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str
         f"# Taylor scores against a training step\n\n`python scripts/bench_taylor.py {how}`: {processor_name()}. "
         f"A Llama of {2 * weights / 1e9:.2f} GB in float32 ({sizes['num_hidden_layers']} layers of width "
         f"{sizes['hidden_size']}), {options.tokens:,} tokens, one sequence of 512 at a time; medians of {options.rounds}."
-        f"\n\n{markdown_table(rows)}\n"
+        f"\n\n{markdown_table(rows, as_markdown=True)}\n"
     )
 
 

@@ -244,7 +244,7 @@ def page_of(folder: Path) -> str:
     sizes = [
         f"{model}: {model_size(str(folder / model)).parameters:,} parameters" for model in SHAPES if (folder / model).is_dir()
     ]
-    return PAGE.format(machine=hardware("cpu"), models="; ".join(sizes), table=markdown_table(rows))
+    return PAGE.format(machine=hardware("cpu"), models="; ".join(sizes), table=markdown_table(rows, as_markdown=True))
 
 
 if __name__ == "__main__":

@@ -525,20 +525,20 @@ def write_tables(folder: Path, results: list[Path]) -> None:
                 cells = [f"{entry['measures'][name]:.3f}" for name in LOSSES]
                 exact = " → ".join(f"{each:.4f}" for each in entry.get("perplexity", []))
                 rows.append([run[1], *cells, exact, "" if entry is dense else change(entry, dense)])
-        parts.append(markdown_table(rows))
+        parts.append(markdown_table(rows, as_markdown=True))
         layers = list(dict.fromkeys(name.partition(".")[2] for name in dense["by_layer"]))
         rows = [["N_eff/N by layer", *(name.rpartition(".")[2] for name in layers)]]
         for run, entry in runs.items():
             if run[0] == "basis" and "+" not in run[1]:
                 by_layer = entry["by_layer"].items()
                 rows.append([run[1], *(f"{mean([v for k, v in by_layer if k.endswith(name)]):.3f}" for name in layers)])
-        parts.append(markdown_table(rows))
+        parts.append(markdown_table(rows, as_markdown=True))
         controls = {run[1]: entry["measures"] for run, entry in runs.items() if run[0] == "control"}
         if controls:
             words = {"noise": "weights of noise", "even": "even inputs", "both": "both"}
             rows = [["N_eff/N, controls", "random turn", "eigenvectors", "least found"]]
             rows += [[words[name], *(f"{value:.3f}" for value in found.values())] for name, found in controls.items()]
-            parts.append(markdown_table(rows))
+            parts.append(markdown_table(rows, as_markdown=True))
         points = {run[1:]: entry for run, entry in runs.items() if run[0] == "point"}
         bases = [run[1] for run in runs if run[0] == "basis" and any(point[0] == run[1] for point in points)]
         for budget in sorted(
@@ -549,7 +549,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
             rows = [[budget if ":" in budget or budget == "beta1" else f"{100 * float(budget):g} %", *shown]]
             for method in dict.fromkeys(point[2] for point in of_budget):
                 rows.append([method, *(cell(of_budget, (basis, budget, method), dense) for basis in shown)])
-            parts.append(markdown_table(rows))
+            parts.append(markdown_table(rows, as_markdown=True))
         healed = sorted({(entry["heal_steps"], entry["heal_samples"]) for entry in entries if "heal_steps" in entry})
         if healed:
             parts.append("Healed: " + "; ".join(f"{steps} steps on {samples} sequences" for steps, samples in healed) + ".")

@@ -305,7 +305,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
             each["parameters"] for name, each in done.items() if name[0] == "experts" and name[2:4] == (str(number), "one")
         )
         rows.append([str(number), f"{100 * size / dense['parameters']:.1f} %", *cells, _random(done, dense, number, "")])
-    parts += [markdown_table(rows), "![Damage by the number of experts](curve.svg)", "What β = 1 keeps:"]
+    parts += [markdown_table(rows, as_markdown=True), "![Damage by the number of experts](curve.svg)", "What β = 1 keeps:"]
     rows = [
         ["score", "experts", "N_eff/E by layer", "s_eff by layer", "bound of s_eff", *(f"increase, {text}" for text in texts)]
     ]
@@ -316,7 +316,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
         rows.append(
             [score, str(at_one[score]), shares, *mass, *(_cell(done, dense, name, place) for place in range(len(texts)))]
         )
-    parts += [markdown_table(rows), "## Scores, counts, refit"]
+    parts += [markdown_table(rows, as_markdown=True), "## Scores, counts, refit"]
     parts.append(
         "Equal parameters. Own: EMP's counts for each layer, with the same sum. This router has no bias, so they were measured "
         "with routers closed in memory and cannot be written. The last column is the difference of own counts from one number, "
@@ -336,7 +336,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
                     rows.append([score, counts, *cells, gain])
             random = [_random(done, dense, number, refit, place) for refit in ("", "refit")]
             rows.append(["random", "", random[0], "", random[1], "", ""])
-            parts += [f"{number} of {experts} experts, {text}:", markdown_table(rows)]
+            parts += [f"{number} of {experts} experts, {text}:", markdown_table(rows, as_markdown=True)]
     parts.append("## Calibrated on the mixture's own text")
     parts.append(
         "`--calibration self:PROMPTS`: the dense mixture continues the first words of articles of the calibration text, and "
@@ -348,7 +348,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
             of = [("experts", score, str(number), "one", refit) for score in ("reap", "reap self")]
             cells = [_cell(done, dense, name, place) for place in range(len(texts)) for name in of]
             rows.append([str(number), refit, *cells])
-    parts.append(markdown_table(rows))
+    parts.append(markdown_table(rows, as_markdown=True))
     parts.append("## Neurons, layers, weights")
     wanted: list[Name] = [
         ("experts", "reap", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")
@@ -366,7 +366,7 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
         "By size in bytes. Parameters and bytes are shares of the dense model's. Weights that were set to zero are no "
         "parameters; their bytes are those of the packed format: a bitmask and the other weights."
     )
-    parts.append(markdown_table(rows))
+    parts.append(markdown_table(rows, as_markdown=True))
     checked = []
     for refit in ("", "refit"):
         one, other = done["written", "reap", str(half), refit], done["experts", "reap", str(half), "one", refit]

@@ -147,7 +147,7 @@ def write_page(folder: Path, known: list[Entry]) -> None:
             curve = {int(step): loss for step, loss in entry.get("curve", [])}
             divergence = f"{curve[0]:.4f} to {curve[entry['best']]:.4f}" if curve else ""
             rows.append([mask, size, HOW[how], *cells, divergence, f"{entry['seconds']:.0f}" if how else ""])
-        parts += [f"## {model}, {calibration}", f"Dense perplexity: {told}.", markdown_table(rows)]
+        parts += [f"## {model}, {calibration}", f"Dense perplexity: {told}.", markdown_table(rows, as_markdown=True)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "study.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 

@@ -331,7 +331,7 @@ def tables(entries: list[dict[str, Any]]) -> str:
                 rate = entry["new_tokens"] / statistics.median(seconds)
                 cells += [f"{rate:.1f}", f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
             rows.append([*cells, *[""] * (len(rows[0]) - len(cells))])
-        parts.append(f"## {model}\n\n{markdown_table(rows)}")
+        parts.append(f"## {model}\n\n{markdown_table(rows, as_markdown=True)}")
         if "machine" in base:
             parts.append(f"Speed: {base['machine']}; {base['new_tokens']} new tokens after {PROMPT}.")
     return "\n\n".join(parts) + "\n"

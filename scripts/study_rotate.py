@@ -71,7 +71,7 @@ def main(line: list[str] | None = None) -> None:
             cells.append(f"{100 * math.expm1(more.mean()):+.2f} ± {100 * error:.2f} %")
         rows.append([name, *cells])
         print(name, *cells, sep="  ", flush=True)
-    print(markdown_table(rows))
+    print(markdown_table(rows, as_markdown=True))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def page(options: argparse.Namespace, study: StructureStudy, rows: list[list[str
         f"# Heads and neurons of {name}\n\nDense perplexity on {text}, blocks of {options.block}: {dense:.3f}. Calibrated on "
         f"{options.samples} sequences of {options.calibration}; {options.dtype}. Perplexities are increases with paired "
         "standard errors. Speed: of a prompt of 512 tokens, measured, and what the FLOPs promise.\n\n"
-        + markdown_table([[*head, "removed", "removed, refit"], *rows])
+        + markdown_table([[*head, "removed", "removed, refit"], *rows], as_markdown=True)
         + f"\n\n{seconds:.0f} seconds.\n"
     )
 

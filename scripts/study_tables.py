@@ -52,7 +52,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
         points = [entry for entry in own if "method" in entry]
         for (scope, calibration, samples), members in _grouped(points, "scope", "calibration", "samples").items():
             about = f"{'MLP layers' if scope == 'mlp' else 'All linear layers'}, {samples} sequences of {calibration}"
-            parts.append(f"### {about}\n\n{markdown_table(_rows(members, dense))}")
+            parts.append(f"### {about}\n\n{markdown_table(_rows(members, dense), as_markdown=True)}")
         title = f"{model}: damage of pruning its MLP layers"
         _draw(folder / f"{_slug(model)}.svg", title, points, "mlp", dense, _DRAWN, log=True)
         if model == _FRONT[0]:

@@ -146,7 +146,7 @@ def main(line: list[str] | None = None) -> None:
                 rows.append([name, *answers(name, Path(scratch), messages)])
                 print(f"{name}: {', '.join(rows[-1][1:])}", file=sys.stderr)
     notes = [f"{number}. {message}" for message, number in messages.items()]
-    table = "\n".join([markdown_table(rows), "", *notes])
+    table = "\n".join([markdown_table(rows, as_markdown=True), "", *notes])
     print(table)
     if arguments.output is not None:
         command = "python scripts/zoo.py --output scripts/results/zoo.md"

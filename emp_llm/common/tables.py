@@ -23,9 +23,15 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(rows: Rows) -> str:
-    """A table in the Markdown of GitHub and the Hub."""
-    lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+def markdown_table(rows: Rows, as_markdown: bool = False) -> str:
+    """A table in the Markdown of GitHub and the Hub.
+
+    Args:
+        rows: The heading, then the rows.
+        as_markdown: The cells are Markdown of our own; otherwise each is shown as it is.
+    """
+    cell_of = _bars_escaped if as_markdown else _cell
+    lines = ["| " + " | ".join(cell_of(cell) for cell in row) + " |" for row in rows]
     lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
     return "\n".join(lines)
 
@@ -33,8 +39,13 @@ def markdown_table(rows: Rows) -> str:
 def _cell(text: str) -> str:
     """A cell of a Markdown table; code stays code."""
     if _CODE.fullmatch(text):
-        return printable_text(text).replace("|", "\\|")
+        return _bars_escaped(printable_text(text))
     return markdown_text(text)
+
+
+def _bars_escaped(text: str) -> str:
+    """Markdown whose bars do not end a cell."""
+    return text.replace("|", "\\|")
 
 
 def markdown_text(text: str) -> str:

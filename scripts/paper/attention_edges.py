@@ -168,7 +168,7 @@ def main(line: list[str] | None = None) -> None:
     head = ["model", "group", "beta", "perplexity", "change", "edges kept, %", "queries without an edge, %"]
     head += ["edges to the first token kept, %", "attention on the first token, %"]
     try:
-        print(markdown_table([head, *(row for name in options.model for row in rows_of(name, options))]))
+        print(markdown_table([head, *(row for name in options.model for row in rows_of(name, options))], as_markdown=True))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -105,12 +105,12 @@ def _add_curves(
         "Accuracy in percent, and in brackets the sparsity in percent: of the weights, or of the units that can be pruned. "
         "Neurons and filters are removed, not only zeroed."
     )
-    page.add(markdown_table(rows))
+    page.add(markdown_table(rows, as_markdown=True))
     if heads is not None:
         name, ((_, before), *points) = heads
         page.add("Perplexity, and in brackets the share of all heads set to zero, in percent:")
         cells = [f"{value:.3g} ({100 * sparsity:.1f})" for sparsity, value in points]
-        page.add(markdown_table([rows[0], [name, f"{before:.3g}", *cells]]))
+        page.add(markdown_table([rows[0], [name, f"{before:.3g}", *cells]], as_markdown=True))
     page.explain(REASONS)
 
 

@@ -211,7 +211,7 @@ def page_of(rows: dict[tuple[str, str], Row]) -> str:
     parts = [INTRO]
     for model in dict.fromkeys(model for model, _ in rows if model not in PUBLISHED):
         commands = [command for name, command in rows if name == model and command]
-        parts += [heading("##", model, rows), markdown_table(table_of(model, commands, rows))]
+        parts += [heading("##", model, rows), markdown_table(table_of(model, commands, rows), as_markdown=True)]
     parts.append(FILL)
     for model, published in PUBLISHED.items():
         lines = table_of(model, planned_commands(model), rows)
@@ -220,8 +220,8 @@ def page_of(rows: dict[tuple[str, str], Row]) -> str:
         for line in lines[1:]:
             line.insert(3, f"{numbers[line[1]][-2]:.2f}; rotated {numbers[line[1]][-1]:.2f}")
         printed = [[name, f"{half:.2f}", f"{pattern:.2f}", source] for name, half, pattern, source in published]
-        parts += [heading("###", model, rows), markdown_table(lines)]
-        parts.append(markdown_table([["published", "50 %", "2:4", "source"], *printed]))
+        parts += [heading("###", model, rows), markdown_table(lines, as_markdown=True)]
+        parts.append(markdown_table([["published", "50 %", "2:4", "source"], *printed], as_markdown=True))
     return "\n\n".join([*parts, SOURCES]) + "\n"
 
 

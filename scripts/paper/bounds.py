@@ -144,7 +144,7 @@ def _add_tables(page: Page, points: dict[str, Points]) -> None:
         "weights d are removed. It is compared with equation 5 for a Hessian that curves the same in all directions, and for "
         "one that curves only along d, the worst case for its trace."
     )
-    page.add(markdown_table(rows))
+    page.add(markdown_table(rows, as_markdown=True))
     page.add("## Values of the curves")
     values = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 2 / math.pi, 0.8, 0.9)
     rows = [["rho = N_eff / N", *(f"{rho:.2f}" for rho in values)]]
@@ -152,7 +152,7 @@ def _add_tables(page: Page, points: dict[str, Points]) -> None:
     rows.append(
         ["loss change at most, divided by the squared l1 norm and Tr(H)", *(f"{loss_bound(rho):.2g}" for rho in values)]
     )
-    page.add(markdown_table(rows))
+    page.add(markdown_table(rows, as_markdown=True))
     page.explain(
         {
             "the lower bound": "Nothing differs: no simulated score lies below it, and p_nu attains it.",

@@ -142,7 +142,7 @@ def write_page(output: Path) -> None:
             figure.resize((_WIDTH, height), Image.Resampling.LANCZOS).save(content, format="JPEG", quality=82, optimize=True)
     seconds = time.perf_counter() - started
     page = _PAGE.format(
-        table=markdown_table(rows_of(found)),
+        table=markdown_table(rows_of(found), as_markdown=True),
         figure=_FIGURE,
         channels=_range_of([own.groups[0] for own, _ in found.values()]),
         literal=_range_of([literal.groups[0] for _, literal in found.values()]),
