@@ -144,8 +144,11 @@ def _check_units(
         norms = _norms(options, manifest)
         feature = None if norms is None else norms.norm
     check_units(model, pruned, recipe, record, feature, findings)
-    skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
-    check_shapes(Architecture.of_model(pruned, skeleton), findings)
+    try:
+        skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
+        check_shapes(Architecture.of_model(pruned, skeleton, options.blocks or recipe.blocks), findings)
+    except UserError as error:
+        findings.differences.append(str(error))
 
 
 def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:

@@ -38,8 +38,8 @@ def with_more(model: Path, folder: Path, place: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0."])
 @pytest.mark.parametrize("structure", ["heads", "neurons", "both"])
+@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0.", "model.mtp.layers.0.transformer_layer.", "mtp.block."])
 def test_a_layer_that_predicts_a_second_token_is_not_cut(models: Models, tmp_path: Path, place: str, structure: str) -> None:
     """It would not fit the new config. With all shapes kept, it fits."""
     source = with_more(models("llama"), tmp_path / "model", place)

@@ -247,10 +247,19 @@ class Architecture:
         )
 
     @property
-    def further_blocks(self) -> list[str]:
-        """The unused tensors that are named like those of a decoder block, such as of a layer that predicts a second token."""
-        used = {within_block(name) for name in self.checkpoint.tensors.keys() - set(self.unused)} - {""}
-        return [name for name in self.unused if within_block(name) in used]
+    def further_blocks(self) -> dict[str, str]:
+        """The unused tensors that end like those of a decoder block, and that end, from the longest one on.
+
+        They are of layers that predict a second token: model.layers.N behind the last one, mtp.layers.0, mtp.block, ...
+        """
+        ends = {within_block(name) for name in self.checkpoint.tensors.keys() - set(self.unused)}
+        found = {}
+        for name in self.unused:
+            parts = name.split(".")
+            end = next((end for n in range(1, len(parts) - 1) if (end := ".".join(parts[n:])) in ends), None)
+            if end is not None:
+                found[name] = end
+        return found
 
     @property
     def reads_images(self) -> bool:

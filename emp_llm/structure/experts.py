@@ -151,11 +151,11 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
     named = {name for each in every for name in (*each.own, *each.together)}
     others = [name for name in architecture.unused if name not in named and ".experts." in name]
     if others:
-        # A layer that predicts a second token, model.layers.N behind the last one or mtp.layers.0.
-        last = every[-1]
+        # A layer that predicts a second token.
+        last, ends = every[-1], architecture.further_blocks
         alike = {within_block(name): name for name in (*last.own, *last.together)}
         for name in architecture.unused:
-            other = alike.get(within_block(name))
+            other = alike.get(ends.get(name, ""))
             if other in last.own:
                 last.own[name] = last.own[other]
             elif other in last.together:

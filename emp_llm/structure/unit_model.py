@@ -41,9 +41,10 @@ def unit_model(
         model = UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
         check_layers(model)
         return model
-    if architecture.further_blocks and not structure.keep_shapes:
+    further = list(architecture.further_blocks)
+    if further and not structure.keep_shapes:
         raise UserError(
-            f"{folder}: transformers does not load {shortened_list(architecture.further_blocks)}, which have the shapes of a "
+            f"{folder}: transformers does not load {shortened_list(further)}, which have the shapes of a "
             f"decoder block. They would not fit config.json after --structure {structure.structure}. Add --keep-shapes, or "
             f"remove them first: {SAVE_AGAIN}."
         )

@@ -119,8 +119,8 @@ def check_shapes(architecture: Architecture, findings: Findings) -> None:
         if shapes[name] != by_config:
             findings.differences.append(f"{name}: its shape {list(shapes[name])} is {list(by_config)} by config.json.")
     of_blocks = {(within_block(name), shape) for name, shape in shapes.items() if name not in architecture.unused}
-    for name in architecture.further_blocks:
-        if (within_block(name), shapes[name]) not in of_blocks:
+    for name, end in architecture.further_blocks.items():
+        if (end, shapes[name]) not in of_blocks:
             findings.differences.append(f"{name}: its shape {list(shapes[name])} is that of no decoder block any more.")
 
 
