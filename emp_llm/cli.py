@@ -261,7 +261,7 @@ def _parameter(option: Option) -> inspect.Parameter:
 
     about, default = option.about, None if option.about.argument else option.parameter.default
     flags = filter(None, (option.flag, _SHORT.get(option.flag)))
-    declared = typer.Option(*flags, help=about.help, min=about.minimum)
+    declared = typer.Option(*flags, help=about.help, min=about.minimum, max=about.maximum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
     kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
     if default is None:

@@ -74,9 +74,11 @@ def rotate(
     head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())  # a tied one gets weights of its own
     with OutputFolder(path, [source.folder], checkpoint.output_bytes + head, overwrite) as out:
         architecture = Architecture.of_checkpoint(checkpoint, None, model.trust_remote_code)
-        if architecture.unused:
+        # Old Llama checkpoints hold the angles of the rotary embeddings, which stay.
+        unused = [name for name in architecture.unused if not name.endswith("rotary_emb.inv_freq")]
+        if unused:
             raise UserError(
-                f"{source.name}: transformers does not load {shortened_list(architecture.unused)}, so they would stay in the "
+                f"{source.name}: transformers does not load {shortened_list(unused)}, so they would stay in the "
                 f"old basis. Rotate a model without them: {SAVE_AGAIN}."
             )
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)

@@ -102,6 +102,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (r"^--targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
     "targets for which re takes forever": (r"match nothing", {"targets": r"(\w|[\w.])*[!?]"}),
+    "targets nested too deeply": (
+        r"is not a valid regular expression \(.*recursion",
+        {"targets": "(" * 2000},
+    ),
+    "targets without an end": (r"'\(\?R\)' is not a valid regular expression \(it is nested too deeply", {"targets": "(?R)"}),
     "targets with an invalid regex": (r"'\(\*' is not a valid regular expression", {"targets": "(*"}),
     "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
     "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),

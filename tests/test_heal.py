@@ -287,6 +287,34 @@ def test_a_damaged_checkpoint_of_a_healing(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+def test_killed_while_healed_weights_are_written(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that the training began with are gone, so it resumes from a checkpoint, or not at all."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    calls = []
+
+    def overwrite(matrix: Any, weight: torch.Tensor) -> None:
+        calls.append(matrix)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        plain(matrix, weight)
+
+    plain = healing._overwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(healing, "_overwrite", overwrite)
+        with pytest.raises(KeyboardInterrupt):
+            prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    shutil.copytree(tmp_path / "killed", tmp_path / "lost")
+    shutil.rmtree(tmp_path / "lost" / ".out.partial" / "healing")
+    (tmp_path / "lost" / ".out.partial" / "healing").touch()
+    with pytest.raises(UserError, match=r"some weights are healed, and the training that healed them is lost. Delete it."):
+        prune(models("llama"), output=tmp_path / "lost" / "out", **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("fault", [SafetensorError("No space left (os error 28)"), RuntimeError("inline_container.cc:626")])
 def test_a_disk_that_is_full_in_the_training(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
@@ -339,7 +367,7 @@ def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path, mon
     """On a processor without products of bfloat16."""
     monkeypatch.setattr(healing, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
     assert not healing.has_bfloat16(torch.device("cpu"))
-    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS, "seed": -1}
+    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS, "seed": 7}
     report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
     assert isinstance(report, RunReport)
     assert report.healing is not None

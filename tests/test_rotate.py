@@ -136,7 +136,7 @@ def _huge(model: Any) -> None:
     ("dtype", "damage", "says"),
     [
         (torch.float16, _large, "is beyond the range of torch.float16. Save it in bfloat16 first"),
-        (torch.float32, _infinite, "its logits are NaN or infinite"),
+        (torch.float32, _infinite, "up_proj.weight holds NaN or infinite values"),
         (torch.bfloat16, _huge, "infinite|not finite|logits differ"),
     ],
 )

@@ -16,6 +16,7 @@ from emp_llm.evaluate import evaluate
 from emp_llm.generate import generate
 from emp_llm.heal import heal
 from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
 from emp_llm.rotate import rotate
 from emp_llm.verify import verify
 
@@ -28,6 +29,8 @@ def with_more(model: Path, folder: Path, place: str) -> Path:
     tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
     first = {name: each for name, each in tensors.items() if name.startswith("model.layers.0.")}
     more = {name.replace("model.layers.0.", place): each.clone() for name, each in first.items()}
+    if place.endswith("inv_freq"):
+        more = {place: torch.ones(8)}
     if place == "score.weight":
         more = {place: torch.ones(2, tensors["model.norm.weight"].numel())}
     save_file(more, folder / "second.safetensors", {"format": "pt"})
@@ -108,3 +111,42 @@ def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: 
         assert verify(tmp_path / method, source=str(source)).differences == []
     pruned = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "wanda")
     assert torch.equal(pruned.score.weight, model.score.weight)
+    # Hidden states are compared, because the head for tokens would be random numbers.
+    for structure in ("neurons", "heads", "layers"):
+        method = "cosine" if structure == "layers" else "wanda"
+        report = prune(
+            source, output=tmp_path / structure, method=method, structure=structure, sparsity=0.5, **how_to_read(text)
+        )
+        assert isinstance(report, RunReport)
+        assert report.structure is not None
+        assert 0 <= (report.structure.difference or 0) < 1e-4
+    with pytest.raises(UserError, match=r"no head for tokens, so it predicts none. Use --method wanda"):
+        prune(source, output=tmp_path / "taylor", method="taylor", structure="heads", sparsity=0.5, **how_to_read(text))
+    with pytest.raises(UserError, match=r"no head for tokens, so it predicts none. Give a text that was written"):
+        prune(source, output=tmp_path / "self", method="wanda", calibration="self", samples=4, seqlen=32)
+    with pytest.raises(UserError, match="no head for tokens"):
+        prune(source, output=tmp_path / "evaluated", method="magnitude", evaluate="demo")
+    assert not any((tmp_path / name).exists() for name in ("taylor", "self", "evaluated"))
+
+
+def how_to_read(text: Path) -> dict[str, object]:
+    return {"calibration": str(text), "samples": 10, "seqlen": 32}
+
+
+def test_an_old_checkpoint_with_angles_is_rotated(models: Models, text: Path, tmp_path: Path) -> None:
+    """Llama's once held the angles of the rotary embeddings, which no basis changes."""
+    source = with_more(models("llama"), tmp_path / "model", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    rotated = rotate(source, output=tmp_path / "out", steps=0, **how_to_read(text))
+    assert rotated.record.difference < 1e-3
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "weights.safetensors"])
+def test_a_model_with_an_adapter_is_refused(models: Models, tmp_path: Path, name: str) -> None:
+    """Its shards can have any name."""
+    source = with_more(models("llama"), tmp_path / "model", "mtp.layers.0.")
+    (source / "second.safetensors").rename(source / name)
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("second.safetensors", name))
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="it holds a model and a PEFT adapter"):
+        prune(source, output=tmp_path / "out", method="magnitude")

@@ -43,7 +43,7 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
-from emp_llm.models.loading import load_processor, load_tokenizer
+from emp_llm.models.loading import check_head, load_processor, load_tokenizer
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context
@@ -347,6 +347,7 @@ def written_ids(
     Raises:
         UserError: no prompt fits, memory runs out, or another run writes the text.
     """
+    check_head(checkpoint.folder, "Give a text that was written, as --calibration.")
     samples, seqlen = corpus.samples or 1, corpus.seqlen or 1
     prompts = _prompts(corpus, tokenizer, how.seed)
     new, wanted = max(1, seqlen - max(map(len, prompts))), samples * seqlen

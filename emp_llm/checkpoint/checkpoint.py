@@ -174,7 +174,8 @@ def _why_no_safetensors(folder: Path) -> str:
 
 def check_no_adapter(folder: Path) -> None:
     """Raise UserError if a folder holds a model and an adapter: transformers runs both, if peft is installed."""
-    if (folder / "adapter_config.json").is_file() and any(folder.glob("model*.safetensors")):
+    weights = (path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter"))
+    if (folder / "adapter_config.json").is_file() and any(weights):
         raise UserError(
             f"{folder}: it holds a model and a PEFT adapter (adapter_config.json), and whether both are run depends on what is "
             "installed. Merge them first (merge_and_unload, save_pretrained), or move the adapter's files away."

@@ -212,9 +212,12 @@ def heal_folder(
         norms = _norms(model, architecture) if everything else []
         moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
         masks, how = stored_masks(checkpoint, chosen, model), (recipe.heal_steps, options.batch_size, options.seed)
+        if ranks().main and out.get("healed") and _last(out.work / "healing") is None:
+            raise UserError(f"{out.work}: some weights are healed, and the training that healed them is lost. Delete it.")
         with stage("heal"):
             record = train(model, teacher, data.tokens, masks, moving, out.work / "healing", *how)
         if ranks().main and record.best:
+            out.note(healed=True)  # from here on, the weights are no longer those that the training began with
             for target in targets:
                 _overwrite(target.matrix, weight_of(model, target.layer))
             for name in norms:
@@ -453,6 +456,8 @@ def _is_intact(folder: Path) -> bool:
 
 def _last(folder: Path) -> str | None:
     """The newest checkpoint of an interrupted training that is intact, and whose best one is. Newer ones are deleted."""
+    if folder.exists() and not folder.is_dir():
+        folder.unlink()
     numbers = ((path.name.partition("-")[2], path) for path in folder.glob("checkpoint-*"))
     found = {int(number): path for number, path in numbers if number.isdecimal()}
     for step, path in sorted(found.items(), reverse=True):

@@ -129,6 +129,8 @@ def rotate_model(
         raise UserError(f"--steps must be a whole number of at least 0, got {steps!r}.")
     Recipe(method="wanda", pattern=pattern).check()
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise _refusal(f"{type(model).__name__} is no model of transformers with a head for tokens")
     text = data_in_memory(data, tokenizer, how, model.config)
     if not isinstance(text, CalibrationText):
         raise UserError("a rotation is found on text: give texts or token ids, without images and not in batches.")
@@ -138,6 +140,9 @@ def rotate_model(
         raise _refusal("it has an encoder too")
     if getattr(model.config, "quantization_config", None) is not None:
         raise _refusal("its weights are quantised. Rotate the original model, and quantise the result")
+    for name, each in model.named_parameters():
+        if not bool(each.isfinite().all()):
+            raise _refusal(f"{name} holds NaN or infinite values")
     tokens, random, own = text.tokens, torch.Generator().manual_seed(seed), model.dtype
     dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
     with torch.no_grad(), in_evaluation_mode(model), out_of_memory(lambda: "rotation: out of memory. Use a larger device."):

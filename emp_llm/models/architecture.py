@@ -214,6 +214,8 @@ class Architecture:
         asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
         if matching:
             elsewhere = shortened_list([layer.name for layer in matching])
+            if all(self._in(tower, layer.tower) for layer in matching):
+                raise UserError(f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}.")
             raise UserError(f"{asked} match no layer of the {tower} tower, only {elsewhere}. Add --tower all.")
         roles = sorted({layer.role for layer in self.layers if layer.block is not None})
         unreachable = self._unreachable(self._in_blocks("all"))
@@ -366,8 +368,9 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
 
         try:
             return regex.fullmatch(names, layer.name, timeout=_SECONDS) is not None
-        except regex.error as error:
-            raise UserError(f"--targets or --ignore {names!r} is not a valid regular expression ({error}).") from error
+        except (regex.error, RecursionError, MemoryError) as error:
+            told = f"is not a valid regular expression ({str(error) or 'it is nested too deeply'})"
+            raise UserError(f"--targets or --ignore {quotable(names)!r} {told}.") from error
         except TimeoutError as error:
             told = f"takes more than {_SECONDS:g} seconds on the name {layer.name}. Write it without repeats inside repeats"
             raise UserError(f"--targets or --ignore {quotable(names)!r}: {told}.") from error

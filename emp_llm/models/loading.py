@@ -90,11 +90,11 @@ def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
     return next(iter(named or fitting), None)
 
 
-def check_head(folder: Path) -> None:
+def check_head(folder: Path, remedy: str = "Give a model that generates text.") -> None:
     """Raise UserError if a model's class has no head for tokens."""
     name = headless_class(read_json(folder / "config.json") if (folder / "config.json").is_file() else {})
     if name is not None:
-        raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. Give a model that generates text.")
+        raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. {remedy}")
 
 
 def headless_class(config: Mapping[str, Any]) -> str | None:

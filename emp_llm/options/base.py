@@ -22,7 +22,7 @@ class Opt:
         argument: a word without a flag; one that names a flag may be given by that too.
         metavar: the name of an argument in the usage line.
         flag: the flag, if it is not the field's name with hyphens.
-        minimum: the smallest number allowed.
+        minimum, maximum: the smallest and the largest number allowed.
     """
 
     help: str
@@ -30,6 +30,7 @@ class Opt:
     metavar: str | None = None
     flag: str | None = None
     minimum: int | None = None
+    maximum: int | None = None
 
 
 class Some(NamedTuple):
@@ -72,7 +73,7 @@ class Option(NamedTuple):
         """A value of this option; text is accepted for a path, and a path for text.
 
         Raises:
-            UserError: it is of another type, none of the choices, or too small.
+            UserError: it is of another type, none of the choices, too small or too large.
         """
         flag, kinds = self.flag.split("/")[0], self.kinds
         if value is None and (self.parameter.default is None or NoneType in kinds):
@@ -90,6 +91,8 @@ class Option(NamedTuple):
         check_type(flag, value, *kinds)
         if self.about.minimum is not None and value < self.about.minimum:
             raise UserError(f"{flag} must be at least {self.about.minimum}, got {value:g}.")
+        if self.about.maximum is not None and value > self.about.maximum:
+            raise UserError(f"{flag} must be at most {self.about.maximum}, got {value:g}.")
         return value
 
 

@@ -38,7 +38,9 @@ class CalibrationOptions:
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
-    seed: Annotated[int, Opt("Random seed of shuffled or generated texts, of training and of searches.")] = 0
+    seed: Annotated[
+        int, Opt("Random seed of shuffled or generated texts, of training and of searches.", minimum=0, maximum=2**32 - 1)
+    ] = 0
 
     @property
     def text_name(self) -> str:

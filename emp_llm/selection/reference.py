@@ -276,7 +276,8 @@ def row_cuts(keys: Tensor, *counts: Tensor) -> list[Cut]:
 def keep_mask(keys: Tensor, cut: Cut) -> Tensor:
     """The mask of rows of keys: bool, shape of `keys`. `cut` holds one for each row, or one for all."""
     tied = keys == cut.key
-    tied &= tied.cumsum(1, dtype=torch.int32) <= cut.ties
+    counter = torch.int32 if keys.shape[1] < 2**31 else torch.int64
+    tied &= tied.cumsum(1, dtype=counter) <= cut.ties
     return tied.logical_or_(keys > cut.key)
 
 

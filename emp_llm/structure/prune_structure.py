@@ -32,7 +32,7 @@ from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.loading import check_head, load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
@@ -87,6 +87,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
     if recipe.updates:
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if recipe.name == "taylor":
+        check_head(source.folder, "Use --method wanda, which needs none.")
         check_apart(checkpoint.config, "--method taylor", "Use --method wanda")
     matched = None if recipe.match is None else _matched(Path(recipe.match))
     budget = Budget.of(options.parameters, options.memory)

@@ -32,6 +32,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
+from emp_llm.models.loading import headless_class
 from emp_llm.models.modules import find_blocks, weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
@@ -394,8 +395,13 @@ def _with_weight(model: PreTrainedModel, target: Target, new: Tensor | None, gon
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    logits: Tensor = model(ids.to(input_device(model)), use_cache=False).logits
-    return logits.float().cpu()
+    """The logits, shape (1, tokens, vocabulary); of a model without a head for tokens, what its last block gives."""
+    inputs = ids.to(input_device(model))
+    if headless_class(model.config.to_dict()) is None:
+        logits: Tensor = model(inputs, use_cache=False).logits
+        return logits.float().cpu()
+    hidden: Tensor = model.base_model(inputs, use_cache=False).last_hidden_state
+    return hidden.float().cpu()
 
 
 def _logits_and_heads(model: PreTrainedModel, ids: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor | None]:
