@@ -323,6 +323,14 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
     (lambda model: masks_of(model, activations=SOME), "^activations must be of type Activations or text or a path, got 5"),
     (lambda model: masks_of(model, data=["a"], samples=SOME / 2), "^--samples must be a whole number, got 2.5"),
     (lambda model: masks_of(model, data=["a"], batch_size=[SOME]), r"^--batch-size must be a whole number, got \[5\]"),
+    (
+        lambda model: prune_model(model, "magnitude", sparsity=SOME),  # type: ignore[call-arg]
+        r"^sparsity belongs to the recipe. Give Recipe\(method='magnitude', sparsity=...\) as the second argument",
+    ),
+    (
+        lambda model: masks_of(model, "magnitude", sed=SOME),  # type: ignore[call-arg]
+        "^sed is no argument. There are activations, samples, seqlen, batch_size, seed, propagate",
+    ),
     (lambda model: masks_of(model, data=SOME), "^data must be of type Iterable, got 5"),
     (lambda model: reapply_mask(model, [SOME]), r"^masks must be a path or text or of type Mapping, got \[5\]"),
     (lambda model: reapply_mask(model, "x", targets=SOME), "^--targets must be text or a list of names, got 5"),

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -91,7 +91,7 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    recipe = _recipe_of(recipe)
+    recipe = _recipe_of(recipe, how)
     report, moved = _decide(model, recipe, data, tokenizer, **how)
     dense = copy.deepcopy(report.model) if recipe.heal else None
     report.masks.apply(report.model)
@@ -124,14 +124,19 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    recipe = _recipe_of(recipe).but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
+    recipe = _recipe_of(recipe, how).but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
     if recipe.refit and recipe.name not in SEARCHES:  # nor on it
         recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, data, tokenizer, **how)[0].masks
 
 
-def _recipe_of(given: Recipe | str | None) -> Recipe:
-    """A recipe of weights, given as such or as the name of a method; UserError if it is wrong."""
+def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
+    """A recipe of weights, given as such or as the name of a method; UserError if it, or a name in `how`, is wrong."""
+    for name in how.keys() - CalibrationArguments.__annotations__.keys():
+        if name in options_of(Recipe):
+            method = given if isinstance(given, str) else "emp-wanda"
+            raise UserError(f"{name} belongs to the recipe. Give Recipe(method={method!r}, {name}=...) as the second argument.")
+        raise UserError(f"{name} is no argument. There are {', '.join(CalibrationArguments.__annotations__)}.")
     recipe = given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
     recipe.check()
     if recipe.structure is not None:
