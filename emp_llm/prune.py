@@ -11,7 +11,7 @@ from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given
-from emp_llm.options.prune import PruneOptions, check_options, structured
+from emp_llm.options.prune import PruneOptions, check_options, check_wanted, structured
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource, stage_records
@@ -49,6 +49,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import log_warnings, pruned_before, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
+    from emp_llm.pruning.starving import starving_rows
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.update.update import check_apart, check_update, update_warnings
 
@@ -119,6 +120,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         data = calibration_data(
             options, chosen.architecture, options.trust_remote_code, options.propagate, models, quantization
         )
+    check_wanted(options, given, data)
     if recipe.updates:
         from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
         from emp_llm.update.walk import update_model
@@ -203,14 +205,22 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
 
                 moved = moved_weights(source.folder, models, out, stopwatch, recipe.search or "refit", update)
                 about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
+            check = None
+            if options.check and prepared is None and data is not None:
+                from emp_llm.evaluation.check import Check
+
+                check = Check(data, checkpoint.config, models, quantization)
+                with stopwatch("check"):
+                    check.measure_dense(source.folder)
             if prepared is None or recipe.heal:
                 models.free()  # the dense model is no longer needed
 
             # The first rank writes. Healing trains what was written.
-            report, healing = None, None
+            report, healing, starving, checked = None, None, None, None
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
                     written = write_checkpoint(pruner, out.files, out, moved)
+                    starving = starving_rows(pruner, written.outcomes)
             if recipe.heal:
                 assert isinstance(data, CalibrationText)
                 ranks().share(None)
@@ -218,6 +228,11 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 with stopwatch("heal"):
                     healing = heal_folder(out, source.folder, recipe, data, options, origin)
                 about = about or fit_origin(data, options, origin)
+            if check is not None:
+                ranks().share(None)  # the first rank has written
+                with stopwatch("check"):
+                    checked = check.record(out.files)
+                models.free()
             if ranks().main:
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, written.identity, source.folder)
@@ -230,6 +245,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 if healing is not None:
                     report.healing = healing
                     report.warnings += healing_warnings(healing)
+                if starving is not None:
+                    report.warnings.insert(0, starving)
+                report.check = checked
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest, hashes = None if norms is None else norms.digest, {} if recipe.heal else written.hashes
@@ -258,7 +276,14 @@ def _pushed(report: RunReport, path: Path, destination: "Destination | None") ->
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, healing_lines, pruning_table
+    from emp_llm.reporting.run_tables import (
+        check_lines,
+        dry_run_table,
+        evaluation_table,
+        fit_lines,
+        healing_lines,
+        pruning_table,
+    )
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))
@@ -268,6 +293,8 @@ def show(result: "RunReport | DryRun") -> None:
         print(line)
     if result.evaluation is not None:
         print(evaluation_table(result))
+    for line in check_lines(result):
+        print(line)
     if result.push is not None:
         from emp_llm.reporting.push import pushed_words
 

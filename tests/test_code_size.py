@@ -12,7 +12,7 @@ from emp_llm.prune import prune
 TOKENS = 240_000
 FILES = 160
 FOLDERS = 17
-ENTERED = {"prune": (49, 360), "data-free prune": (38, 255), "prune_model": (39, 240), "perplexity": (34, 160)}
+ENTERED = {"prune": (56, 412), "data-free prune": (38, 255), "prune_model": (43, 275), "perplexity": (34, 162)}
 
 
 def test_the_package() -> None:

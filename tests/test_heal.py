@@ -2,8 +2,10 @@
 
 import errno
 import json
+import math
 import shutil
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import tiny
 import torch
 import torture
+import transformers
 from accelerate import cpu_offload
 from launch import launch
 from safetensors import SafetensorError
@@ -37,6 +40,7 @@ from emp_llm.reporting.push import method_words
 from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.update import blocks
+from emp_llm.update.blocks import rate_of
 from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify
 
@@ -474,7 +478,7 @@ def test_processors_with_products_of_bfloat16(fields: dict[str, str], has: bool,
 def test_a_diverging_training_changes_nothing(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(healing, "RATE", 1000.0)
+    monkeypatch.setattr(healing, "rate_of", lambda config: 1000.0)
     plain, healed, report = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
     assert report.healing is not None
     assert report.healing.best == 0
@@ -486,8 +490,8 @@ def test_a_diverging_training_changes_nothing(
 def test_a_loss_that_is_not_finite(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training stops, the weights stay, and the report can be read again."""
-    compute, steps = healing._Healer.compute_loss, iter([1.0, float("nan")])
+    """The training goes back three times, and ends; the weights stay, and the report can be read again."""
+    compute, steps = healing._Healer.compute_loss, chain([1.0], repeat(float("nan")))
 
     def diverge(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
         found = compute(self, model, inputs, return_outputs, **rest)
@@ -497,11 +501,47 @@ def test_a_loss_that_is_not_finite(
     plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
     report = read_record(healed / "emp_report.json", RunReport)
     assert report.healing is not None
-    assert (report.healing.best, report.healing.steps) == (0, 3)
-    assert [loss is None for _, loss in report.healing.curve] == [False, True]
+    assert (report.healing.best, report.healing.steps) == (0, 9)
+    assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True]
     assert report.healing.perplexity["before"] is None
     assert "perplexity inf to inf, dense " in healing_lines(report)[0]
     assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
+
+
+def test_a_rate_that_is_too_high_is_lowered(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the held-out loss rises, the training goes back to the best weights, with a lower rate; also if it is killed."""
+    monkeypatch.setattr(healing, "rate_of", lambda config: 0.3)
+    how = given | {"method": "wanda", "heal": True, "heal_steps": 30}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    report = read_record(tmp_path / "whole" / "out" / "emp_report.json", RunReport)
+    assert report.healing is not None
+    losses = [loss or math.inf for _, loss in report.healing.curve]
+    assert losses[1] > 1.02 * losses[0]
+    assert min(losses) < losses[0]
+    assert report.healing.best > 3
+    steps = 0
+
+    def kill(*_: Any, **__: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 8:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(healing._Watch, "on_step_end", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("width", "blocks", "rate"), [(64, 5, 0.01), (576, 30, 1 / 720), (4096, 32, 1 / 2048)])
+def test_the_rate_follows_from_the_size(width: int, blocks: int, rate: float) -> None:
+    config = transformers.LlamaConfig(hidden_size=width, num_hidden_layers=blocks)
+    assert rate_of(config) == pytest.approx(rate)
+    assert rate_of(config, 6) == pytest.approx(min(0.01, 1 / (6 * width**0.5)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -633,7 +673,7 @@ def test_a_dry_run_says_what_it_takes(models: Models, given: dict[str, Any], tmp
     (note,) = (each for each in plan.notes if each.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
     assert " min on this machine" in note
-    assert f"{format_bytes(36 * plan.coverage.weights)} of disk beside the output" in note
+    assert f"{format_bytes(40 * plan.coverage.weights)} of disk beside the output" in note
     by_blocks = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given | {"device_map": "disk"})
     assert any(f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in each for each in by_blocks.notes)
 
@@ -687,5 +727,5 @@ def test_what_an_interrupted_run_has_written_is_not_needed_again(
         with pytest.raises(_Killed):
             prune(models("llama"), **how)
     written = sum(path.stat().st_blocks * 512 for path in (tmp_path / ".out.partial").rglob("*"))
-    disk(plan.disk_bytes + 36 * plan.coverage.weights - written)
+    disk(plan.disk_bytes + 40 * plan.coverage.weights - written)
     prune(models("llama"), **how)

@@ -154,7 +154,7 @@ def test_finished_calibration_is_not_run_again(
     sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common: dict[str, Any] = {"model": sharded, "calibration": str(text), "samples": 4, "seqlen": 64}
-    common |= {"output": tmp_path / "out", "device_map": "disk"}
+    common |= {"output": tmp_path / "out", "device_map": "disk", "check": False}
     run_killed(monkeypatch, 0, common)
     monkeypatch.setattr(Step, "run", lambda *_: pytest.fail("calibrated again"))
     report = prune(**common)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 IN_MEMORY = "data in memory"  # the name of the text in records
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
+FURTHER = 8  # sequences behind those of a calibration, which a run is checked on
 _MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
 _MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
@@ -72,11 +73,13 @@ class CalibrationText:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
         seed: of shuffled and generated corpora; None for others.
+        further: the sequences of the text that follow those, in its shape; none where the text ends, or is generated.
     """
 
     corpora: list[Corpus]
     tokens: Tensor
     seed: int | None
+    further: Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -181,8 +184,13 @@ def read_text(options: CalibrationOptions, tokenizer: Any, config: Any, how: Any
         how: of `token_ids`.
     """
     corpora = [for_model(corpus, config, tokenizer) for corpus in calibration_corpora(options, max_context(config))]
-    tokens = torch.cat([token_ids(corpus, tokenizer, options.seed, how) for corpus in corpora])
-    return CalibrationText(corpora, tokens, _seed(corpora, options))
+    more = max(1, FURTHER // len(corpora))
+    parts = [token_ids(corpus, tokenizer, options.seed, how, more) for corpus in corpora]
+    numbers = [corpus.samples or len(part) for corpus, part in zip(corpora, parts, strict=True)]
+    tokens = torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)])
+    further = [part[number:] for part, number in zip(parts, numbers, strict=True) if len(part) > number]
+    seed = _seed(corpora, options)
+    return CalibrationText(corpora, tokens, seed, torch.cat(further) if further else None)
 
 
 def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> CalibrationRows:
@@ -223,13 +231,14 @@ def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
 # Text as token ids.
 
 
-def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None) -> Tensor:
+def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None, more: int = 0) -> Tensor:
     """A corpus as token ids.
 
     Args:
         tokenizer: the model's.
         seed: for corpora that are shuffled.
         how: the further arguments of `written_ids`, for a text of the model's own; None: no model writes a text.
+        more: number of sequences to append that follow the samples, as far as the text has them.
 
     Returns:
         int64, shape (samples, seqlen), or (tokens,) if the corpus has no samples or no seqlen.
@@ -242,7 +251,7 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None) ->
     if corpus.generate:
         raise UserError(f"{corpus.source}: only --calibration lets the model write a text, without images. Give a self.jsonl.")
     samples, seqlen, begin = corpus.samples, corpus.seqlen, begin_token(corpus.bos, tokenizer)
-    wanted = None if samples is None or seqlen is None else samples * seqlen
+    wanted = None if samples is None or seqlen is None else (samples + more) * seqlen
     found = _ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
     ids = torch.tensor(found, dtype=torch.int64)
     if samples is None or seqlen is None:
@@ -253,7 +262,7 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None) ->
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x {seqlen} tokens. "
             "Lower --samples or --seqlen, or use more text."
         )
-    return torch.stack(rows[:samples])
+    return torch.stack(rows[: samples + more])
 
 
 def begin_token(bos: str, tokenizer: Any) -> int | None:

@@ -19,7 +19,7 @@ from emp_llm.common.errors import count_of
 from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import markdown_table, percent_cell, table
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.evaluation import Measures, TaskRecord
+from emp_llm.records.evaluation import Measures, PerplexityRecord, TaskRecord
 from emp_llm.records.results import Results
 
 _ACCURACIES = ("acc", "acc_norm")  # shares in any file, whose names need no "%"
@@ -64,8 +64,8 @@ def values_of(measures: Measures) -> dict[str, Value]:
     values: dict[str, Value] = {}
     if measures.perplexity is not None:
         entry = measures.perplexity
-        losses = tuple(zip(entry.block_losses, entry.block_tokens, strict=True))
-        values[f"perplexity, blocks of {entry.block_length}"] = Value(entry.value, partial=entry.partial, losses=losses)
+        value = Value(entry.value, partial=entry.partial, losses=losses_of(entry))
+        values[f"perplexity, blocks of {entry.block_length}"] = value
     accuracies = []
     for task, record in measures.tasks.items():
         of_task = _task_values(task, record)
@@ -74,6 +74,11 @@ def values_of(measures: Measures) -> dict[str, Value]:
     if len(accuracies) > 1:
         values[f"mean acc of {len(accuracies)}"] = _mean(accuracies)
     return values
+
+
+def losses_of(entry: PerplexityRecord) -> tuple[tuple[float, int], ...]:
+    """Mean loss and number of tokens of each block of a perplexity's text."""
+    return tuple(zip(entry.block_losses, entry.block_tokens, strict=True))
 
 
 def _mean(accuracies: list[Value]) -> Value:

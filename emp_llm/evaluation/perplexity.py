@@ -108,7 +108,7 @@ def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
     own = ranks().part(range(len(batches)))
     logits = _logits(model, [batches[number] for number in own])
     # No name keeps the logits of a batch while the next ones are computed.
-    losses = {number: _mean_losses(next(logits), batches[number]) for number in own}
+    losses = {number: mean_losses(next(logits), batches[number]) for number in own}
     assert next(logits, None) is None
     for share in ranks().gather(losses):
         losses |= share
@@ -135,8 +135,13 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
-    """Mean next-token loss of each sequence: float64, shape (batch,). A few positions are converted to float32 at a time."""
+def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
+    """Mean next-token loss of each sequence: float64, shape (batch,). A few positions are converted to float32 at a time.
+
+    Args:
+        logits: shape (batch, tokens, vocabulary).
+        batch: token ids, shape (batch, tokens).
+    """
     piece = 256
     logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -44,6 +44,7 @@ from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import available_memory, cpu_fields, out_of_memory
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
+from emp_llm.evaluation.perplexity import mean_losses
 from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
@@ -56,14 +57,19 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.update.blocks import RATE, SEQUENCES, heal_blocks, rated
+from emp_llm.update.blocks import SEQUENCES, heal_blocks, rate_of, rated
 from emp_llm.update.moved import MovedWeights, in_dtype
 from emp_llm.update.update import check_apart, check_update, healing_bytes, healing_memory, updatable
 
 logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
+_START = "start"  # the folder of the weights that the training begins with
+_CUT = 3.0  # the rate is divided by this where the held-out loss rises
+_RISE = 1.02
+_PATIENCE = 3
 _HASHES = "hashes.json"  # written last in a checkpoint
+_POSITIONS = 128  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
 _HELD_OUT = 16  # one sequence of this many
 
@@ -265,7 +271,8 @@ def train(
     """
     held = _held_out(len(tokens))
     model.requires_grad_(False)
-    groups = [rated(model.get_parameter(name).requires_grad_(True), RATE) for name in moving]
+    rate = rate_of(model.config)
+    groups = [rated(model.get_parameter(name).requires_grad_(True), rate) for name in moving]
     every = max(1, steps // _MEASURES)
     own = max(1, min(batch_size, SEQUENCES // ranks().count))
     times = max(1, SEQUENCES // (own * ranks().count))
@@ -301,15 +308,18 @@ def train(
             eval_dataset=examples[-held:],
             data_collator=default_data_collator,
             optimizers=(_optimizer(groups, model), None),
-            callbacks=[SparsityCallback(masks), _Watch(bar)],
+            callbacks=[SparsityCallback(masks), watch := _Watch(bar)],
             compute_metrics=_perplexities,
         )
         trainer.dense = dense
+        watch.trainer = trainer
         trainer.remove_callback(PrinterCallback)
         last = ranks().share(_last(folder) if ranks().main else None)
+        if ranks().main:
+            trainer._save(str(folder / _START))  # the model has these weights, also where the training resumes
         if last is not None:
             trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
-        if trainer.state.global_step >= steps or _has_diverged(trainer.state):  # it was interrupted after its end
+        if trainer.state.global_step >= steps or _has_ended(trainer.state):  # it was interrupted after its end
             if trainer.state.best_global_step is not None:
                 trainer._load_best_model()
         else:
@@ -335,10 +345,9 @@ class _Healer(Trainer):  # type: ignore[misc]
         model.eval()
         ids = inputs["input_ids"]
         with torch.no_grad():
-            wanted = self.dense(input_ids=ids.to(self.dense.device), use_cache=False).logits.float()
+            wanted = self.dense(input_ids=ids.to(self.dense.device), use_cache=False).logits
         found = model(input_ids=ids, use_cache=False).logits
-        found, wanted = found.float().log_softmax(-1), wanted.to(found.device).log_softmax(-1)
-        loss = F.kl_div(found, wanted, reduction="sum", log_target=True) / ids.numel()
+        loss = _divergence(found, wanted.to(found.device)) / ids.numel()
         return (loss, (found, wanted)) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,8 +355,7 @@ class _Healer(Trainer):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             divergence, both = self.compute_loss(model, inputs, return_outputs=True)
-        following = inputs["input_ids"][:, 1:, None]
-        losses = torch.stack([-each[:, :-1].gather(2, following.to(each.device)).mean((1, 2)) for each in both], 1)
+        losses = torch.stack([mean_losses(each, inputs["input_ids"]).float() for each in both], 1)
         return divergence, losses, losses
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -373,8 +381,27 @@ class _Healer(Trainer):  # type: ignore[misc]
         self._load_from_checkpoint(str(_checkpoint(self.args.output_dir, self.state.best_global_step)))
 
 
+def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
+    """The sum over the tokens of KL(wanted || found) in nats, of logits of shape (sequences, tokens, vocabulary).
+
+    Memory holds float32 copies of a few positions at a time, also for the gradient.
+    """
+    sums = [
+        recomputed(_divergence_of_piece, *pieces, use_reentrant=False)
+        for pieces in zip(found.split(_POSITIONS, 1), wanted.split(_POSITIONS, 1), strict=True)  # type: ignore[no-untyped-call]
+    ]
+    return torch.stack(sums).sum()
+
+
+def _divergence_of_piece(found: Tensor, wanted: Tensor) -> Tensor:
+    found, wanted = (logits.float().log_softmax(-1) for logits in (found, wanted))
+    return F.kl_div(found, wanted, reduction="sum", log_target=True)
+
+
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Shows progress; ends a training whose held-out loss rises a hundredfold, or late and three times in turn."""
+    """Shows progress. Where the held-out loss rises, the training goes back to the best weights, with a third of the rate."""
+
+    trainer: _Healer
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -383,18 +410,38 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if _has_diverged(state):
+        if _rises(_losses(state)):
+            self._go_back(state.best_global_step or 0)
+        if _has_ended(state):
             control.should_training_stop = True
 
+    def _go_back(self, step: int) -> None:
+        """Take the weights after a step, forget the optimiser's moments, and lower its rate."""
+        folder = Path(self.trainer.args.output_dir)
+        self.trainer._load_from_checkpoint(str(_checkpoint(folder, step) if step else folder / _START))
+        optimizer = self.trainer.optimizer
+        optimizer.state.clear()
+        wrapped: Any = self.trainer.lr_scheduler
+        schedule = getattr(wrapped, "scheduler", wrapped)  # accelerate's holds torch's
+        schedule.base_lrs = [rate / _CUT for rate in schedule.base_lrs]
+        for group in optimizer.param_groups:
+            group["lr"] /= _CUT
 
-def _has_diverged(state: Any) -> bool:
-    """Whether the held-out loss is a hundred times the first, or rises late and three times in turn."""
-    losses = list(_curve(state).values())
-    if not losses:
-        return False
-    late = 2 * state.global_step > state.max_steps  # before, a rate that is still high may lift the loss for a while
-    rising = late and len(losses) > 3 and all(before < after for before, after in pairwise(losses[-4:]))
-    return rising or not losses[-1] < 100 * losses[0]
+
+def _losses(state: Any) -> list[float]:
+    """The held-out losses so far."""
+    return list(_curve(state).values())
+
+
+def _rises(losses: list[float]) -> bool:
+    """Whether the last loss is above the best one before it, by more than what a high rate may lift it for a while."""
+    return len(losses) > 1 and not losses[-1] < _RISE * min(losses[:-1])
+
+
+def _has_ended(state: Any) -> bool:
+    """Whether the held-out loss rose three times in turn."""
+    losses = _losses(state)
+    return len(losses) > _PATIENCE and all(_rises(losses[: len(losses) - n]) for n in range(_PATIENCE))
 
 
 def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:

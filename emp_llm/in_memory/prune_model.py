@@ -36,6 +36,7 @@ from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
+from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.update.moved import MovedWeights
@@ -238,6 +239,10 @@ def _decide(
     about = None if norms is None else norms.about
     record = report_of(ModelSource(model=name_of(model), revision=revision), recipe, pruner, outcomes, chosen.coverage, about)
     record.stages = stage_records(stopwatch.record)
+    starving = starving_rows(pruner, outcomes)
+    if starving is not None:
+        logger.warning("warning: %s", starving)
+        record.warnings.insert(0, starving)
     found: dict[str, Tensor] = {}
     if moved is not None:
         record.fits, found = moved.records(), moved.weights()

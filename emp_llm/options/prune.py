@@ -36,6 +36,10 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     memory: Annotated[str | None, Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure).")] = (
         None
     )
+    check: Annotated[
+        bool,
+        Opt("Measure the perplexity of held-out text before and after; not with --evaluate.", flag="--check/--no-check"),
+    ] = True
     evaluate: Annotated[
         str | None, Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it.")
     ] = None
@@ -46,6 +50,16 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     push_to_hub: Annotated[str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")] = None
     private: Annotated[bool, Opt("Create that repository as private.")] = False
     push_revision: Annotated[str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")] = None
+
+
+def check_wanted(options: PruneOptions, given: Given, data: object) -> None:
+    """Raise UserError if the user asks for a check, and the run measures more, or reads no text (`data` is None)."""
+    if "check" not in given or not options.check:
+        return
+    if options.evaluate is not None:
+        raise UserError("--check: --evaluate measures both models. Leave out one of them.")
+    if data is None:
+        raise UserError("--check measures text behind that of the calibration, and this run reads none. Leave it out.")
 
 
 def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given) -> None:

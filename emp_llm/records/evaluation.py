@@ -50,6 +50,13 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
         return math.inf if self.perplexity is None else self.perplexity
 
 
+class CheckRecord(Part, kw_only=True):
+    """The dense and the pruned model on sequences of the calibration's text that the calibration did not see."""
+
+    dense: PerplexityRecord
+    pruned: PerplexityRecord
+
+
 class SampleCount(Part, kw_only=True):
     """Number of examples of a task, and number of those that were used."""
 

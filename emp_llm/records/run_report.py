@@ -7,7 +7,7 @@ from msgspec import Meta
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
-from emp_llm.records.evaluation import EvaluationRecord
+from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
 
 Count = Annotated[int, Meta(ge=0)]
@@ -236,6 +236,7 @@ class RunReport(FileRecord, kw_only=True):
         fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.
         structure: the removed heads and neurons; null if weights were pruned.
         healing: the training of --heal, or of the command heal.
+        check: the perplexity of held-out text before and after; null without a text, or where the run does not measure it.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`reporting.push.Pushed`); in memory only.
@@ -257,6 +258,7 @@ class RunReport(FileRecord, kw_only=True):
     fits: dict[str, FitRecord] = {}
     structure: StructureRecord | None = None
     healing: HealingRecord | None = None
+    check: CheckRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None

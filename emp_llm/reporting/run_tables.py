@@ -11,7 +11,18 @@ import numpy as np
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.comparison import change_notes, compare, formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.comparison import (
+    Value,
+    change_notes,
+    change_of,
+    change_text,
+    compare,
+    formatted,
+    in_percent,
+    losses_of,
+    shown_change,
+    values_of,
+)
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
@@ -177,6 +188,16 @@ def healing_lines(report: RunReport) -> list[str]:
         f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences {what} "
         f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
     ]
+
+
+def check_lines(report: RunReport) -> list[str]:
+    """One line: the perplexity of held-out text, dense and pruned; none without a check."""
+    if report.check is None:
+        return []
+    dense, pruned = (Value(each.value, losses=losses_of(each)) for each in (report.check.dense, report.check.pruned))
+    change = change_text("perplexity", change_of("perplexity", pruned, dense))
+    blocks = f"{report.check.dense.blocks} x {report.check.dense.block_length} tokens"
+    return [f"held-out text, {blocks}: perplexity {dense.value:.4g} to {pruned.value:.4g} ({change})"]
 
 
 def fit_lines(report: RunReport) -> list[str]:

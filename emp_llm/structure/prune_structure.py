@@ -27,6 +27,7 @@ from emp_llm.common.machine import Stopwatch, command_line, machine_name, versio
 from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
+from emp_llm.evaluation.check import Check
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
@@ -36,7 +37,7 @@ from emp_llm.models.loading import check_head, load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
-from emp_llm.options.prune import PruneOptions
+from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
@@ -139,6 +140,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
         if recipe.heal:
             check_healable(checkpoint.config, data, plan.targets)
         made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
+    check_wanted(options, given, data)
     if budget is not None:
         made_of |= {"budget": budget.flag}
     if matched is not None:
@@ -241,12 +243,23 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                         del dense
                         out.note(compared=record.as_dict())
                     record = msgspec.convert(out.get("compared"), StructureRecord)
+            check = None
+            if options.check and suite is None and data is not None:
+                check = Check(data, checkpoint.config, models)
+                with stopwatch("check"):
+                    check.measure_dense(source.folder)
             if recipe.heal:
                 assert data is not None
                 ranks().share(None)
                 models.free()
                 with stopwatch("heal"):
                     healing = heal_folder(out, source.folder, recipe, data, options, origin)
+            checked = None
+            if check is not None:
+                ranks().share(None)  # the first rank has written
+                with stopwatch("check"):
+                    checked = check.record(out.files)
+                models.free()
             if ranks().main:
                 identity = identity_of(checkpoint)
                 if norms is not None and not calibrates:
@@ -269,6 +282,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                     dtype=options.dtype,
                     device_map=options.device_map,
                     healing=healing,
+                    check=checked,
                 )
                 if healing is not None:
                     report.warnings += healing_warnings(healing)

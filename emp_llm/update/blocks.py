@@ -26,7 +26,8 @@ from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.walk import Block
 
 SEQUENCES = 4  # of a step
-RATE = 0.01  # of Adam at its highest, as a share of the root mean square of a tensor's kept weights
+_RATE = 0.01  # at most: the best for models of 6 blocks
+_BLOCK = 6.0  # blocks healed one at a time change the model as if there were so many
 
 
 def heal_blocks(
@@ -84,7 +85,23 @@ def heal_blocks(
     )
 
 
-def rated(weight: Tensor, rate: float = RATE) -> dict[str, Any]:
+def rate_of(config: Any, blocks: float | None = None) -> float:
+    """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
+
+        min(0.01, 1 / (blocks * sqrt(width)))
+
+    Adam changes each weight by about its rate, and those of a row in step with their inputs. So a rate r changes the outputs of
+    a layer with n inputs by about r * sqrt(n) of their size, and those of all L blocks by L times that.
+
+    Args:
+        config: of the model.
+        blocks: that change at a time; None: all.
+    """
+    text = config.get_text_config()
+    return min(_RATE, 1 / ((blocks or text.num_hidden_layers) * math.sqrt(text.hidden_size)))
+
+
+def rated(weight: Tensor, rate: float) -> dict[str, Any]:
     """A group of an optimiser: a float32 weight, and a rate in proportion to its kept weights."""
     kept = max(1, int(weight.count_nonzero()))
     return {"params": [weight], "lr": rate * float(weight.detach().norm()) / math.sqrt(kept)}
@@ -98,7 +115,8 @@ def _heal(
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
     masters = {name: values.to(torch.float32, copy=True).requires_grad_(True) for name, values in block.values.items()}
-    optimizer = torch.optim.Adam([rated(values) for values in masters.values()], betas=(0.9, 0.95))
+    rate = rate_of(block.model.config, _BLOCK)
+    optimizer = torch.optim.Adam([rated(values, rate) for values in masters.values()], betas=(0.9, 0.95))
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * n / steps))

@@ -9,7 +9,8 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 
-HEALING_BYTES = 3 * 12  # of a weight on disk: the best, the last and the next checkpoint, each with two states of Adam
+# Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with two states of Adam.
+HEALING_BYTES = 4 + 3 * 12
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
 
 
