@@ -85,7 +85,7 @@ def test_where_nothing_is_measured(
     with pytest.raises(UserError, match=r"--check: --evaluate measures both models"):
         checked("asked for", check=True, evaluate="demo", **how)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise UserError("the model's loss is not finite")
 
     monkeypatch.setattr(check, "perplexity", fail)

@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _START = "start"  # the folder of the weights that the training begins with
-_CUT = 3.0  # the rate is divided by this where the held-out loss rises
-_RISE = 1.02
-_PATIENCE = 3
+_RISE = 1.02  # of the held-out loss; a high rate lifts it by less for a while
+_CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
+_PATIENCE = 4  # rises in turn
 _HASHES = "hashes.json"  # written last in a checkpoint
 _POSITIONS = 128  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
@@ -399,7 +399,7 @@ def _divergence_of_piece(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Shows progress. Where the held-out loss rises, the training goes back to the best weights, with a third of the rate."""
+    """Shows progress. Where the held-out loss rises, the training goes back to the best weights, with a lower rate."""
 
     trainer: _Healer
 
@@ -410,22 +410,23 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if _rises(_losses(state)):
-            self._go_back(state.best_global_step or 0)
+        losses = _losses(state)
+        if _rises(losses):
+            self._go_back(state.best_global_step or 0, _CUT**2 if _rises(losses, 2.0) else _CUT)
         if _has_ended(state):
             control.should_training_stop = True
 
-    def _go_back(self, step: int) -> None:
-        """Take the weights after a step, forget the optimiser's moments, and lower its rate."""
+    def _go_back(self, step: int, cut: float) -> None:
+        """Take the weights after a step, forget the optimiser's moments, and divide its rate."""
         folder = Path(self.trainer.args.output_dir)
         self.trainer._load_from_checkpoint(str(_checkpoint(folder, step) if step else folder / _START))
         optimizer = self.trainer.optimizer
         optimizer.state.clear()
         wrapped: Any = self.trainer.lr_scheduler
         schedule = getattr(wrapped, "scheduler", wrapped)  # accelerate's holds torch's
-        schedule.base_lrs = [rate / _CUT for rate in schedule.base_lrs]
+        schedule.base_lrs = [rate / cut for rate in schedule.base_lrs]
         for group in optimizer.param_groups:
-            group["lr"] /= _CUT
+            group["lr"] /= cut
 
 
 def _losses(state: Any) -> list[float]:
@@ -433,13 +434,13 @@ def _losses(state: Any) -> list[float]:
     return list(_curve(state).values())
 
 
-def _rises(losses: list[float]) -> bool:
-    """Whether the last loss is above the best one before it, by more than what a high rate may lift it for a while."""
-    return len(losses) > 1 and not losses[-1] < _RISE * min(losses[:-1])
+def _rises(losses: list[float], times: float = _RISE) -> bool:
+    """Whether the last loss is not below some times the best one before it."""
+    return len(losses) > 1 and not losses[-1] < times * min(losses[:-1])
 
 
 def _has_ended(state: Any) -> bool:
-    """Whether the held-out loss rose three times in turn."""
+    """Whether the held-out loss rose so often in turn that a lower rate will not help."""
     losses = _losses(state)
     return len(losses) > _PATIENCE and all(_rises(losses[: len(losses) - n]) for n in range(_PATIENCE))
 
