@@ -26,8 +26,8 @@ from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.walk import Block
 
 SEQUENCES = 4  # of a step
-_RATE = 0.01  # at most: the best for models of 6 blocks
-_BLOCK = 6.0  # blocks healed one at a time change the model as if there were so many
+_RATE = 0.01  # at most; only models of a few narrow blocks would have more
+_BLOCK = 4.0  # blocks healed one at a time change the model as if there were so many
 
 
 def heal_blocks(
@@ -88,7 +88,7 @@ def heal_blocks(
 def rate_of(config: Any, blocks: float | None = None) -> float:
     """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
 
-        min(0.01, 1 / (blocks * sqrt(width)))
+        min(0.01, 1 / (blocks * sqrt(2 * width)))
 
     Adam changes each weight by about its rate, and those of a row in step with their inputs. So a rate r changes the outputs of
     a layer with n inputs by about r * sqrt(n) of their size, and those of all L blocks by L times that.
@@ -98,7 +98,7 @@ def rate_of(config: Any, blocks: float | None = None) -> float:
         blocks: that change at a time; None: all.
     """
     text = config.get_text_config()
-    return min(_RATE, 1 / ((blocks or text.num_hidden_layers) * math.sqrt(text.hidden_size)))
+    return min(_RATE, 1 / ((blocks or text.num_hidden_layers) * math.sqrt(2 * text.hidden_size)))
 
 
 def rated(weight: Tensor, rate: float) -> dict[str, Any]:
