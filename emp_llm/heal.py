@@ -11,7 +11,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Opt, Some
+from emp_llm.options.base import Given, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Recipe
@@ -41,6 +41,7 @@ def heal(
     folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")],
     how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
     options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
+    given: Given,
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities. Zeros stay zero.
 
@@ -50,6 +51,8 @@ def heal(
     Returns the report of the checkpoint, with the training as `healing`.
     """
     load_packages()
+    import torch
+
     from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
@@ -65,6 +68,9 @@ def heal(
     from emp_llm.pruning.outcome import log_warnings
     from emp_llm.pruning.writing import read_manifest, write_manifest
     from emp_llm.records.source import stage_records
+
+    if "batch_size" in given and not torch.cuda.is_available():
+        logger.warning("warning: --batch-size has no effect without a GPU: healing takes one sequence at a time there.")
 
     # Which models, and by which text.
     report, manifest = read_report(folder), read_manifest(folder)

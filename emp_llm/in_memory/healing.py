@@ -186,7 +186,7 @@ def heal_folder(
     )
     targets, device_map = updatable(chosen), options.device_map
     if device_map == "auto" and not torch.cuda.is_available():
-        needed = healing_memory(checkpoint, targets, recipe, min(options.batch_size, SEQUENCES) * data.tokens.shape[1])
+        needed = healing_memory(checkpoint, targets, recipe, data.tokens.shape[1])
         if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
             out.note(healed_by_blocks=needed > available_memory())
         if ranks().share(out.get("healed_by_blocks")):
@@ -264,7 +264,7 @@ def train(
         masks: weights that stay zero.
         moving: names of the parameters that move.
         folder: for the checkpoints; an interrupted call with the same arguments resumes from the last one.
-        steps, batch_size, seed: number of steps of four sequences, sequences at a time, and the seed of their order.
+        steps, batch_size, seed: number of steps of four sequences, sequences at a time on a GPU, and the seed of their order.
 
     Raises:
         UserError: memory runs out.
@@ -274,7 +274,8 @@ def train(
     rate = rate_of(model.config)
     groups = [rated(model.get_parameter(name).requires_grad_(True), rate) for name in moving]
     every = max(1, steps // _MEASURES)
-    own = max(1, min(batch_size, SEQUENCES // ranks().count))
+    on_cpu = model.device.type == "cpu"
+    own = 1 if on_cpu else max(1, min(batch_size, SEQUENCES // ranks().count))  # more take memory there, and no less time
     times = max(1, SEQUENCES // (own * ranks().count))
     how = TrainingArguments(
         output_dir=str(folder),
@@ -296,7 +297,7 @@ def train(
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,
-        use_cpu=model.device.type == "cpu",
+        use_cpu=on_cpu,
     )
     examples = [{"input_ids": each} for each in tokens]
     remedy = "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by block with --device-map disk."

@@ -132,7 +132,8 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
 
     seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
     steps = recipe.heal_steps or 0
-    memory = healing_memory(checkpoint, targets, recipe, min(options.batch_size, 4) * seqlen)
+    at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
+    memory = healing_memory(checkpoint, targets, recipe, at_a_time * seqlen)
     disk = healing_bytes(checkpoint, targets, recipe, by_blocks=options.device_map == "disk")
     matrix = torch.ones(1024, 1024, device="cuda" if torch.cuda.is_available() else "cpu")
     seconds = min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=3))
@@ -140,7 +141,7 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
         f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this machine; "
-        f"{format_bytes(memory)} of memory beside the activations (with less, block by block); "
+        f"{format_bytes(memory)} of memory (with less, block by block); "
         f"until it ends, {format_bytes(disk)} of disk beside the output"
     ]
 

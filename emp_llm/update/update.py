@@ -89,14 +89,18 @@ def healing_bytes(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Rec
 
 
 def healing_memory(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, tokens: int) -> int:
-    """A lower bound on the memory that healing a whole model takes, in bytes; activations come on top.
+    """The memory that healing a whole model takes, in bytes, beside that of the program.
 
-    It holds the dense model; the pruned one in float32; of each weight that moves its gradient and two states of Adam; and the
-    logits of both models, their logarithms and gradients for `tokens` tokens at a time.
+    It holds the dense model; the pruned one in float32, and in the dtype of its products; of each weight that moves its
+    gradient and two states of Adam. For `tokens` tokens at a time come the logits of both models and their gradient, and what
+    the blocks keep for their gradients: with d inputs and f neurons, about 48 d + 8 f bytes each.
     """
     dense = sum(size for size, _ in checkpoint.states.values())
-    vocabulary: int = (checkpoint.config.get("text_config") or checkpoint.config).get("vocab_size", 0)
-    return dense + 4 * checkpoint.parameters + 12 * healing_weights(checkpoint, targets, recipe) + 16 * tokens * vocabulary
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    width = config.get("hidden_size", 0)
+    kept = 48 * width + 8 * (config.get("intermediate_size") or 4 * width)
+    of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
+    return dense + 6 * checkpoint.parameters + 12 * healing_weights(checkpoint, targets, recipe) + tokens * of_tokens
 
 
 def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe) -> list[str]:
