@@ -1,7 +1,9 @@
-"""The first day with emp-llm, cell by cell: measure, prune a model in memory, use a score of your own.
+"""The first day with emp-llm, cell by cell: measure, prune a model in memory, use a score of your
+own.
 
-Run it from the checkout, `python docs/first_day.py`, or open it as a notebook: every `# %%` begins a cell. It uses the model
-and the text that the repository carries, needs no network, deletes what it writes, and takes under a minute.
+Run it from the checkout, `python docs/first_day.py`, or open it as a notebook: every `# %%` begins
+a cell. It uses the model and the text that the repository carries, needs no network, deletes what
+it writes, and takes under a minute.
 """
 
 # %% A model and its tokenizer, as you load them anyway
@@ -38,7 +40,8 @@ tokenizer.save_pretrained(work / "pruned")
 report.save(work / "pruned")
 print("differences:", verify(work / "pruned").differences)
 
-# %% A criterion of your own, in three lines: the weight's share of its column, times the norm of its input
+# %% A criterion of your own, in three lines: the weight's share of its column, times the norm of
+# its input
 
 
 def column_share(weight, inputs):  # type: ignore[no-untyped-def]
@@ -47,16 +50,21 @@ def column_share(weight, inputs):  # type: ignore[no-untyped-def]
 
 
 dense = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-masks = masks_of(dense, Recipe(criterion=column_share), activations=report.activations)  # the norms are those of before
-kept = sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
+# The norms are those of before.
+masks = masks_of(dense, Recipe(criterion=column_share), activations=report.activations)
+kept = sum(int(mask.sum()) for mask in masks.values()) / sum(
+    mask.numel() for mask in masks.values()
+)
 print(f"emp-column_share keeps {kept:.1%}")
 
 # %% Or scores that you have already: here, of a signed kind
 scores = {name: parameter.detach().float() for name, parameter in dense.named_parameters()}
 signed = masks_of(dense, Recipe(scores=scores, score_map="shift"))
-print(f"shifted scores keep {sum(int(mask.sum()) for mask in signed.values()) / sum(m.numel() for m in signed.values()):.1%}")
+kept = sum(int(mask.sum()) for mask in signed.values())
+print(f"shifted scores keep {kept / sum(mask.numel() for mask in signed.values()):.1%}")
 
-# %% Masks are tensors: save them, load them, apply them, and again after every change of the weights
+# %% Masks are tensors: save them, load them, apply them, and again after every change of the
+# weights
 masks.save(work / "masks.safetensors")
 removed = reapply_mask(dense, Masks.load(work / "masks.safetensors"))
 with torch.no_grad():

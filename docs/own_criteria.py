@@ -6,6 +6,8 @@ from emp_llm import InputStatistics
 
 
 def column_share(weight: Tensor, inputs: InputStatistics) -> Tensor:
-    """|W_ij| / sum_i |W_ij| * ||X_j||_2: the weight's share of its column, times the norm of its input."""
+    """|W_ij| / sum_i |W_ij| * ||X_j||_2: the weight's share of its column, times the norm of its
+    input.
+    """
     size = weight.float().abs()
     return size / size.sum(0) * inputs.norms

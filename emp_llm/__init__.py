@@ -1,7 +1,7 @@
 """emp-llm: Effective Model Pruning for Hugging Face causal language models.
 
-Import from here the mathematics, the commands as functions, and the tools that keep a pruned model sparse during training:
-`from emp_llm import effective_mask, prune, reapply_mask`.
+Import from here the mathematics, the commands as functions, and the tools that keep a pruned model
+sparse during training: `from emp_llm import effective_mask, prune, reapply_mask`.
 """
 
 from importlib import import_module
@@ -95,7 +95,9 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 
 def __getattr__(name: str) -> object:
-    """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
+    """Import torch or transformers only for what needs them, so that `--help` does not wait for
+    them.
+    """
     if name in _MODULE_OF:
         return getattr(import_module(f"emp_llm.{_MODULE_OF[name]}"), name)
     if name in COMMANDS:

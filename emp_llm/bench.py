@@ -35,27 +35,39 @@ TEXT = "demo/heldout.txt"  # of eval/
 class BenchOptions(DeviceOptions, ModelOptions):
     """Options of `bench`. The model is pruned or packed."""
 
-    baseline: Annotated[str | None, Opt("Dense model to compare with; default: the same model, run dense.")] = None
+    baseline: Annotated[
+        str | None, Opt("Dense model to compare with; default: the same model, run dense.")
+    ] = None
     prompt_tokens: Annotated[int, Opt("Tokens of each prompt.", minimum=1)] = 128
     new_tokens: Annotated[int, Opt("Tokens to decode after it.", minimum=1)] = 32
-    batch_sizes: Annotated[str, Opt("Numbers of sequences at a time, separated by commas.")] = "1,4,16"
-    repeats: Annotated[int, Opt("Rounds; both models run in each, and medians are reported.", minimum=1)] = 5
-    output: Annotated[Path | None, Opt("File for the figures, which report and push read; default: MODEL-bench.json.")] = None
+    batch_sizes: Annotated[str, Opt("Numbers of sequences at a time, separated by commas.")] = (
+        "1,4,16"
+    )
+    repeats: Annotated[
+        int, Opt("Rounds; both models run in each, and medians are reported.", minimum=1)
+    ] = 5
+    output: Annotated[
+        Path | None,
+        Opt("File for the figures, which report and push read; default: MODEL-bench.json."),
+    ] = None
     overwrite: Annotated[bool, Opt("Replace an existing file.")] = False
 
 
 @command
 def bench(options: BenchOptions) -> Bench:
-    """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of the dense model, in turn.
+    """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of
+    the dense model, in turn.
 
-    Both models are in one process, and each round runs one after the other, so that a machine that is busy slows both. The
-    prompts are text where the model has a tokenizer. The figures are medians, and ranges of the rounds; they are saved as JSON,
-    and emp-llm report and emp-llm push --results read the file.
+    Both models are in one process, and each round runs one after the other, so that a machine that
+    is busy slows both. The prompts are text where the model has a tokenizer. The figures are
+    medians, and ranges of the rounds; they are saved as JSON, and emp-llm report and emp-llm push
+    --results read the file.
 
     Returns the content of the file.
 
     Raises:
-        UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output exists.
+        UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output
+            exists.
     """
     load_packages()
     import torch
@@ -65,11 +77,23 @@ def bench(options: BenchOptions) -> Bench:
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
     device = torch.device(run_device(options.device))
-    sizes = sorted({int(size) for size in parse_numbers(options.batch_sizes, "--batch-sizes") if size >= 1 and size % 1 == 0})
+    sizes = sorted(
+        {
+            int(size)
+            for size in parse_numbers(options.batch_sizes, "--batch-sizes")
+            if size >= 1 and size % 1 == 0
+        }
+    )
     if len(sizes) != options.batch_sizes.count(",") + 1:
-        raise UserError(f"--batch-sizes {options.batch_sizes!r}: expected different whole numbers from 1 on.")
+        raise UserError(
+            f"--batch-sizes {options.batch_sizes!r}: expected different whole numbers from 1 on."
+        )
     source = find_model(options.model, options.revision, options.trust_remote_code)
-    baseline = None if options.baseline is None else find_model(options.baseline, None, options.trust_remote_code)
+    baseline = (
+        None
+        if options.baseline is None
+        else find_model(options.baseline, None, options.trust_remote_code)
+    )
     check_head(source.folder)
     output = options.output or Path(f"{source.short_name}-bench.json")
     check_output_file(output, options.overwrite)
@@ -77,10 +101,16 @@ def bench(options: BenchOptions) -> Bench:
         write_bytes(output.with_name(f".{output.name}.probe"), bytes(1 << 16))
         output.with_name(f".{output.name}.probe").unlink()
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written there ({reason(error)}). Name another file.") from error
+        raise UserError(
+            f"--output {output}: cannot be written there ({reason(error)}). Name another file."
+        ) from error
     text, prompts = _prompts(source.folder, options, sizes[-1])
     prompts = prompts.to(device)
-    how: dict[str, Any] = {"device": device, "dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    how: dict[str, Any] = {
+        "device": device,
+        "dtype": options.dtype,
+        "trust_remote_code": options.trust_remote_code,
+    }
 
     def load_dense() -> "PreTrainedModel":
         if baseline is None:
@@ -90,17 +120,24 @@ def bench(options: BenchOptions) -> Bench:
     def load_sparse() -> "PreTrainedModel":
         model = load(source.folder, **how)
         if not sparse_layers(model):
-            raise UserError(f"{options.model}: no layer has enough zeros to be packed, so there is nothing to compare.")
+            raise UserError(
+                f"{options.model}: no layer has enough zeros to be packed, so there is "
+                "nothing to compare."
+            )
         return model
 
     def measured(
         make: Callable[[], "PreTrainedModel"], name: str, revision: str | None, runtime: str
     ) -> tuple["PreTrainedModel", LoadedModel]:
-        before, start = resident_memory(device), time.perf_counter()
+        before = resident_memory(device)
+        start = time.perf_counter()
         model = make()
         seconds = time.perf_counter() - start
         _run(model, prompts[: sizes[0]], options.new_tokens)
-        weights = [*model.parameters(), *(part for each in sparse_layers(model).values() for part in each.buffers())]
+        weights = [
+            *model.parameters(),
+            *(part for each in sparse_layers(model).values() for part in each.buffers()),
+        ]
         return model, LoadedModel(
             model=name,
             revision=revision,
@@ -110,7 +147,8 @@ def bench(options: BenchOptions) -> Bench:
             memory_bytes=resident_memory(device) - before,
         )
 
-    other, batches = baseline or source, []
+    other = baseline or source
+    batches = []
     with progress_bar(2 + len(sizes) * (options.repeats + 1), "measure", "round") as bar:
         model, sparse = measured(load_sparse, source.name, source.revision, "sparse")
         bar.update(1)
@@ -127,8 +165,14 @@ def bench(options: BenchOptions) -> Bench:
             batches.append(
                 Batch(
                     batch_size=size,
-                    prefill=_speed([[each.prefill for each in both] for both in rounds[1:]], size * options.prompt_tokens),
-                    decode=_speed([[each.decode for each in both] for both in rounds[1:]], size * options.new_tokens),
+                    prefill=_speed(
+                        [[each.prefill for each in both] for both in rounds[1:]],
+                        size * options.prompt_tokens,
+                    ),
+                    decode=_speed(
+                        [[each.decode for each in both] for both in rounds[1:]],
+                        size * options.new_tokens,
+                    ),
                     equal_tokens=same if options.baseline is None else None,
                 )
             )
@@ -137,7 +181,9 @@ def bench(options: BenchOptions) -> Bench:
         model=source.name,
         revision=source.revision,
         identity=folder_identity(source.folder),
-        sparsity=1 - sum(rows.values.numel() for rows in layers) / sum(rows.rows * rows.columns for rows in layers),
+        sparsity=1
+        - sum(rows.values.numel() for rows in layers)
+        / sum(rows.rows * rows.columns for rows in layers),
         layers=len(layers),
         processor=processor_name(),
         threads=torch.get_num_threads(),
@@ -157,13 +203,17 @@ def bench(options: BenchOptions) -> Bench:
         record.save(output)
     except OSError as error:
         logger.warning("%s", _shown(record))
-        raise UserError(f"--output {output}: cannot be written there ({reason(error)}); the figures are above.") from error
+        raise UserError(
+            f"--output {output}: cannot be written there ({reason(error)}); the figures are above."
+        ) from error
     logger.info("written to %s", output)
     return record
 
 
 class _Run(NamedTuple):
-    """Seconds of the prompts and of the new tokens; and these, shape (sequences, 1 + new tokens)."""
+    """Seconds of the prompts and of the new tokens; and these, shape (sequences, 1 + new
+    tokens).
+    """
 
     prefill: float
     decode: float
@@ -187,7 +237,9 @@ def _run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> 
 
 
 def _speed(rounds: list[list[float]], tokens: int) -> Speed:
-    """The record of the seconds of (dense, sparse) in each round, in which they take some tokens."""
+    """The record of the seconds of (dense, sparse) in each round, in which they take some
+    tokens.
+    """
     dense, sparse = (list(seconds) for seconds in zip(*rounds, strict=True))
     ratios = [a / b for a, b in rounds]
     return Speed(
@@ -201,8 +253,11 @@ def _speed(rounds: list[list[float]], tokens: int) -> Speed:
     )
 
 
-def _prompts(folder: Path, options: BenchOptions, sequences: int) -> tuple[str | None, "torch.Tensor"]:
-    """The name of a text, and its first tokens, one prompt after the other: int64, shape (sequences, tokens).
+def _prompts(
+    folder: Path, options: BenchOptions, sequences: int
+) -> tuple[str | None, "torch.Tensor"]:
+    """The name of a text, and its first tokens, one prompt after the other: int64, shape
+    (sequences, tokens).
 
     Without a tokenizer there is no text, and the tokens are random, the same in every run.
     """
@@ -213,20 +268,27 @@ def _prompts(folder: Path, options: BenchOptions, sequences: int) -> tuple[str |
 
     whole = read_config(folder, options.trust_remote_code)[0]
     if getattr(whole, "is_encoder_decoder", False):
-        raise UserError(f"{options.model}: an encoder-decoder model; bench measures models that continue their prompt.")
+        raise UserError(
+            f"{options.model}: an encoder-decoder model; bench measures models that "
+            "continue their prompt."
+        )
     config = whole.get_text_config()
-    longest, wanted = max_context(config), options.prompt_tokens + options.new_tokens
+    longest = max_context(config)
+    wanted = options.prompt_tokens + options.new_tokens
     if longest is not None and wanted > longest:
         raise UserError(
-            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens} exceed the {longest} positions "
-            "of the model. Lower them."
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens} exceed "
+            f"the {longest} positions of the model. Lower them."
         )
-    text, number = (data_folder("eval") / TEXT).read_text(encoding="utf-8"), sequences * options.prompt_tokens
+    text = (data_folder("eval") / TEXT).read_text(encoding="utf-8")
+    number = sequences * options.prompt_tokens
     try:
         tokenizer = load_tokenizer(folder, options.trust_remote_code)
     except UserError:
         logger.warning("warning: %s: no tokenizer, so the prompts are random tokens.", folder)
-        random = torch.randint(0, config.vocab_size, (number,), generator=torch.Generator().manual_seed(0))
+        random = torch.randint(
+            0, config.vocab_size, (number,), generator=torch.Generator().manual_seed(0)
+        )
         return None, random.view(sequences, -1)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     check_ids(ids, whole, f"{options.model}, prompts by its tokenizer")
@@ -248,26 +310,42 @@ def show(record: Bench) -> None:
 
 def _shown(record: Bench) -> str:
     """The figures as text."""
-    dense, sparse = record.dense, record.sparse
+    dense = record.dense
+    sparse = record.sparse
     rows = [[record.device, "dense", "sparse", "ratio", "rounds"]]
     for batch in record.batches:
         for name, speed in (("prefill", batch.prefill), ("decode", batch.decode)):
             spread = f"{speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}"
             cells = [f"{speed.dense:.1f}", f"{speed.sparse:.1f}", f"{speed.ratio:.2f}", spread]
             rows.append([f"{name} x {batch.batch_size}, tokens/s", *cells])
-    for what, field in (("weights in memory", "weight_bytes"), ("memory of the process", "memory_bytes")):
+    for what, field in (
+        ("weights in memory", "weight_bytes"),
+        ("memory of the process", "memory_bytes"),
+    ):
         sizes = [format_bytes(dense[field]), format_bytes(sparse[field])]
         rows.append([what, *sizes, f"{sparse[field] / max(1, dense[field]):.2f}", ""])
     load = sparse.load_seconds / max(dense.load_seconds, 1e-9)
-    rows.append(["load, seconds", f"{dense.load_seconds:.2f}", f"{sparse.load_seconds:.2f}", f"{load:.2f}", ""])
-    same = ", ".join(f"{batch.equal_tokens:.1%}" for batch in record.batches if batch.equal_tokens is not None)
+    rows.append(
+        [
+            "load, seconds",
+            f"{dense.load_seconds:.2f}",
+            f"{sparse.load_seconds:.2f}",
+            f"{load:.2f}",
+            "",
+        ]
+    )
+    same = ", ".join(
+        f"{batch.equal_tokens:.1%}" for batch in record.batches if batch.equal_tokens is not None
+    )
     return "\n".join(
         [
             table(rows),
-            f"prompts of {count_of(record.prompt_tokens, 'token')} ({record.text or 'random'}), {record.new_tokens} new; "
-            f"{count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros",
-            f"{record.processor if record.device == 'cpu' else record.device}, {count_of(record.threads, 'thread')}; "
-            f"medians of {count_of(record.repeats, 'round')}, and the range of their ratios",
+            f"prompts of {count_of(record.prompt_tokens, 'token')} ({record.text or 'random'}), "
+            f"{record.new_tokens} new; {count_of(record.layers, 'packed layer')}, "
+            f"{record.sparsity:.1%} zeros",
+            f"{record.processor if record.device == 'cpu' else record.device}, "
+            f"{count_of(record.threads, 'thread')}; medians of "
+            f"{count_of(record.repeats, 'round')}, and the range of their ratios",
             *([f"{same} of the new tokens are the same"] if same else []),
         ]
     )

@@ -27,14 +27,17 @@ def calibrate(
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     *,
-    targets: Annotated[str | list[str], Opt("Layers, as for prune; the default covers any later choice.")] = "all-linear",
+    targets: Annotated[
+        str | list[str], Opt("Layers, as for prune; the default covers any later choice.")
+    ] = "all-linear",
     output: Annotated[Path, Opt("Activations file to write.")] = Path("activations.safetensors"),
     overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
 ) -> "Activations":
     """Run a text through a model and write the 2-norm of every input feature of its linear layers.
 
-    The text passes through the model once; the file serves any number of prune runs (--activations). Under torchrun or
-    accelerate launch, every process runs its share of the text, and the first writes the file.
+    The text passes through the model once; the file serves any number of prune runs
+    (--activations). Under torchrun or accelerate launch, every process runs its share of the text,
+    and the first writes the file.
 
     Returns the norms.
     """
@@ -54,14 +57,16 @@ def calibrate(
     parse_device_map(loading.device_map)
     quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
     check_output_file(output, overwrite)
-    source, trust = find_model(model.model, model.revision, model.trust_remote_code), model.trust_remote_code
+    source = find_model(model.model, model.revision, model.trust_remote_code)
+    trust = model.trust_remote_code
     checkpoint = Checkpoint(source.folder)
     architecture = Architecture.of_checkpoint(checkpoint, layers.blocks, trust)
     selected = architecture.select(targets, layers.ignore, layers.tower)
     chosen = [target for target in selected if target.layer.kind != "embedding"]
     check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
     images = has_images(text.text_name) and architecture.reads_images
-    if images and (targets, layers.tower) == ("all-linear", "language"):  # images reach the vision tower too
+    # Images reach the vision tower too.
+    if images and (targets, layers.tower) == ("all-linear", "language"):
         chosen += architecture.select("all-linear", layers.ignore, "vision")
     check_calibrated([target.layer for target in chosen], images)
     models = OneModel(loading.device_map, loading.dtype, trust)
@@ -70,14 +75,22 @@ def calibrate(
         about = model_origin(source.name, source.revision, checkpoint, quantization)
         found = [target.layer for target in chosen]
         dense = models.get(source.folder, quantization)
-        norms = calibrated(dense, data, found, text, about, blocks=layers.blocks, resume=out.progress)
+        norms = calibrated(
+            dense, data, found, text, about, blocks=layers.blocks, resume=out.progress
+        )
         if ranks().main:
             norms.save(output)
             keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
             out.complete()
     told = [each.name for each in norms.about.all_texts]
     counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
-    logger.info("%s: norms of %s over %s tokens of %s.", output, counts, f"{data.number:,}", " and ".join(told))
+    logger.info(
+        "%s: norms of %s over %s tokens of %s.",
+        output,
+        counts,
+        f"{data.number:,}",
+        " and ".join(told),
+    )
     return norms
 
 

@@ -1,4 +1,6 @@
-"""Commands: functions whose options are generated from their parameters, for Python and for the shell; and exit codes."""
+"""Commands: functions whose options are generated from their parameters, for Python and for the
+shell; and exit codes.
+"""
 
 import errno
 import inspect
@@ -27,8 +29,30 @@ R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
 # Of a command with many options, --help shows these.
 _FIRST = (
-    *("model", "output", "method", "methods", "criteria", "beta", "betas", "sparsity", "sparsities", "emp_sparsities"),
-    *("pattern", "patterns", "orders", "matched_baselines", "targets", "refit", "heal", "calibration", "evaluate", "suite"),
+    *(
+        "model",
+        "output",
+        "method",
+        "methods",
+        "criteria",
+        "beta",
+        "betas",
+        "sparsity",
+        "sparsities",
+        "emp_sparsities",
+    ),
+    *(
+        "pattern",
+        "patterns",
+        "orders",
+        "matched_baselines",
+        "targets",
+        "refit",
+        "heal",
+        "calibration",
+        "evaluate",
+        "suite",
+    ),
     *("push_to_hub", "dry_run", "overwrite", "verbose", "quiet"),
 )
 _MANY = 30
@@ -54,10 +78,22 @@ _GROUPS = {
 # What a shell reads to complete command lines; bash and zsh set COMP_LINE.
 _COMPLETION = {
     "bash": "complete -o default -C 'emp-llm --complete' emp-llm",
-    "zsh": "autoload -Uz compinit bashcompinit; compinit; bashcompinit; complete -o default -C 'emp-llm --complete' emp-llm",
+    "zsh": "autoload -Uz compinit bashcompinit; compinit; bashcompinit; complete -o default -C "
+    "'emp-llm --complete' emp-llm",
     "fish": "complete -c emp-llm -a '(COMP_LINE=(commandline -cp) emp-llm --complete)'",
 }
-_NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
+_NOISY = (
+    "httpx",
+    "httpcore",
+    "httpx2",
+    "httpcore2",
+    "filelock",
+    "fsspec",
+    "urllib3",
+    "datasets",
+    "accelerate",
+    "absl",
+)
 
 
 class _Terminated(BaseException):
@@ -65,7 +101,9 @@ class _Terminated(BaseException):
 
 
 class CommandModule(ModuleType):
-    """A command's module that can be called like its function: `from emp_llm import prune; prune(...)`."""
+    """A command's module that can be called like its function:
+    `from emp_llm import prune; prune(...)`.
+    """
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._command(*arguments, **keywords)
@@ -85,18 +123,26 @@ class Loudness:
     """What a command tells while it works. Warnings and errors are always shown."""
 
     verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.")] = False
-    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.")] = False
+    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.")] = (
+        False
+    )
 
 
 def command(function: Callable[..., R]) -> Callable[..., R]:
-    """Turn a function into a command: all its options are keyword arguments in Python, and flags in the shell.
+    """Turn a function into a command: all its options are keyword arguments in Python, and flags in
+    the shell.
 
-    A parameter of the function is an option, annotated with an `Opt`; or a group of options: a dataclass or struct with such
-    fields, or `Some` of them; or `Given`. The options of `Loudness` come on top. The module of the function can be called like
-    it.
+    A parameter of the function is an option, annotated with an `Opt`; or a group of options: a
+    dataclass or struct with such fields, or `Some` of them; or `Given`. The options of `Loudness`
+    come on top. The module of the function can be called like it.
     """
-    groups = {name: options_in(parameter) for name, parameter in inspect.signature(function).parameters.items()}
-    options = {name: option for _, part in groups.values() for name, option in part.items()} | options_of(Loudness)
+    groups = {
+        name: options_in(parameter)
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
+    options = {
+        name: option for _, part in groups.values() for name, option in part.items()
+    } | options_of(Loudness)
 
     def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the function, made of values of the options."""
@@ -112,9 +158,18 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     @wraps(function)
     def flat(*arguments: Any, **keywords: Any) -> R:
         given = signature.bind(*arguments, **keywords).arguments
-        required = {name for name, option in options.items() if option.parameter.default is inspect.Parameter.empty}
-        given = {name: options[name].checked(value) for name, value in given.items() if value is not None or name in required}
-        verbose, quiet = given.get("verbose", False), given.get("quiet", False)
+        required = {
+            name
+            for name, option in options.items()
+            if option.parameter.default is inspect.Parameter.empty
+        }
+        given = {
+            name: options[name].checked(value)
+            for name, value in given.items()
+            if value is not None or name in required
+        }
+        verbose = given.get("verbose", False)
+        quiet = given.get("quiet", False)
         if verbose and quiet:
             raise UserError("--verbose and --quiet exclude each other; give one of them.")
         with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
@@ -129,18 +184,24 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     return flat
 
 
-def run(command: Callable[..., Any], show: Callable[[Any], None] | None = None, arguments: list[str] | None = None) -> None:
+def run(
+    command: Callable[..., Any],
+    show: Callable[[Any], None] | None = None,
+    arguments: list[str] | None = None,
+) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
     The command itself prints nothing, so that it is an ordinary function in Python.
 
-    Exit codes: 0 success; 2 wrong input, reported in a sentence; 75 another rank of the job is gone; 130 interrupted; 143
-    terminated. Any other failure keeps its traceback.
+    Exit codes: 0 success; 2 wrong input, reported in a sentence; 75 another rank of the job is
+    gone; 130 interrupted; 143 terminated. Any other failure keeps its traceback.
     """
 
     def work(rank: int) -> None:
         UserError.in_shell = True
-        options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
+        options = parse(
+            command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}"
+        )
         if options.get("quiet"):
             logging.getLogger().setLevel(logging.WARNING)
             _hide_bars_of_libraries()
@@ -153,8 +214,11 @@ def run(command: Callable[..., Any], show: Callable[[Any], None] | None = None, 
 
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
-    """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
-    rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
+    """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a
+    traceback.
+    """
+    # Only rank 0 prints results; errors of other ranks name their rank.
+    rank = int(os.environ.get("RANK", "0"))
     mark = f"rank {rank}: " if rank else ""
     try:
         # On a scheduler's SIGTERM, incomplete files are deleted as on Ctrl-C.
@@ -165,18 +229,23 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
         return
     except UserError as error:
-        code, message = 2, f"error: {error}"
+        code = 2
+        message = f"error: {error}"
     except RankLost as loss:
-        code, message = loss.code, f"error: {loss}"
+        code = loss.code
+        message = f"error: {loss}"
     except KeyboardInterrupt:
-        code, message = 130, "interrupted."
+        code = 130
+        message = "interrupted."
     except _Terminated:
-        code, message = 143, "terminated by SIGTERM."
+        code = 143
+        message = "terminated by SIGTERM."
     except BaseException as error:
         if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
             tell_ranks(1, f"{type(error).__name__}: {error}")
             raise
-        code, message = 2, f"error: {quotable(str(error.filename))}: {reason(error)}."
+        code = 2
+        message = f"error: {quotable(str(error.filename))}: {reason(error)}."
     sys.stderr.write(f"{mark}{visible(message)}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
@@ -189,13 +258,15 @@ def _cut_off() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush succeeds
+        # So that Python's last flush succeeds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
     """The options that arguments give, by field; exits after --help or on invalid arguments.
 
-    Words without a flag are its arguments, in their order; an argument with a flag, such as the model, may be given by either.
+    Words without a flag are its arguments, in their order; an argument with a flag, such as the
+    model, may be given by either.
     """
     import typer
     from typer.core import TyperCommand
@@ -206,16 +277,35 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
 
     def take(context: typer.Context, **options: Any) -> None:
         taken.append(context)
-        given = [key for key in options if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"]
+        given = [
+            key
+            for key in options
+            if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"
+        ]
         values.update({key: options[key] for key in given})
         words.extend(context.args)
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
-    places = {key: option.about.metavar or key.upper() for key, option in options.items() if option.about.argument}
-    optional = [key for key in places if options[key].parameter.default is not inspect.Parameter.empty]
-    usage = " ".join([*(f"[{place}]" if key in optional else place for key, place in places.items()), "[OPTIONS]"])
-    parameters = [_parameter(each) for key, each in options.items() if key not in places or each.about.flag]
-    parameters.insert(0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context))
+    places = {
+        key: option.about.metavar or key.upper()
+        for key, option in options.items()
+        if option.about.argument
+    }
+    optional = [
+        key for key in places if options[key].parameter.default is not inspect.Parameter.empty
+    ]
+    usage = " ".join(
+        [
+            *(f"[{place}]" if key in optional else place for key, place in places.items()),
+            "[OPTIONS]",
+        ]
+    )
+    parameters = [
+        _parameter(each) for key, each in options.items() if key not in places or each.about.flag
+    ]
+    parameters.insert(
+        0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)
+    )
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     everything = arguments[-1:] == ["all"]  # after --help
@@ -227,15 +317,32 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             lines = {key: (place, options[key].about.help) for key, place in places.items()}
             for each in self.get_params(ctx):
                 flags, told = each.get_help_record(ctx) or ("", "")
-                lines[each.name] = (f"{places[each.name]}, {flags}" if each.name in places else flags, told)
+                lines[each.name] = (
+                    f"{places[each.name]}, {flags}" if each.name in places else flags,
+                    told,
+                )
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
                     formatter.write_dl([lines[each] for each in names])
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    more = f"{name} --help all shows all {len(options)} options." if len(options) > _MANY and not everything else None
-    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "allow_extra_args": True}
-    app.command(cls=Grouped, help=help_of(command), epilog=more, options_metavar=usage, context_settings=settings)(take)
+    more = (
+        (f"{name} --help all shows all {len(options)} options.")
+        if len(options) > _MANY and not everything
+        else None
+    )
+    settings = {
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "allow_extra_args": True,
+    }
+    app.command(
+        cls=Grouped,
+        help=help_of(command),
+        epilog=more,
+        options_metavar=usage,
+        context_settings=settings,
+    )(take)
     try:
         app(args=arguments, prog_name=name)
     except SystemExit as end:
@@ -259,20 +366,29 @@ def _parameter(option: Option) -> inspect.Parameter:
     """An option as a parameter for typer."""
     import typer
 
-    about, default = option.about, None if option.about.argument else option.parameter.default
+    about = option.about
+    default = None if option.about.argument else option.parameter.default
     flags = filter(None, (option.flag, _SHORT.get(option.flag)))
     declared = typer.Option(*flags, help=about.help, min=about.minimum, max=about.maximum)
-    # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
-    kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
+    # In the shell, text or a path stands for what Python takes besides, such as objects and lists
+    # of names.
+    kind: Any = next(
+        (each for each in (str, Path) if each in option.kinds),
+        str if option.kind is Any else option.kind,
+    )
     if default is None:
         kind = kind | None
-    return option.parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared])
+    return option.parameter.replace(
+        kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
 
 
 def options_from(name: str, words: list[str]) -> SimpleNamespace:
-    """The options of a command by its name, parsed from the words of a command line; conflicts are not checked yet.
+    """The options of a command by its name, parsed from the words of a command line; conflicts are
+    not checked yet.
 
-    Returns all its options as attributes, and `groups`: the values that its function takes, by name.
+    Returns all its options as attributes, and `groups`: the values that its function takes, by
+    name.
     """
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
@@ -281,7 +397,9 @@ def options_from(name: str, words: list[str]) -> SimpleNamespace:
 
 
 def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[str]]:
-    """The options that help shows, by title: those that people need first, or all; all in one group if they are few."""
+    """The options that help shows, by title: those that people need first, or all; all in one
+    group if they are few.
+    """
     if len(options) > _MANY and not everything:
         return {"Options": [name for name in _FIRST if name in options]}
     groups: dict[str, list[str]] = {}
@@ -295,7 +413,9 @@ def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[
 def help_of(command: Callable[..., Any]) -> str:
     """A command's docstring without the paragraphs for Python users."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
-    return "\n\n".join(takewhile(lambda paragraph: not paragraph.startswith(("Returns", "Raises")), paragraphs))
+    return "\n\n".join(
+        takewhile(lambda paragraph: not paragraph.startswith(("Returns", "Raises")), paragraphs)
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -311,7 +431,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
     usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())
-    usage += "\n\nemp-llm --completion bash (or zsh, fish) prints a line for ~/.bashrc that completes commands and options."
+    usage += (
+        "\n\nemp-llm --completion bash (or zsh, fish) prints a line for ~/.bashrc that "
+        "completes commands and options."
+    )
     texts = {"--version": __version__, "--help": usage, "-h": usage}
     texts |= {f"--completion {shell}": line for shell, line in _COMPLETION.items()}
     name = " ".join([name, *rest[:1]]) if name == "--completion" else name
@@ -319,12 +442,17 @@ def main(arguments: list[str] | None = None) -> None:
         with _cut_off():
             print(texts.get(name) or "\n".join(_completions(os.environ.get("COMP_LINE", ""))))
         return
-    print(f"error: {name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}", file=sys.stderr)
+    print(
+        f"error: {name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 
 def _completions(line: str) -> list[str]:
-    """What the last word of a command line may become: commands, flags, or the choices of the flag before it."""
+    """What the last word of a command line may become: commands, flags, or the choices of the
+    flag before it.
+    """
     line = line[: int(os.environ.get("COMP_POINT", len(line)))]
     words = line.split() + [""] * line.endswith(" ")
     found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
@@ -332,12 +460,21 @@ def _completions(line: str) -> list[str]:
         from emp_llm.options.recipe import METHODS
 
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
-        flags = {flag: each for each in options if each.about.flag or not each.about.argument for flag in each.flag.split("/")}
+        flags = {
+            flag: each
+            for each in options
+            if each.about.flag or not each.about.argument
+            for flag in each.flag.split("/")
+        }
         given = flags.get(words[-2])
         found = [*flags, "--help"] if given is None or given.kind is bool else given.choices
         if given is not None and given.parameter.name == "method":
             found = ["best", *(f"{prefix}{name}" for prefix in ("emp-", "") for name in METHODS)]
-    return [each for each in found if each.startswith(words[-1]) and (words[-1] or not each.startswith("-"))]
+    return [
+        each
+        for each in found
+        if each.startswith(words[-1]) and (words[-1] or not each.startswith("-"))
+    ]
 
 
 def _set_up_logging(mark: str, rank: int) -> None:
@@ -345,7 +482,8 @@ def _set_up_logging(mark: str, rank: int) -> None:
     logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice
+    # They have handlers of their own, and would print each line twice.
+    for own in ("datasets", "huggingface_hub"):
         logging.getLogger(own).propagate = False
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for terminals only
         _hide_bars_of_libraries()

@@ -20,7 +20,8 @@ class Collected(FileRecord, kw_only=True, omit_defaults=False):
 
     Attributes:
         done, jobs: numbers of jobs.
-        details: whether the report shows the matrices of the runs; it does not if there are too many.
+        details: whether the report shows the matrices of the runs; it does not if there are too
+            many.
         missing: ids of the jobs that are not done, with their status.
         unreadable: sentences about outputs that cannot be read.
         files: names of the files beside this one.
@@ -60,16 +61,23 @@ def collect(
     output: Annotated[Path | None, Opt("Folder to write; default: tables in the study.")] = None,
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
 ) -> CollectSummary:
-    """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV, and the HTML report.
+    """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
+    and the HTML report.
 
-    It may run at any time, also while jobs write. Tables of a part of the study say what is missing. The same results give the
-    same bytes, wherever the jobs ran.
+    It may run at any time, also while jobs write. Tables of a part of the study say what is
+    missing. The same results give the same bytes, wherever the jobs ran.
 
     Returns the tables, and what is missing.
     """
     from emp_llm.checkpoint.locks import locked
     from emp_llm.checkpoint.output import check_folder, write_folder
-    from emp_llm.cluster.collecting import job_views, study_csv, study_markdown, study_results, study_text
+    from emp_llm.cluster.collecting import (
+        job_views,
+        study_csv,
+        study_markdown,
+        study_results,
+        study_text,
+    )
 
     views = job_views(study)
     output = output or study / "tables"
@@ -80,7 +88,8 @@ def collect(
     results = study_results(views)
     missing = {view.job.id: view for view in views if view.status != "done"}
     lines = [
-        f"{name}: {view.status}" + (f": {quotable(view.message)}" if view.message else "") for name, view in missing.items()
+        f"{name}: {view.status}" + (f": {quotable(view.message)}" if view.message else "")
+        for name, view in missing.items()
     ]
     page = study_markdown(results, len(views) - len(missing), len(views), lines)
     files = {"tables.md": page.encode(), "tables.csv": study_csv(results).encode()}
@@ -90,7 +99,9 @@ def collect(
         from emp_llm.reporting.page import report_content
         from emp_llm.reporting.studies import read_inputs
 
-        _, report, _ = report_content(*read_inputs(paths), f"Study {study.resolve().name}", not no_plots)
+        _, report, _ = report_content(
+            *read_inputs(paths), f"Study {study.resolve().name}", not no_plots
+        )
         files |= {f"report/{name}": content for name, content in report.items()}
     record = Collected(
         done=len(views) - len(missing),
@@ -101,7 +112,8 @@ def collect(
         files=sorted(files),
     )
     files[_SUMMARY] = record.encoded()
-    with locked(output, patience=_PATIENCE):  # another collector may write the folder at this moment
+    # Another collector may write the folder at this moment.
+    with locked(output, patience=_PATIENCE):
         write_folder(output, files, True, _SUMMARY)
     return CollectSummary(output, record, page, study_text(results))
 
@@ -113,7 +125,10 @@ def show(summary: CollectSummary) -> None:
     for sentence in record.unreadable:
         print(f"warning: unreadable, so left out: {quotable(sentence)}")
     if not record.details:
-        print(f"the report leaves out the matrices of more than {_RUNS_IN_DETAIL} runs; emp-llm report shows those you name")
+        print(
+            f"the report leaves out the matrices of more than {_RUNS_IN_DETAIL} runs; emp-llm "
+            "report shows those you name"
+        )
     if record.missing:
         names = shortened_list([f"{name} ({status})" for name, status in record.missing.items()], 6)
         print(f"partial: {names} {'is' if len(record.missing) == 1 else 'are'} missing")

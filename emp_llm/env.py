@@ -8,7 +8,8 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 @command
 def env() -> dict[str, str]:
-    """Show what emp-llm runs on: versions, processor, memory, GPUs, and the kernels that it chooses here.
+    """Show what emp-llm runs on: versions, processor, memory, GPUs, and the kernels that it chooses
+    here.
 
     Add its output to a report of an error. It names no file and no model.
 
@@ -17,7 +18,13 @@ def env() -> dict[str, str]:
     import torch
 
     from emp_llm.common.errors import format_bytes
-    from emp_llm.common.machine import available_cores, available_memory, cpu_fields, processor_name, versions
+    from emp_llm.common.machine import (
+        available_cores,
+        available_memory,
+        cpu_fields,
+        processor_name,
+        versions,
+    )
     from emp_llm.runtime.sparse_linear import cpu_instructions
     from emp_llm.selection.rows import has_numba
 
@@ -26,10 +33,12 @@ def env() -> dict[str, str]:
     runtime = cpu_instructions(torch.bfloat16)
     return versions("huggingface-hub", "numpy", "numba") | {
         "processor": processor_name(),
-        "instructions": ", ".join(each for each in _INSTRUCTIONS if each in found) or f"none of {', '.join(_INSTRUCTIONS)}",
+        "instructions": ", ".join(each for each in _INSTRUCTIONS if each in found)
+        or f"none of {', '.join(_INSTRUCTIONS)}",
         "cores": f"{available_cores()}",
         "memory": f"{format_bytes(available_memory())} available",
-        "GPUs": ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in gpus) or "none",
+        "GPUs": ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in gpus)
+        or "none",
         "masks": "compiled" if has_numba() else "numpy",
         "runtime": "torch" if runtime is None else _RUNTIMES[runtime.name],
     }

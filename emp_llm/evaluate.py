@@ -13,7 +13,13 @@ from emp_llm.common.progress import load_packages
 from emp_llm.evaluation.suites import suite_of
 from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
-from emp_llm.options.model import DEVICE_NAME, LoadingOptions, QuantizationOptions, Runtime, TrustRemoteCode
+from emp_llm.options.model import (
+    DEVICE_NAME,
+    LoadingOptions,
+    QuantizationOptions,
+    Runtime,
+    TrustRemoteCode,
+)
 from emp_llm.records.results import Results
 
 if TYPE_CHECKING:
@@ -59,22 +65,36 @@ def evaluate(
     suite_options: SuiteOptions,
     loading: LoadingOptions,
     quantized: QuantizationOptions,
-    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None,
+    output: Annotated[
+        Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")
+    ] = None,
     overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False,
-    baseline: Annotated[str | None, Opt("Model to compare with (a Hub id may end in @REVISION), or its results file.")] = None,
-    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None,
+    baseline: Annotated[
+        str | None,
+        Opt("Model to compare with (a Hub id may end in @REVISION), or its results file."),
+    ] = None,
+    beside: Annotated[
+        list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")
+    ] = None,
     batch_size: Annotated[str | int, Opt("Examples per forward pass of a task, or auto.")] = "8",
-    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense",
+    runtime: Annotated[
+        Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")
+    ] = "dense",
     form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal",
-    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False,
+    prepare: Annotated[
+        bool, Opt("Only download the data of the suite (and the model) into the cache.")
+    ] = False,
 ) -> Evaluated | list[str]:
-    """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in a table.
+    """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in
+    a table.
 
-    Results are written after every task, and the same command resumes after the last finished one. A baseline that is a model
-    is measured too, and its results are written beside the output as OUTPUT-baseline.json. With --load-in-8bit or
-    --load-in-4bit and such a baseline, both models are measured with and without quantisation.
+    Results are written after every task, and the same command resumes after the last finished one.
+    A baseline that is a model is measured too, and its results are written beside the output as
+    OUTPUT-baseline.json. With --load-in-8bit or --load-in-4bit and such a baseline, both models are
+    measured with and without quantisation.
 
-    Returns the results and the table; with --prepare, what is in the cache: a line for each model, text and task.
+    Returns the results and the table; with --prepare, what is in the cache: a line for each model,
+    text and task.
     """
     load_packages()
     from emp_llm.checkpoint.locks import locked
@@ -92,12 +112,20 @@ def evaluate(
 
     if runtime == "sparse":
         if quantized.load_in_8bit or quantized.load_in_4bit:
-            raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
+            raise UserError(
+                "--runtime sparse computes from packed weights; leave out "
+                "--load-in-8bit and --load-in-4bit."
+            )
         if DEVICE_NAME.fullmatch(loading.device_map) is None:
-            raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
+            raise UserError(
+                "--runtime sparse runs on one device: --device-map auto, cpu or "
+                f"cuda:N, not {loading.device_map}."
+            )
     parse_device_map(loading.device_map)
-    size, quantization = parse_batch_size(batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
-    suite, trust = suite_of(suite_options), trust_remote_code
+    size = parse_batch_size(batch_size)
+    quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
+    suite = suite_of(suite_options)
+    trust = trust_remote_code
     given = Path(baseline) if baseline is not None and baseline.endswith(".json") else None
     sources = [find_model(model, revision, trust)] if model else []
     if baseline is not None and given is None:
@@ -109,26 +137,41 @@ def evaluate(
             cached.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
         if suite.tasks:
             counts = Harness(suite.tasks).examples()
-            cached += [f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()]
+            cached += [
+                f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()
+            ]
         return cached
     if not model:
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
-    base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
-    marks = [sources[0].short_name, quantization, Path(base).stem, *filter(None, changes.split(","))]
+    # "perplexity-seqlen=512" of "perplexity,seqlen=512".
+    base, _, changes = suite.name.partition(",")
+    marks = [
+        sources[0].short_name,
+        quantization,
+        Path(base).stem,
+        *filter(None, changes.split(",")),
+    ]
     file = output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
 
     with ExitStack() as stack:
 
         def subject(
-            source: "LocalModel", mark: str = "", bits: "Quantization | None" = None, engine: Runtime = "dense"
+            source: "LocalModel",
+            mark: str = "",
+            bits: "Quantization | None" = None,
+            engine: Runtime = "dense",
         ) -> Subject:
             path = file.with_name(f"{file.stem}{mark}.json") if mark else file
             if ranks().main:  # before its earlier results are read
                 stack.enter_context(locked(path))
-            results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, engine)
+            results = new_results(
+                source, suite, size, loading.dtype, loading.device_map, bits, engine
+            )
             tokenizer = load_tokenizer(source.folder, trust)
             results.made_by.text = suite.of_model(source.folder, tokenizer).record().text
-            return Subject(source, tokenizer, path, bits, engine, open_results(path, results, overwrite))
+            return Subject(
+                source, tokenizer, path, bits, engine, open_results(path, results, overwrite)
+            )
 
         # What is measured, in the order of the table; the last is --model.
         runs = []
@@ -145,20 +188,35 @@ def evaluate(
         # The data of the suite is read before any model is measured.
         unfinished = [run for run in runs if missing(suite, run.results.measures)]
         harness = Harness(suite.tasks) if suite.tasks and unfinished else None
-        prepared = {run.path: prepare_suite(suite, run.source.folder, run.tokenizer, size, harness) for run in unfinished}
+        prepared = {
+            run.path: prepare_suite(suite, run.source.folder, run.tokenizer, size, harness)
+            for run in unfinished
+        }
         for run in runs:
             if run.path not in prepared:
                 logger.info("%s: already finished; not measured again.", run.path)
-                if ranks().main and not run.results.complete:  # a run was interrupted just before this
+                # A run was interrupted just before this.
+                if ranks().main and not run.results.complete:
                     run.results.complete = True
                     run.results.save(run.path)
                 continue
             with stage(f"evaluate {run.source.short_name}"):
                 if run.runtime == "sparse":
                     device = run_device(loading.device_map)
-                    loaded = load(run.source.folder, device=device, dtype=loading.dtype, trust_remote_code=trust)
+                    loaded = load(
+                        run.source.folder,
+                        device=device,
+                        dtype=loading.dtype,
+                        trust_remote_code=trust,
+                    )
                 else:
-                    loaded = load_model(run.source.folder, loading.device_map, loading.dtype, trust, run.quantization)
+                    loaded = load_model(
+                        run.source.folder,
+                        loading.device_map,
+                        loading.dtype,
+                        trust,
+                        run.quantization,
+                    )
                 evaluate_model(loaded, prepared.pop(run.path), run.results, run.path)
                 del loaded
                 free_memory()

@@ -26,12 +26,20 @@ class GenerateOptions(DeviceOptions, ModelOptions):
     """Options of `generate`."""
 
     prompt: Annotated[str, Opt("Text to continue; - reads it from standard input.")]
-    runtime: Annotated[Runtime, Opt("Compute from packed weights (sparse), or as transformers does (dense).")] = "sparse"
+    runtime: Annotated[
+        Runtime, Opt("Compute from packed weights (sparse), or as transformers does (dense).")
+    ] = "sparse"
     max_new_tokens: Annotated[int, Opt("Most tokens to generate.", minimum=1)] = 128
-    temperature: Annotated[float, Opt("Randomness of the choice; 0: always the most probable token.", minimum=0)] = 0.0
-    top_p: Annotated[float, Opt("Choose among the most probable tokens of this total probability.")] = 1.0
+    temperature: Annotated[
+        float, Opt("Randomness of the choice; 0: always the most probable token.", minimum=0)
+    ] = 0.0
+    top_p: Annotated[
+        float, Opt("Choose among the most probable tokens of this total probability.")
+    ] = 1.0
     seed: Annotated[int, Opt("Seed of the choice.")] = 0
-    chat: Annotated[bool, Opt("Give the prompt as a user's message, by the tokenizer's chat template.")] = False
+    chat: Annotated[
+        bool, Opt("Give the prompt as a user's message, by the tokenizer's chat template.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,9 @@ class Generation:
     """
 
     def __init__(self, model: "PreTrainedModel", tokenizer: Any, arguments: dict[str, Any]) -> None:
-        self._model, self._tokenizer, self._arguments = model, tokenizer, arguments
+        self._model = model
+        self._tokenizer = tokenizer
+        self._arguments = arguments
         self._pieces: list[str] = []
         self.figures: GenerationFigures | None = None
 
@@ -83,18 +93,26 @@ class Generation:
         if self.figures is not None:
             yield from self._pieces
             return
-        streamer: Any = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, times, problem = Event(), [], []
+        streamer: Any = TextIteratorStreamer(
+            self._tokenizer, skip_prompt=True, skip_special_tokens=True
+        )
+        stop = Event()
+        times = []
+        problem = []
 
         def after_token(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            """Note the time of a new token; returns whether each sequence ends, bool, shape (sequences,)."""
+            """Note the time of a new token; returns whether each sequence ends, bool, shape
+            (sequences,).
+            """
             times.append(time.perf_counter())
             return torch.full((ids.shape[0],), stop.is_set(), device=ids.device)
 
         def work() -> None:
             try:
                 with torch.inference_mode():
-                    self._model.generate(**self._arguments, streamer=streamer, stopping_criteria=[after_token])
+                    self._model.generate(
+                        **self._arguments, streamer=streamer, stopping_criteria=[after_token]
+                    )
             except BaseException as error:  # raised in the thread that reads
                 problem.append(error)
                 streamer.end()
@@ -118,7 +136,9 @@ class Generation:
             new_tokens=len(times),
             first_seconds=times[0] - start if times else 0.0,
             seconds=time.perf_counter() - start,
-            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory(),
+            memory_bytes=torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else peak_memory(),
         )
 
 
@@ -126,13 +146,14 @@ class Generation:
 def generate(options: GenerateOptions) -> Generation:
     """Continue a text with a pruned model, and tell how fast and in how much memory.
 
-    The pruned layers compute from a bitmask and the weights that are not zero. The model is a pruned checkpoint, or a folder
-    of emp-llm pack, whose files are mapped into memory.
+    The pruned layers compute from a bitmask and the weights that are not zero. The model is a
+    pruned checkpoint, or a folder of emp-llm pack, whose files are mapped into memory.
 
     Returns the generation: iterate over its pieces, or take `text`; then `figures`.
 
     Raises:
-        UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is empty or too long.
+        UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is
+            empty or too long.
     """
     load_packages()
     import torch
@@ -156,29 +177,44 @@ def generate(options: GenerateOptions) -> Generation:
         model = load_model(folder, device, options.dtype, trust)
     else:
         least = LEAST_ZEROS if options.runtime == "sparse" else NEVER
-        model = load(folder, device=device, dtype=options.dtype, trust_remote_code=trust, least_zeros=least)
+        model = load(
+            folder, device=device, dtype=options.dtype, trust_remote_code=trust, least_zeros=least
+        )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(model.generation_config, name)
-        if not all(isinstance(number, int | None) for number in (value if isinstance(value, list) else [value])):
-            told = f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
+        if not all(
+            isinstance(number, int | None)
+            for number in (value if isinstance(value, list) else [value])
+        ):
+            told = (
+                f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
+            )
             raise UserError(f"{folder / 'generation_config.json'}: {told}")
     check_ids(ids, model.config, f"--prompt, by the tokenizer of {options.model}")
     longest = max_context(model.config)
     if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
         raise UserError(
-            f"The prompt has {count_of(ids.shape[1], 'token')}; with {options.max_new_tokens} new ones that is more "
-            f"than the model's {longest} positions. Lower --max-new-tokens, or shorten the prompt."
+            f"The prompt has {count_of(ids.shape[1], 'token')}; with {options.max_new_tokens} new "
+            f"ones that is more than the model's {longest} positions. Lower --max-new-tokens, or "
+            "shorten the prompt."
         )
     choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if options.temperature > 0:
         torch.manual_seed(options.seed)
-        choice = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+        choice = {
+            "do_sample": True,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": 0,
+        }
     ids = ids.to(model.device)
     arguments = choice | {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": options.max_new_tokens,
-        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        "pad_token_id": tokenizer.eos_token_id
+        if tokenizer.pad_token_id is None
+        else tokenizer.pad_token_id,
     }
     return Generation(model, tokenizer, arguments)
 
@@ -193,8 +229,13 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
     if not options.chat:
         return tokenizer(text, return_tensors="pt").input_ids
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"--chat needs a chat template, and the tokenizer of {options.model} has none. Leave it out.")
-    whole = chat_text([{"role": "user", "content": text}], tokenizer, f"--chat {options.model}", answer=True)
+        raise UserError(
+            f"--chat needs a chat template, and the tokenizer of {options.model} has "
+            "none. Leave it out."
+        )
+    whole = chat_text(
+        [{"role": "user", "content": text}], tokenizer, f"--chat {options.model}", answer=True
+    )
     return tokenizer(whole, return_tensors="pt", add_special_tokens=False).input_ids
 
 
@@ -210,7 +251,9 @@ def show(generation: Generation) -> None:
         count_of(figures.prompt_tokens, "prompt token"),
         figures.first_seconds,
         count_of(figures.new_tokens, "new token"),
-        (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds) if figures.new_tokens > 1 else 0.0,
+        (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds)
+        if figures.new_tokens > 1
+        else 0.0,
         format_bytes(figures.memory_bytes),
     )
 

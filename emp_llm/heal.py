@@ -1,4 +1,6 @@
-"""`emp-llm heal`: pruned checkpoint + its dense model + text -> the same zeros, with kept weights that were trained."""
+"""`emp-llm heal`: pruned checkpoint + its dense model + text -> the same zeros, with kept
+weights that were trained.
+"""
 
 import logging
 import shutil
@@ -26,7 +28,9 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     """The options of `heal` beside those of the recipe."""
 
     dense: Annotated[str, Opt("Folder or Hub id of the dense model.")]
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model on the Hub.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model on the Hub.")] = (
+        None
+    )
     trust_remote_code: TrustRemoteCode = False
     output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
@@ -38,15 +42,18 @@ _TEXT = ("calibration", "samples", "seqlen", "batch_size", "hidden_states", "see
 
 @command
 def heal(
-    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")],
+    folder: Annotated[
+        Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
+    ],
     how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
     options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
     given: Given,
 ) -> RunReport:
-    """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities. Zeros stay zero.
+    """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
+    Zeros stay zero.
 
-    The text is that of a calibration; one sequence of sixteen is held out and chooses the step whose weights are kept. An
-    interrupted run resumes. prune --heal does both in one run.
+    The text is that of a calibration; one sequence of sixteen is held out and chooses the step
+    whose weights are kept. An interrupted run resumes. prune --heal does both in one run.
 
     Returns the report of the checkpoint, with the training as `healing`.
     """
@@ -70,25 +77,44 @@ def heal(
     from emp_llm.records.source import stage_records
 
     if "batch_size" in given and not torch.cuda.is_available():
-        logger.warning("warning: --batch-size has no effect without a GPU: healing takes one sequence at a time there.")
+        logger.warning(
+            "warning: --batch-size has no effect without a GPU: healing takes one "
+            "sequence at a time there."
+        )
 
     # Which models, and by which text.
-    report, manifest = read_report(folder), read_manifest(folder)
+    report = read_report(folder)
+    manifest = read_manifest(folder)
     if report.recipe.heal:
-        raise UserError(f"{folder}: it is healed already. Give the checkpoint before it was healed.")
+        raise UserError(
+            f"{folder}: it is healed already. Give the checkpoint before it was healed."
+        )
     recipe = report.recipe.but(heal=True, heal_steps=how.heal_steps, heal_weights=how.heal_weights)
     source = find_model(options.dense, options.revision, options.trust_remote_code)
-    dense, pruned = Checkpoint(source.folder), Checkpoint(folder)
+    dense = Checkpoint(source.folder)
+    pruned = Checkpoint(folder)
     if manifest.source.identity not in (None, identity_of(dense)):
-        raise UserError(f"--dense {options.dense}: its weights are not those that were pruned. Give {report.source.model}.")
-    models, stopwatch = OneModel(options.device_map, options.dtype, options.trust_remote_code), Stopwatch()
+        raise UserError(
+            f"--dense {options.dense}: its weights are not those that were pruned. "
+            f"Give {report.source.model}."
+        )
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
+    stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
     data = calibration_data(options, architecture, options.trust_remote_code, models=models)
-    check_healable(dense.config, data, architecture.select(recipe.targets, recipe.ignore, recipe.tower))
+    check_healable(
+        dense.config, data, architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+    )
     assert isinstance(data, CalibrationText)
     models.free()
-    signature = {"heals": {name: list(state) for name, state in pruned.states.items()}, "recipe": recipe.as_dict()}
-    signature |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
+    signature = {
+        "heals": {name: list(state) for name, state in pruned.states.items()},
+        "recipe": recipe.as_dict(),
+    }
+    signature |= calibration_signature(data, options) | {
+        "dtype": options.dtype,
+        "device_map": options.device_map,
+    }
 
     # Train, and write.
     output = options.output or folder.with_name(f"{folder.name}-healed")
@@ -99,7 +125,9 @@ def heal(
             out.begin(signature, machine_name())
             if out.get("copied") is None:
                 shards = [Path(shard.name) for shard in pruned.shards]
-                for relative in dict.fromkeys([*shards, *pruned.side_files(), *_extras(folder, manifest)]):
+                for relative in dict.fromkeys(
+                    [*shards, *pruned.side_files(), *_extras(folder, manifest)]
+                ):
                     copy = out.files / relative
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(folder / relative, copy)
@@ -107,10 +135,19 @@ def heal(
                 sync_tree(out.files)
                 out.note(copied=True)
         with stopwatch("heal"):
-            healing = heal_folder(out, source.folder, recipe, data, options, model_origin(source.name, source.revision, dense))
+            healing = heal_folder(
+                out,
+                source.folder,
+                recipe,
+                data,
+                options,
+                model_origin(source.name, source.revision, dense),
+            )
         if ranks().main:
             healing.command = command_line()
-            report.recipe, report.healing, report.evaluation = recipe, healing, None
+            report.recipe = recipe
+            report.healing = healing
+            report.evaluation = None
             report.stages |= stage_records(stopwatch.record)
             report.warnings += healing_warnings(healing)
             if report.sizes is not None:
@@ -131,7 +168,9 @@ def _extras(folder: Path, manifest: Manifest) -> list[Path]:
     return [
         path
         for path in paths
-        if path.parts[0] == EXTRAS and path.suffix in (".safetensors", ".json", ".jsonl") and (folder / path).is_file()
+        if path.parts[0] == EXTRAS
+        and path.suffix in (".safetensors", ".json", ".jsonl")
+        and (folder / path).is_file()
     ]
 
 

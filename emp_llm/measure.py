@@ -1,4 +1,6 @@
-"""`emp-llm measure`: effective numbers and masses of a model's matrices, by criterion and order; no weights are written."""
+"""`emp-llm measure`: effective numbers and masses of a model's matrices, by criterion and order;
+no weights are written.
+"""
 
 import logging
 from pathlib import Path
@@ -12,7 +14,14 @@ from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_units, structured
-from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe, StructureRecipe
+from emp_llm.options.recipe import (
+    METHODS,
+    SCORE_FIELDS,
+    SEARCHES,
+    TARGET_FIELDS,
+    Recipe,
+    StructureRecipe,
+)
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
 
@@ -29,19 +38,27 @@ def measure(
     loading: LoadingOptions,
     given: Given,
     *,
-    output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None,
+    output: Annotated[
+        Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")
+    ] = None,
     overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
-    criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None,
+    criteria: Annotated[
+        str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")
+    ] = None,
     orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2",
-    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS,
+    betas: Annotated[
+        str, Opt("Betas at which to show the sparsity, separated by commas.")
+    ] = CURVE_BETAS,
 ) -> Measure:
-    """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
+    """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the
+    N_eff largest scores.
 
-    The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
-    lower bound on s_eff. Each matrix is read once. The weights that EMP keeps at beta 1 are reported as by prune.
+    The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
+    s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
+    keeps at beta 1 are reported as by prune.
 
-    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in each layer at each beta, and
-    the size of the model that is left.
+    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
+    each layer at each beta, and the size of the model that is left.
 
     Returns the content of the output.
     """
@@ -67,7 +84,10 @@ def measure(
     from emp_llm.pruning.scores import Scores, input_norms, recorded
 
     if ranks().count > 1:
-        raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
+        raise UserError(
+            "measure runs in one process. Calibrate with torchrun first, and give the "
+            "file as --activations."
+        )
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
     norms = None if units else given_norms(text, leading, given)
     source = find_model(model.model, model.revision, model.trust_remote_code)
@@ -78,7 +98,13 @@ def measure(
         from emp_llm.structure.measuring import measure_units
 
         with OutputFile(path) as out:
-            shared_by_all = text, loading, model.trust_remote_code, curve, path.with_suffix(f".{SELF_NAME.name}")
+            shared_by_all = (
+                text,
+                loading,
+                model.trust_remote_code,
+                curve,
+                path.with_suffix(f".{SELF_NAME.name}"),
+            )
             of_units = [measure_units(source, recipe, *shared_by_all) for recipe in recipes]
             record = Measure(
                 source=ModelSource(model=source.name, revision=source.revision, identity=None),
@@ -93,8 +119,11 @@ def measure(
         return record
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
-    checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, leading.needs_activations and norms is None
-    unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]  # scores of one's own are checked now
+    checkpoint = chosen.checkpoint
+    targets = chosen.targets
+    calibrates = leading.needs_activations and norms is None
+    # Scores of one's own are checked now.
+    unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]
     data = None
     if calibrates:
         load_packages()
@@ -109,8 +138,11 @@ def measure(
 
             with stage("calibrate"):
                 about = model_origin(source.name, source.revision, checkpoint)
-                dense, layers = models.get(source.folder), chosen.layers_to_calibrate()
-                norms = calibrated(dense, data, layers, text, about, blocks=leading.blocks, resume=out.progress)
+                dense = models.get(source.folder)
+                layers = chosen.layers_to_calibrate()
+                norms = calibrated(
+                    dense, data, layers, text, about, blocks=leading.blocks, resume=out.progress
+                )
                 del dense
                 models.free()
             keep_generated(path.with_suffix(f".{SELF_NAME.name}"), data)
@@ -123,11 +155,15 @@ def measure(
             for scores in unscored:
                 if norms is not None and scores.recipe.needs_activations:
                     name = str(text.activations or "the activations")
-                    scores = scores.with_norms(input_norms(norms, targets, scores.recipe.relative, name))
+                    scores = scores.with_norms(
+                        input_norms(norms, targets, scores.recipe.relative, name)
+                    )
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
-            entries, weights = [], sum(target.matrix.numel for target in targets)
+            entries = []
+            weights = sum(target.matrix.numel for target in targets)
             for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
-                recipe, matrices = pruner.scores.recipe, matrix_records(outcomes, pruner)
+                recipe = pruner.scores.recipe
+                matrices = matrix_records(outcomes, pruner)
                 kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, curve)
                 entries.append(
                     MeasureEntry(
@@ -156,7 +192,9 @@ def measure(
     return record
 
 
-def _recipes(given: str | None, orders: str, shared: Recipe, structure: StructureRecipe) -> list[Recipe]:
+def _recipes(
+    given: str | None, orders: str, shared: Recipe, structure: StructureRecipe
+) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
     if structure.structure is not None:
@@ -164,8 +202,8 @@ def _recipes(given: str | None, orders: str, shared: Recipe, structure: Structur
         for criterion in parse_words(given or known[0], "--criteria"):
             if criterion not in known:
                 raise UserError(
-                    f"--criteria: {criterion!r} does not score {structure.structure}. Use {', '.join(known)}."
-                    f"{did_you_mean(criterion, known)}"
+                    f"--criteria: {criterion!r} does not score {structure.structure}. Use "
+                    f"{', '.join(known)}.{did_you_mean(criterion, known)}"
                 )
             recipes += [
                 structured(Recipe(method=f"emp-{criterion}", order=order), structure)
@@ -173,18 +211,25 @@ def _recipes(given: str | None, orders: str, shared: Recipe, structure: Structur
             ]
         return recipes
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
-    criteria = parse_words(",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given, "--criteria")
+    criteria = parse_words(
+        ",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given,
+        "--criteria",
+    )
     for criterion in dict.fromkeys(criteria):
         if criterion in SEARCHES:
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
         if criterion not in METHODS and own is None:
-            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}")
+            raise UserError(
+                f"--criteria: {criterion!r} is not one of "
+                f"{', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}"
+            )
         for order in dict.fromkeys(parse_numbers(orders, "--orders")):
             recipes.append(shared.with_method(f"emp-{criterion}", order=order))
             recipes[-1].check()
     if shared.score is not None and not any(recipe.score == shared.score for recipe in recipes):
         raise UserError(
-            f"--score {shared.score} is for criteria that need activations, and --criteria has none that it changes."
+            f"--score {shared.score} is for criteria that need activations, and --criteria has "
+            "none that it changes."
         )
     return recipes
 

@@ -1,4 +1,6 @@
-"""`emp-llm pack MODEL OUTPUT`: a pruned checkpoint is packed without its zeros, or its mask alone, for shipping."""
+"""`emp-llm pack MODEL OUTPUT`: a pruned checkpoint is packed without its zeros, or its mask
+alone, for shipping.
+"""
 
 import logging
 import time
@@ -33,23 +35,28 @@ class Packed:
 
 @command
 def pack(
-    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="MODEL", flag="--model")],
+    folder: Annotated[
+        Path, Opt("Pruned checkpoint.", argument=True, metavar="MODEL", flag="--model")
+    ],
     output: Annotated[Path, Opt("Folder to write.", argument=True, flag="--output")],
     *,
     zstd: Annotated[bool, Opt("Also compress values and masks (zstandard).")] = False,
-    mask_only: Annotated[bool, Opt("Pack the mask without weights, for users who have the dense model.")] = False,
+    mask_only: Annotated[
+        bool, Opt("Pack the mask without weights, for users who have the dense model.")
+    ] = False,
     overwrite: Annotated[bool, Opt("Replace an existing folder at the output.")] = False,
 ) -> Packed:
-    """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that are not zero.
+    """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that
+    are not zero.
 
-    Packing is lossless: emp-llm unpack restores every file bit for bit. To unpack a folder that was packed with --mask-only,
-    it needs the dense model (--base). Hidden files are left out.
+    Packing is lossless: emp-llm unpack restores every file bit for bit. To unpack a folder that was
+    packed with --mask-only, it needs the dense model (--base). Hidden files are left out.
 
     Returns the sizes before and after, and the time taken.
 
     Raises:
-        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is missing, or there are no
-            zeros to mask.
+        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is
+            missing, or there are no zeros to mask.
     """
     from emp_llm.checkpoint.bits import need_zstandard
     from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -69,7 +76,9 @@ def pack(
         sizes = pack_checkpoint(checkpoint, layout, files, out.files)
         out.complete()
     if sizes.sparse == 0:
-        logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", folder)
+        logger.warning(
+            "warning: %s has too few zeros to save space; pack is for pruned checkpoints.", folder
+        )
     return Packed(str(output), sizes, round(time.monotonic() - started, 3))
 
 
@@ -78,9 +87,10 @@ def show(packed: Packed) -> None:
     sizes = packed.sizes
     share = 100 * sizes.packed_bytes / sizes.dense_bytes
     print(
-        f"{packed.output}: {format_bytes(sizes.dense_bytes)} of weights in {format_bytes(sizes.packed_bytes)} "
-        f"({share:.1f} %), {sizes.sparse} of {count_of(sizes.tensors, 'tensor')} sparse; "
-        f"{format_bytes(sizes.file_bytes)} of other files; {packed.seconds:.1f} s"
+        f"{packed.output}: {format_bytes(sizes.dense_bytes)} of weights in "
+        f"{format_bytes(sizes.packed_bytes)} ({share:.1f} %), {sizes.sparse} of "
+        f"{count_of(sizes.tensors, 'tensor')} sparse; {format_bytes(sizes.file_bytes)} of other "
+        f"files; {packed.seconds:.1f} s"
     )
 
 

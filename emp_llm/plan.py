@@ -27,23 +27,35 @@ class PlanSummary:
 
 @command
 def plan(options: PlanOptions) -> PlanSummary:
-    """Plan a study of models x methods as a file: one job a line, with its command, the jobs that come first, and its needs.
+    """Plan a study of models x methods as a file: one job a line, with its command, the jobs that
+    come first, and its needs.
 
-    Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. The needs (GPUs, memory, disk,
-    hours) are estimated from the models' configs alone; no weights are read or downloaded. The file may be edited. Paths in
-    further options are relative to the study's folder, where the jobs run.
+    Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. The
+    needs (GPUs, memory, disk, hours) are estimated from the models' configs alone; no weights are
+    read or downloaded. The file may be edited. Paths in further options are relative to the study's
+    folder, where the jobs run.
 
     Returns the jobs, and the assumptions of the estimates.
     """
     from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.cluster.planning import Work, assumptions, model_jobs, model_size, named_models, study_recipes, with_table
+    from emp_llm.cluster.planning import (
+        Work,
+        assumptions,
+        model_jobs,
+        model_size,
+        named_models,
+        study_recipes,
+        with_table,
+    )
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.options.calibration import CalibrationOptions
 
     options = with_table(options)
     suite = find_suite(options.suite or DEFAULT_SUITE)
     recipes = study_recipes(options, options_from)
-    text = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+    text = CalibrationOptions(
+        calibration=options.calibration, samples=options.samples, seqlen=options.seqlen
+    )
     moves_by = next((norms.updates for norms in recipes.values() if norms.updates), None)
     jobs: list[Job] = []
     assumed: list[str] = []
@@ -65,16 +77,20 @@ def plan(options: PlanOptions) -> PlanSummary:
     path = options.output / PLAN_NAME
     if path.exists() and not options.overwrite:
         older = {job.id: job for job in read_plan(options.output)}
-        different = sum(older.get(job.id) != job for job in jobs) + len(older.keys() - {job.id for job in jobs})
+        different = sum(older.get(job.id) != job for job in jobs) + len(
+            older.keys() - {job.id for job in jobs}
+        )
         if different:
             raise UserError(
-                f"{path}: it holds another plan; {count_of(different, 'job')} would change. Name another --output, or "
-                "--overwrite."
+                f"{path}: it holds another plan; {count_of(different, 'job')} would change. Name "
+                "another --output, or --overwrite."
             )
     try:
         write_plan(options.output, jobs)
     except OSError as error:
-        raise UserError(f"--output {options.output}: the plan cannot be written ({error.strerror}).") from error
+        raise UserError(
+            f"--output {options.output}: the plan cannot be written ({error.strerror})."
+        ) from error
     return PlanSummary(options.output, jobs, list(dict.fromkeys(assumed)))
 
 
@@ -95,7 +111,8 @@ def show(summary: PlanSummary) -> None:
     total += f", {gpu_hours:.3g} GPU hours" if gpu_hours else ""
     print(f"{total}, {disk:.3g} GB of disk")
     print("assumed:", *summary.assumptions, sep="\n  ")
-    file, study = summary.study / "plan.jsonl", summary.study
+    file = summary.study / "plan.jsonl"
+    study = summary.study
     print(f"written to {file}; start it with emp-llm run {study}, or emp-llm submit")
 
 
@@ -108,7 +125,8 @@ def _place(needs: Needs) -> str:
 
 def _range(numbers: tuple[float, ...]) -> str:
     """The least and the greatest of some numbers, with two digits."""
-    low, high = f"{min(numbers):.2g}", f"{max(numbers):.2g}"
+    low = f"{min(numbers):.2g}"
+    high = f"{max(numbers):.2g}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -27,14 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 @command
-def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given) -> "RunReport | DryRun":
+def prune(
+    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
-    Under torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the first
-    writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
+    Under torchrun or accelerate launch, every process runs its share of the calibration and of the
+    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
+    masks are applied to the original weights.
 
-    Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
-    and its need of memory and disk.
+    Returns the report that is also written as emp_report.json, with the result of a push as `push`;
+    for a dry run, the plan and its need of memory and disk.
     """
     check_options(recipe, structure, options, given)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
@@ -57,11 +60,14 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     check_device(options.mask_device)
     if options.device_map != "auto":
         parse_device_map(options.device_map)
-    destination, suite = None, None
+    destination = None
+    suite = None
     if options.push_to_hub is not None:
         from emp_llm.reporting.push import Destination, check_login
 
-        destination = Destination(options.push_to_hub, options.push_revision, options.private, options.overwrite)
+        destination = Destination(
+            options.push_to_hub, options.push_revision, options.private, options.overwrite
+        )
         destination.check_name()
         if ranks().main and not options.dry_run:
             check_login(destination)
@@ -71,21 +77,36 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
 
         report, path = prune_structure(structured(recipe, structure), options, given)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
-    norms, stopwatch = given_norms(options, recipe, given), Stopwatch()
+    norms = given_norms(options, recipe, given)
+    stopwatch = Stopwatch()
     if options.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 
         suite = find_suite(options.evaluate)
-    source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
+    source = find_model(
+        options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run
+    )
     if (source.folder / REPORT_NAME).is_file():
         logger.warning("%s", pruned_before(source.name, recipe))
-    if (source.folder / ROTATION_NAME).is_file() and recipe.beta is not None and recipe.needs_activations and budget is None:
-        logger.warning("warning: %s is rotated, and beta removes more there than it can lose; give --sparsity.", source.name)
+    if (
+        (source.folder / ROTATION_NAME).is_file()
+        and recipe.beta is not None
+        and recipe.needs_activations
+        and budget is None
+    ):
+        logger.warning(
+            "warning: %s is rotated, and beta removes more there than it can lose; give "
+            "--sparsity.",
+            source.name,
+        )
 
     # Which weights, by which scores.
     images = recipe.needs_activations and may_reach_images(options)
-    chosen = targets_of_folder(source.folder, source.name, recipe, options.trust_remote_code, images)
-    targets, checkpoint = chosen.targets, chosen.checkpoint
+    chosen = targets_of_folder(
+        source.folder, source.name, recipe, options.trust_remote_code, images
+    )
+    targets = chosen.targets
+    checkpoint = chosen.checkpoint
     if budget is not None:
         recipe = with_budget(recipe, budget, checkpoint, targets)
         recipe.check()
@@ -97,10 +118,13 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     scores = Scores(checkpoint, targets, recipe)
     if norms is not None:
-        scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(options.activations)))
+        scores = scores.with_norms(
+            input_norms(norms, targets, recipe.relative, str(options.activations))
+        )
     path = options.output or Path(f"{source.short_name}-{recipe.method}")
     if options.dry_run:
-        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
+        # Is only checked.
+        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)
         return dry_run(chosen, scores, options, path, source.hollow)
 
     # What is needed later is checked now: the output, the text, the suite.
@@ -109,16 +133,29 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         if ranks().main and out.work.is_dir():
             with out:
                 out.check_leftover(run_signature(checkpoint, recipe, None))
-    quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
-    models, data = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch), None
+    quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
+    calibrates = norms is None
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
+    data = None
     if recipe.moves or (recipe.needs_activations and calibrates):
         load_packages()
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
-        from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
+        from emp_llm.calibration.passes import (
+            calibrated,
+            calibration_signature,
+            delete_progress,
+            fit_origin,
+            model_origin,
+        )
 
         data = calibration_data(
-            options, chosen.architecture, options.trust_remote_code, options.propagate, models, quantization
+            options,
+            chosen.architecture,
+            options.trust_remote_code,
+            options.propagate,
+            models,
+            quantization,
         )
     check_wanted(options, given, data)
     if recipe.updates:
@@ -133,7 +170,11 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
         how = calibration_signature(data, options, options.propagate, quantization)
-        origin_of_norms = (origin_of_norms or {}) | how | {"dtype": options.dtype, "device_map": options.device_map}
+        origin_of_norms = (
+            (origin_of_norms or {})
+            | how
+            | {"dtype": options.dtype, "device_map": options.device_map}
+        )
     signature = run_signature(checkpoint, recipe, origin_of_norms)
     prepared = measured = None
     if suite is not None:
@@ -147,13 +188,21 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         )
         from emp_llm.models.loading import load_tokenizer
 
-        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code))
+        prepared = prepare_suite(
+            suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code)
+        )
         measured = measures_of_baseline(options.baseline, source, prepared, options)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
-        moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in targets) if recipe.updates else 0
-        out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, options.overwrite)
+        moved_bytes = (
+            sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+            if recipe.updates
+            else 0
+        )
+        out = OutputFolder(
+            path, [source.folder], checkpoint.output_bytes + moved_bytes, options.overwrite
+        )
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
@@ -161,15 +210,23 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 if data is not None and any(corpus.generate for corpus in data.corpora):
                     keep_generated(out.files / SELF_NAME, data)
 
-            # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
-            propagated = Pruner(scores, counts_of(scores), options.mask_device) if options.propagate == "pruned" else None
+            # Norms of the inputs. With pruned propagation, the masks of a block are decided before
+            # the next is calibrated.
+            propagated = (
+                Pruner(scores, counts_of(scores), options.mask_device)
+                if options.propagate == "pruned"
+                else None
+            )
             if recipe.needs_activations and calibrates:
                 assert data is not None
                 with stage("calibrate"):
-                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)  # of an interrupted run
+                    # Of an interrupted run.
+                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
                     if norms is None:
                         pruned_by = None if propagated is None else recorded(recipe)
-                        origin = model_origin(source.name, source.revision, checkpoint, quantization, pruned_by)
+                        origin = model_origin(
+                            source.name, source.revision, checkpoint, quantization, pruned_by
+                        )
                         dense = models.get(source.folder, quantization)
                         with stopwatch("calibrate"):
                             norms = calibrated(
@@ -193,18 +250,33 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
 
             # How many weights of each group stay, which ones, and their values.
             counts = counts_of(scores) if propagated is None else propagated.counts
-            pruner, moved = Pruner(scores, counts, options.mask_device), None
+            pruner = Pruner(scores, counts, options.mask_device)
+            moved = None
             if recipe.updates:
                 assert isinstance(data, CalibrationText)
                 mask_of = pruner.masks()
                 to_search = counts_to_search(pruner, mask_of)
-                tokens, how = data.tokens, {"batch_size": options.batch_size, "hidden_states": options.hidden_states}
+                tokens = data.tokens
+                how = {"batch_size": options.batch_size, "hidden_states": options.hidden_states}
 
                 def update(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
-                    update_model(dense, targets, tokens, recipe, moved, mask_of=mask_of, counts_of=to_search, **how)
+                    update_model(
+                        dense,
+                        targets,
+                        tokens,
+                        recipe,
+                        moved,
+                        mask_of=mask_of,
+                        counts_of=to_search,
+                        **how,
+                    )
 
-                moved = moved_weights(source.folder, models, out, stopwatch, recipe.search or "refit", update)
-                about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
+                moved = moved_weights(
+                    source.folder, models, out, stopwatch, recipe.search or "refit", update
+                )
+                about = about or fit_origin(
+                    data, options, model_origin(source.name, source.revision, checkpoint)
+                )
             check = None
             if options.check and prepared is None and data is not None:
                 from emp_llm.evaluation.check import Check
@@ -216,7 +288,10 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 models.free()  # the dense model is no longer needed
 
             # The first rank writes. Healing trains what was written.
-            report, healing, starving, checked = None, None, None, None
+            report = None
+            healing = None
+            starving = None
+            checked = None
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
                     written = write_checkpoint(pruner, out.files, out, moved)
@@ -236,12 +311,20 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
             if ranks().main:
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, written.identity, source.folder)
-                made_of = ModelSource(model=source.name, revision=source.revision, identity=written.identity)
-                report = report_of(made_of, recipe, pruner, written.outcomes, chosen.coverage, about)
-                report.dtype, report.device_map = options.dtype, options.device_map
+                made_of = ModelSource(
+                    model=source.name, revision=source.revision, identity=written.identity
+                )
+                report = report_of(
+                    made_of, recipe, pruner, written.outcomes, chosen.coverage, about
+                )
+                report.dtype = options.dtype
+                report.device_map = options.device_map
                 if moved is not None:
                     report.fits = moved.records()
-                    report.warnings = [*update_warnings(report.fits, targets, recipe), *report.warnings]
+                    report.warnings = [
+                        *update_warnings(report.fits, targets, recipe),
+                        *report.warnings,
+                    ]
                 if healing is not None:
                     report.healing = healing
                     report.warnings += healing_warnings(healing)
@@ -250,8 +333,11 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
                 report.check = checked
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
-                digest, hashes = None if norms is None else norms.digest, {} if recipe.heal else written.hashes
-                write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, hashes)
+                digest = None if norms is None else norms.digest
+                hashes = {} if recipe.heal else written.hashes
+                write_manifest(
+                    out.files, checkpoint, written.identity, report.recipe, digest, hashes
+                )
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
@@ -259,7 +345,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, giv
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, options, stopwatch, measured)
+        report = evaluate_checkpoint(
+            path, source, report, prepared, models, options, stopwatch, measured
+        )
     return _pushed(report, path, destination)
 
 
@@ -270,7 +358,11 @@ def _pushed(report: RunReport, path: Path, destination: "Destination | None") ->
 
         with stage("push"):
             report.push = push_finished(path, destination)
-    logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
+    logger.info(
+        "written to %s (%s)",
+        path,
+        ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()),
+    )
     return report
 
 

@@ -12,29 +12,40 @@ if TYPE_CHECKING:
 
 @command
 def push(
-    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model")],
+    folder: Annotated[
+        Path,
+        Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
+    ],
     repository: Annotated[str, Opt("USER/NAME on the Hub; created if missing.", argument=True)],
     *,
     private: Annotated[bool, Opt("Create the repository as private.")] = False,
     revision: Annotated[str | None, Opt("Branch to push to; created from main if missing.")] = None,
     results: Annotated[
-        list[Path] | None, Opt("Results of evaluate or bench for the card: of this checkpoint, or its baseline; repeatable.")
+        list[Path] | None,
+        Opt(
+            "Results of evaluate or bench for the card: of this checkpoint, or "
+            "its baseline; repeatable."
+        ),
     ] = None,
-    base_model: Annotated[str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")] = None,
+    base_model: Annotated[
+        str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")
+    ] = None,
     overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False,
     dry_run: Annotated[bool, Opt("Print the files to push, and push nothing.")] = False,
 ) -> "Pushed":
-    """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
+    """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as
+    README.md.
 
-    The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
-    The commit holds the files of the manifest, the manifest itself, report, card, results and the PNG files of the folder's
-    emp_llm, and nothing else from it. They name models and files, not folders of this machine.
+    The push is a single commit, so nobody loads half a model. An interrupted push resumes after the
+    last finished large file. The commit holds the files of the manifest, the manifest itself,
+    report, card, results and the PNG files of the folder's emp_llm, and nothing else from it. They
+    name models and files, not folders of this machine.
 
     Returns the files and the commit; for a dry run, the files that would be pushed.
 
     Raises:
-        UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
-            weights.
+        UserError: the folder is no finished checkpoint or differs from its manifest, the Hub
+            refuses, or the branch holds other weights.
     """
     from emp_llm.reporting.push import Destination, push_checkpoint
 

@@ -30,20 +30,29 @@ class ReportSummary:
 
 @command
 def report(
-    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure, bench and evaluate.", argument=True, metavar="RUNS...")],
+    runs: Annotated[
+        list[Path],
+        Opt(
+            "Outputs of prune, sweep, measure, bench and evaluate.",
+            argument=True,
+            metavar="RUNS...",
+        ),
+    ],
     *,
     output: Annotated[Path, Opt("Folder to write.")] = Path("report"),
     overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
     title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
 ) -> "ReportSummary":
-    """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP against its baselines.
+    """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP
+    against its baselines.
 
-    Each model and choice of targets has its own section; they never share a curve. The output folder holds report.html, which
-    needs no other file; report.md with figures/*.svg and *.png; and CSV tables with all digits. The same input gives the same
-    bytes.
+    Each model and choice of targets has its own section; they never share a curve. The output
+    folder holds report.html, which needs no other file; report.md with figures/*.svg and *.png; and
+    CSV tables with all digits. The same input gives the same bytes.
 
-    Returns the content of report.json, the names of the files, and the comparison of EMP with its baselines.
+    Returns the content of report.json, the names of the files, and the comparison of EMP with its
+    baselines.
     """
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.reporting.page import SUMMARY, report_content
@@ -59,7 +68,10 @@ def report(
 def show(summary: ReportSummary) -> None:
     """Print the comparison of EMP with its baselines, and the location of the report."""
     print(summary.text)
-    print(f"{count_of(len(summary.files), 'file')} in {summary.output}; open {summary.output / 'report.html'}")
+    print(
+        f"{count_of(len(summary.files), 'file')} in {summary.output}; open "
+        f"{summary.output / 'report.html'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`emp-llm rotate`: dense model + text -> a model that computes the same and loses less when it is pruned."""
+"""`emp-llm rotate`: dense model + text -> a model that computes the same and loses less when it
+is pruned.
+"""
 
 import logging
 import shutil
@@ -21,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rotated:
-    """Result of a rotation: the folder, and its record, which is also in the folder as emp_llm/rotation.json."""
+    """Result of a rotation: the folder, and its record, which is also in the folder as
+    emp_llm/rotation.json.
+    """
 
     output: str
     record: RotationRecord
@@ -30,22 +34,29 @@ class Rotated:
 @command
 def rotate(
     model: ModelOptions,
-    text: Annotated[CalibrationOptions, Some(("calibration", "samples", "seqlen", "batch_size", "seed"))],
+    text: Annotated[
+        CalibrationOptions, Some(("calibration", "samples", "seqlen", "batch_size", "seed"))
+    ],
     loading: Annotated[LoadingOptions, Some(("device_map",))],
     *,
-    steps: Annotated[int, Opt("Steps of the search; 0: the eigenvectors of the inputs' second moments.", minimum=0)] = 120,
+    steps: Annotated[
+        int,
+        Opt("Steps of the search; 0: the eigenvectors of the inputs' second moments.", minimum=0),
+    ] = 120,
     pattern: Annotated[str | None, Opt("Also order the columns for this N:M pattern.")] = None,
     output: Annotated[Path | None, Opt("Folder to write; default: MODEL-rotated.")] = None,
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False,
 ) -> Rotated:
-    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so pruning costs less.
+    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so
+    pruning costs less.
 
-    The weights of the RMSNorms are folded into the layers that read them. Then the residual stream and the values of each head
-    are turned, so that N_eff of the scores is least. The result is an ordinary checkpoint of the same class. Prune it with
-    --sparsity or --pattern; a beta of 1 removes more than it can lose.
+    The weights of the RMSNorms are folded into the layers that read them. Then the residual stream
+    and the values of each head are turned, so that N_eff of the scores is least. The result is an
+    ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a beta of 1
+    removes more than it can lose.
 
-    Needs the model in memory in float32. Refused where the function would change: other norms than RMSNorm, norms behind a
-    layer, towers for images.
+    Needs the model in memory in float32. Refused where the function would change: other norms than
+    RMSNorm, norms behind a layer, towers for images.
 
     Returns N_eff/N before and after, and the difference of the logits.
     """
@@ -63,23 +74,28 @@ def rotate(
     from emp_llm.models.one_model import OneModel
 
     if ranks().count > 1:
-        raise UserError("rotate runs in one process. A --device-map spreads the model over several GPUs.")
+        raise UserError(
+            "rotate runs in one process. A --device-map spreads the model over several GPUs."
+        )
     Recipe(method="wanda", pattern=pattern).check()
     source = find_model(model.model, model.revision, model.trust_remote_code)
     if (source.folder / REPORT_NAME).is_file():
         raise UserError(
-            f"{source.name}: it is pruned, and a rotation would fill its zeros. Rotate the dense model, then prune."
+            f"{source.name}: it is pruned, and a rotation would fill its zeros. Rotate the dense "
+            "model, then prune."
         )
-    checkpoint, path = Checkpoint(source.folder), output or Path(f"{source.short_name}-rotated")
-    head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())  # a tied one gets weights of its own
+    checkpoint = Checkpoint(source.folder)
+    path = output or Path(f"{source.short_name}-rotated")
+    # A tied one gets weights of its own.
+    head = max(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
     with OutputFolder(path, [source.folder], checkpoint.output_bytes + head, overwrite) as out:
         architecture = Architecture.of_checkpoint(checkpoint, None, model.trust_remote_code)
         # Old Llama checkpoints hold the angles of the rotary embeddings, which stay.
         unused = [name for name in architecture.unused if not name.endswith("rotary_emb.inv_freq")]
         if unused:
             raise UserError(
-                f"{source.name}: transformers does not load {shortened_list(unused)}, so they would stay in the "
-                f"old basis. Rotate a model without them: {SAVE_AGAIN}."
+                f"{source.name}: transformers does not load {shortened_list(unused)}, so they "
+                f"would stay in the old basis. Rotate a model without them: {SAVE_AGAIN}."
             )
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)
         data = calibration_data(text, architecture, model.trust_remote_code, models=models)
@@ -87,22 +103,36 @@ def rotate(
             raise UserError("rotate reads text alone; leave out image= in --calibration.")
         turned = models.get(source.folder)
         with stage("rotate"):
-            record = rotate_model(turned, data.tokens, steps=steps, pattern=pattern, batch_size=text.batch_size, seed=text.seed)
+            record = rotate_model(
+                turned,
+                data.tokens,
+                steps=steps,
+                pattern=pattern,
+                batch_size=text.batch_size,
+                seed=text.seed,
+            )
         if record.n_eff_after >= record.n_eff_before:
-            logger.warning("warning: N_eff/N is not lower than before; prune %s as it is.", source.name)
+            logger.warning(
+                "warning: N_eff/N is not lower than before; prune %s as it is.", source.name
+            )
         out.begin({})
         turned.save_pretrained(out.files)
         for shard in out.files.glob("*.safetensors"):
-            shutil.copymode(out.files / "config.json", shard)  # safetensors may let only the owner read
+            # Safetensors may let only the owner read.
+            shutil.copymode(out.files / "config.json", shard)
         for name in checkpoint.side_files():
             if name.name not in ("config.json", INDEX_NAME):
                 (out.files / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.folder / name, out.files / name)
-        record.source = fit_origin(data, text, model_origin(source.name, source.revision, checkpoint), "model")
+        record.source = fit_origin(
+            data, text, model_origin(source.name, source.revision, checkpoint), "model"
+        )
         record.command = command_line()
         (out.files / EXTRAS).mkdir()
         keep_generated(out.files / SELF_NAME, data)
-        record.files = sorted(str(each.relative_to(out.files)) for each in out.files.rglob("*") if each.is_file())
+        record.files = sorted(
+            str(each.relative_to(out.files)) for each in out.files.rglob("*") if each.is_file()
+        )
         record.save(out.files / ROTATION_NAME)
         checkpoint.check_unchanged()
         out.complete()
@@ -113,11 +143,17 @@ def rotate(
 def show(rotated: Rotated) -> None:
     """Print what the rotation did, and what to do next."""
     record = rotated.record
-    print(f"{rotated.output}: N_eff/N {record.n_eff_before:.3f} -> {record.n_eff_after:.3f}, and the same logits")
+    print(
+        f"{rotated.output}: N_eff/N {record.n_eff_before:.3f} -> {record.n_eff_after:.3f}, and "
+        "the same logits"
+    )
     if record.parameters_after > record.parameters_before:
         more = 100 * (record.parameters_after / record.parameters_before - 1)
         print(f"its head is no longer tied to the embeddings: {more:.1f} % more parameters")
-    print(f"prune it with --{'sparsity' if record.pattern is None else f'pattern {record.pattern}'}, not by beta")
+    print(
+        "prune it with "
+        f"--{'sparsity' if record.pattern is None else f'pattern {record.pattern}'}, not by beta"
+    )
 
 
 if __name__ == "__main__":

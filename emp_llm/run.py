@@ -29,7 +29,8 @@ class RunSummary:
 
     Attributes:
         done: ids of the jobs that are done.
-        failed: states of the jobs that failed; stopped: of those that were stopped and resume when they are run again.
+        failed: states of the jobs that failed; stopped: of those that were stopped and resume when
+            they are run again.
         waiting: ids of the jobs that did not run, because one that comes first failed.
         elsewhere: ids of the jobs that another process runs, with --only.
     """
@@ -51,14 +52,21 @@ def run(
     *,
     workers: Annotated[
         int | None,
-        Opt("Jobs at a time, each with its share of the GPUs or cores; default: one for each GPU, or 8 cores.", minimum=1),
+        Opt(
+            "Jobs at a time, each with its share of the GPUs or cores; default: one for each GPU, "
+            "or 8 cores.",
+            minimum=1,
+        ),
     ] = None,
-    only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None,
+    only: Annotated[
+        str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")
+    ] = None,
 ) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
-    Jobs that are done are left out. Killed and started again, the same command resumes where it stopped; so it does after a job
-    failed. The outputs, states and logs are those of a study on a cluster. With --only, a scheduler's task runs one job.
+    Jobs that are done are left out. Killed and started again, the same command resumes where it
+    stopped; so it does after a job failed. The outputs, states and logs are those of a study on a
+    cluster. With --only, a scheduler's task runs one job.
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """
@@ -68,7 +76,8 @@ def run(
     done = [job.id for job in jobs if JobFiles(study, job).status() == "done"]
     summary = RunSummary(list(done))
     left = {job.id: job for job in jobs if job.id not in done}
-    if only is not None and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
+    # A node of a job that another one runs.
+    if only is not None and len(jobs) == 1 and node_of(jobs[0])[0] > 0:
         if left and (code := follow(study, jobs[0])):
             sys.exit(code)
         return summary
@@ -76,7 +85,9 @@ def run(
         logger.info("%s of %d done before.", count_of(len(done), "job"), len(jobs))
     running: dict[str, Attempt] = {}
     gpus: dict[str, list[int]] = {}  # of the running jobs
-    finished, lost, elsewhere = set(done), set[str](), set[str]()
+    finished = set(done)
+    lost = set[str]()
+    elsewhere = set[str]()
     looked = -_LOOK
 
     def start(job: Job) -> None:
@@ -85,8 +96,11 @@ def run(
         gpus_of_job = _gpus_of(job, machine.gpus)
         if len(free) < gpus_of_job:
             return
-        memory = sum(plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id])
-        if running and (len(running) >= machine.workers or memory > machine.memory_gb):  # a job alone always fits
+        memory = sum(
+            plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id]
+        )
+        # A job alone always fits.
+        if running and (len(running) >= machine.workers or memory > machine.memory_gb):
             return
         files = JobFiles(study, job)
         status = files.status()
@@ -110,7 +124,9 @@ def run(
             (summary.done if status == "done" else summary.elsewhere).append(job.id)
         elif job.id not in elsewhere:
             elsewhere.add(job.id)
-            logger.info("%s: %s works on it; waiting for that.", job.id, files.runner() or "another machine")
+            logger.info(
+                "%s: %s works on it; waiting for that.", job.id, files.runner() or "another machine"
+            )
 
     try:
         with progress_bar(len(jobs), study.resolve().name, " jobs") as bar:
@@ -125,9 +141,12 @@ def run(
                         summary.waiting.append(job.id)
                         continue
                     for name in job.after:
-                        if name not in finished and name not in left and name not in running:  # --only leaves it out
+                        # --only leaves it out.
+                        if name not in finished and name not in left and name not in running:
                             if JobFiles(study, plan[name]).status() != "done":
-                                raise UserError(f"{job.id} waits for {name}, which is not done. Run that first.")
+                                raise UserError(
+                                    f"{job.id} waits for {name}, which is not done. Run that first."
+                                )
                             finished.add(name)
                     if finished.issuperset(job.after) and (look or job.id not in elsewhere):
                         start(job)
@@ -148,11 +167,16 @@ def run(
 
 
 def _named(text: str, plan: dict[str, Job]) -> list[str]:
-    """The ids in --only, in the order of the plan; UserError for one that the plan does not have."""
+    """The ids in --only, in the order of the plan; UserError for one that the plan does not
+    have.
+    """
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = next((name for name in names if name not in plan), None)
     if unknown is not None or not names:
-        raise UserError(f"--only {text}: the plan has no job {quotable(unknown or '')!r}; emp-llm status lists its jobs.")
+        raise UserError(
+            f"--only {text}: the plan has no job {quotable(unknown or '')!r}; emp-llm "
+            "status lists its jobs."
+        )
     return [name for name in plan if name in names]
 
 
@@ -163,8 +187,18 @@ def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
         logger.info("%s: done in %.1f s.", state.id, state.seconds)
         return
     (summary.stopped if state.status == "stopped" else summary.failed).append(state)
-    logger.error("%s: %s with exit code %s: %s", state.id, state.status, state.exit_code, quotable(state.message))
-    resumes = "it resumes when it is run again" if state.status == "stopped" else f"its log: {files.log_path}; to run it again"
+    logger.error(
+        "%s: %s with exit code %s: %s",
+        state.id,
+        state.status,
+        state.exit_code,
+        quotable(state.message),
+    )
+    resumes = (
+        ("it resumes when it is run again")
+        if state.status == "stopped"
+        else (f"its log: {files.log_path}; to run it again")
+    )
     logger.error("  %s: %s", resumes, files.rerun)
 
 
@@ -197,7 +231,8 @@ class Machine(NamedTuple):
 
     Attributes:
         workers: number of jobs at the same time.
-        gpus: their numbers; None: a scheduler has divided the machine already, and each job may use all of it.
+        gpus: their numbers; None: a scheduler has divided the machine already, and each job may use
+            all of it.
         threads: cores of a job; None: the scheduler has set their number.
         memory_gb: that is available.
     """
@@ -212,10 +247,12 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
     """This machine, for some jobs.
 
     Args:
-        workers: number of jobs at the same time; None: the number of GPUs that they can use, or one for each 8 cores.
+        workers: number of jobs at the same time; None: the number of GPUs that they can use, or one
+            for each 8 cores.
         scheduled: a scheduler has chosen the machine for the job.
     """
-    cores, memory = available_cores(), available_memory() / 1e9
+    cores = available_cores()
+    memory = available_memory() / 1e9
     if scheduled:
         return Machine(workers or 1, None, None, memory)
     gpus: list[int] = []
@@ -226,7 +263,8 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
     short = [job.id for job in jobs if _gpus_of(job, gpus) < job.needs.gpus * job.needs.nodes]
     if short:
         logger.warning(
-            "warning: planned for more GPUs than this machine has (%s), and run on what is there: %s.",
+            "warning: planned for more GPUs than this machine has (%s), and run on what is there: "
+            "%s.",
             len(gpus) or "none",
             shortened_list(short),
         )
@@ -236,7 +274,9 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
 
 
 def _gpus_of(job: Job, gpus: Sequence[int] | None) -> int:
-    """The number of GPUs that a job gets, of some: those of its plan, or all; none if its processes are more than these."""
+    """The number of GPUs that a job gets, of some: those of its plan, or all; none if its
+    processes are more than these.
+    """
     if gpus is None or len(gpus) < job.needs.processes * job.needs.nodes:
         return 0
     return min(job.needs.gpus * job.needs.nodes, len(gpus))
@@ -245,10 +285,15 @@ def _gpus_of(job: Job, gpus: Sequence[int] | None) -> int:
 def show(summary: RunSummary) -> None:
     """Print the number of jobs by what became of them.
 
-    Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may do.
+    Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may
+    do.
     """
     kinds = ("failed", summary.failed), ("stopped", summary.stopped), ("not run", summary.waiting)
-    words = [f"{len(jobs)} {kind}" for kind, jobs in (*kinds, ("run by another process", summary.elsewhere)) if jobs]
+    words = [
+        f"{len(jobs)} {kind}"
+        for kind, jobs in (*kinds, ("run by another process", summary.elsewhere))
+        if jobs
+    ]
     print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
     if not summary.complete:
         sys.exit(LOST_CODE if summary.stopped and not summary.failed else 1)

@@ -34,11 +34,14 @@ class StudyStatus:
 
 @command
 def status(
-    study: StudyFolder, *, lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5
+    study: StudyFolder,
+    *,
+    lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5,
 ) -> StudyStatus:
     """Show how many jobs of a study are done, running, failed and missing.
 
-    Of each failed job: the last lines of its log, and the command that runs it again. Nothing is changed.
+    Of each failed job: the last lines of its log, and the command that runs it again. Nothing is
+    changed.
 
     Returns the jobs with their states.
     """
@@ -53,7 +56,12 @@ def show(result: StudyStatus) -> None:
     found = [word for word in _ORDER if word == "done" or views[word]]
     rows = [["jobs", *found]]
     for kind in dict.fromkeys(view.job.kind for view in result.views):
-        rows.append([kind, *(str(sum(view.job.kind == kind for view in views[word]) or "-") for word in found)])
+        rows.append(
+            [
+                kind,
+                *(str(sum(view.job.kind == kind for view in views[word]) or "-") for word in found),
+            ]
+        )
     print(table([*rows, ["all", *(str(len(views[word]) or "-") for word in found)]]))
     for view in views["running"]:
         host = f" on {view.state.host}" if view.state is not None and view.state.host else ""
@@ -61,7 +69,10 @@ def show(result: StudyStatus) -> None:
     for view in views["stopped"]:
         print(f"stopped, and resumes when it is run again: {view.job.id}{_attempts(view)}")
     for view in views["failed"]:
-        print(f"failed with exit code {view.state and view.state.exit_code}: {view.job.id}{_attempts(view)}")
+        print(
+            f"failed with exit code {view.state and view.state.exit_code}: "
+            f"{view.job.id}{_attempts(view)}"
+        )
         for line in view.files.last_lines(result.log_lines):
             print(f"    {line}")
         print(f"    log: {view.files.log_path}; to run it again: {view.files.rerun}")
@@ -76,11 +87,18 @@ def show(result: StudyStatus) -> None:
     if others := [name for name in missing if name not in lost]:
         print(f"not begun: {shortened_list(others, _NAMES)}")
     seconds = sum(view.state.seconds for view in result.views if view.state is not None)
-    print(f"{count_of(len(views['done']), 'job')} of {len(result.views)} done; {seconds / 3600:.2f} hours so far")
+    print(
+        f"{count_of(len(views['done']), 'job')} of {len(result.views)} done; "
+        f"{seconds / 3600:.2f} hours so far"
+    )
 
 
 def _attempts(view: "JobView") -> str:
-    return f" (attempt {view.state.attempts})" if view.state is not None and view.state.attempts > 1 else ""
+    return (
+        (f" (attempt {view.state.attempts})")
+        if view.state is not None and view.state.attempts > 1
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -79,51 +79,76 @@ class SubmitSummary:
 def submit(
     study: StudyFolder,
     *,
-    site: Annotated[Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")] = Path("site.toml"),
+    site: Annotated[
+        Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")
+    ] = Path("site.toml"),
     prepare: Annotated[
-        bool, Opt("With an offline site, first download models and data into the cache.", flag="--prepare/--no-prepare")
+        bool,
+        Opt(
+            "With an offline site, first download models and data into the cache.",
+            flag="--prepare/--no-prepare",
+        ),
     ] = True,
     dry_run: Annotated[bool, Opt("Print what would be submitted, and write nothing.")] = False,
 ) -> SubmitSummary:
-    """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with their dependencies.
+    """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
+    their dependencies.
 
-    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again, and resumes. The scripts are
-    written to STUDY/slurm. The same command submits what failed, and never a job twice.
+    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again,
+    and resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
+    never a job twice.
 
     Returns the arrays and their numbers.
     """
-    settings, plan, folder = read_site(site), read_plan(study), study.resolve()
+    settings = read_site(site)
+    plan = read_plan(study)
+    folder = study.resolve()
     if not quotes_well(str(folder)):
-        raise UserError(f"{quotable(str(folder))}: a batch script cannot hold its name. Rename the folder.")
+        raise UserError(
+            f"{quotable(str(folder))}: a batch script cannot hold its name. Rename the folder."
+        )
     summary = SubmitSummary(study, dry_run=dry_run)
     if not dry_run:
         check_sbatch(study)
     with nullcontext() if dry_run else locked(folder / FOLDER_NAME / "arrays", str(study)):
         queued = queued_jobs(folder)
-        statuses = {job.id: "queued" if job.id in queued else JobFiles(folder, job).status() for job in plan}
+        statuses = {
+            job.id: "queued" if job.id in queued else JobFiles(folder, job).status() for job in plan
+        }
         summary.done, summary.running, summary.queued = (
-            sum(status == word for status in statuses.values()) for word in ("done", "running", "queued")
+            sum(status == word for status in statuses.values())
+            for word in ("done", "running", "queued")
         )
         left = [
             msgspec.structs.replace(job, needs=settings.needs_of(job))
             for job in plan
             if statuses[job.id] not in ("done", "running", "queued")
         ]
-        running = next((name for job in left for name in job.after if statuses[name] == "running"), None)
+        running = next(
+            (name for job in left for name in job.after if statuses[name] == "running"), None
+        )
         if running is not None:
             raise UserError(
-                f"{study}: a process without Slurm works on {running}, and other jobs wait for it. Submit when it has ended."
+                f"{study}: a process without Slurm works on {running}, and other jobs wait for it. "
+                "Submit when it has ended."
             )
         check_fits(left, settings, site)
         arrays = grouped_jobs(left, settings, queued, next_number(folder))
         if settings.offline and prepare and not dry_run:
-            download(wanted_by(left, [job.output for job in plan], options_from), folder, settings.cache)
+            download(
+                wanted_by(left, [job.output for job in plan], options_from), folder, settings.cache
+            )
 
         numbers = {array.name: array.name for array in arrays}
         with progress_bar(len(arrays), "submitting", "array") as bar:
             for array in arrays:
-                text, words = script_text(array, settings, folder), sbatch_words(array, numbers)
-                number = None if dry_run else _submit_array(array, text, words, folder, len(summary.arrays))
+                text = script_text(array, settings, folder)
+                words = sbatch_words(array, numbers)
+                number = (
+                    None
+                    if dry_run
+                    else _submit_array(array, text, words, folder, len(summary.arrays))
+                )
                 summary.arrays.append(SubmittedArray(array, words, text, number))
                 numbers[array.name] = number or array.name
                 bar.update(1)
@@ -131,7 +156,9 @@ def submit(
 
 
 def _submit_array(array: JobArray, text: str, words: list[str], study: Path, before: int) -> str:
-    """Write the files of an array, and submit it; returns its number. `before`: arrays submitted before it."""
+    """Write the files of an array, and submit it; returns its number. `before`: arrays submitted
+    before it.
+    """
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:
         write_text(script.with_suffix(".jobs"), list_text(array))
@@ -143,8 +170,8 @@ def _submit_array(array: JobArray, text: str, words: list[str], study: Path, bef
     except UserError as error:
         done = f"The arrays before it ({before}) are submitted. " if before else ""
         raise UserError(
-            f"{script} was not submitted: {error} {done}Correct the site file, and run the same command again; it resumes "
-            "with this array."
+            f"{script} was not submitted: {error} {done}Correct the site file, and run the same "
+            "command again; it resumes with this array."
         ) from error
     logger.info("%s: %s, as %s.", array.name, count_of(len(array.jobs), "job"), number)
     return number
@@ -152,7 +179,11 @@ def _submit_array(array: JobArray, text: str, words: list[str], study: Path, bef
 
 def show(summary: SubmitSummary) -> None:
     """Print a line for each array; for a dry run also the commands and scripts."""
-    before = {"done": summary.done, "running without Slurm": summary.running, "already queued": summary.queued}
+    before = {
+        "done": summary.done,
+        "running without Slurm": summary.running,
+        "already queued": summary.queued,
+    }
     known = ", ".join(f"{number} {word}" for word, number in before.items() if number)
     total = sum(len(each.array.jobs) for each in summary.arrays)
     if not total:
@@ -160,17 +191,36 @@ def show(summary: SubmitSummary) -> None:
         return
     rows = [["array", "jobs", "each with", "after", *([] if summary.dry_run else ["Slurm"])]]
     for each in summary.arrays:
-        after = next((word.partition("=")[2] for word in each.command if word.startswith("--dependency=")), "-")
+        after = next(
+            (word.partition("=")[2] for word in each.command if word.startswith("--dependency=")),
+            "-",
+        )
         shown = after if len(after) <= 40 else f"{after[:37]}..."
-        rows.append([each.array.name, str(len(each.array.jobs)), str(each.array.request), shown, *filter(None, [each.number])])
+        rows.append(
+            [
+                each.array.name,
+                str(len(each.array.jobs)),
+                str(each.array.request),
+                shown,
+                *filter(None, [each.number]),
+            ]
+        )
     print(table(rows))
-    print(f"{count_of(total, 'job')} {'to submit' if summary.dry_run else 'submitted'}{known and f'; {known}'}")
+    print(
+        f"{count_of(total, 'job')} "
+        f"{'to submit' if summary.dry_run else 'submitted'}{known and f'; {known}'}"
+    )
     if not summary.dry_run:
         print(f"to see them: squeue --me, or emp-llm status {summary.study}")
         return
     for number, each in enumerate(summary.arrays):
-        lines = [line for line in each.script.splitlines() if number == 0 or line.startswith(("#SBATCH ", "list="))]
-        print(f"\n{each.array.name}.sh{'' if number == 0 else ', which differs from the first in these lines'}:")
+        lines = [
+            line
+            for line in each.script.splitlines()
+            if number == 0 or line.startswith(("#SBATCH ", "list="))
+        ]
+        what = "" if number == 0 else ", which differs from the first in these lines"
+        print(f"\n{each.array.name}.sh{what}:")
         print(*lines, f"\n$ {shlex.join(each.command)}", sep="\n")
 
 

@@ -1,7 +1,7 @@
 """`emp-llm sweep`: one calibration, many recipes, and the measurements of each.
 
-DIR/sweep.json                      the definition of the sweep ("made_by"), and the measurements of all finished points
-DIR/activations.safetensors         the norms of the calibration
+DIR/sweep.json                      the definition of the sweep ("made_by"), and the measurements of
+all finished points DIR/activations.safetensors         the norms of the calibration
 DIR/self.jsonl                      the calibration text, if the model itself wrote it
 DIR/dense.json                      the measurements of the dense model
 DIR/points/NAME/emp_report.json     a finished point, with its checkpoint under --keep
@@ -22,7 +22,12 @@ import msgspec
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import CALIBRATION_FILES, OutputFolder, check_own, describe_difference
+from emp_llm.checkpoint.output import (
+    CALIBRATION_FILES,
+    OutputFolder,
+    check_own,
+    describe_difference,
+)
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line
@@ -46,7 +51,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
-_OWN = ("points", "activations.safetensors", SELF_NAME.name, "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
+_OWN = (
+    "points",
+    "activations.safetensors",
+    SELF_NAME.name,
+    "dense.json",
+    ".calibration",
+    ".checkpoint",
+    SWEEP_NAME,
+)
 
 
 @dataclass(frozen=True)
@@ -67,18 +80,21 @@ class SweepDryRun:
 @command
 def sweep(
     model: ModelOptions,
-    shared: Annotated[Recipe, Some((*TARGET_FIELDS, "group", *SCORE_FIELDS, "shares", "owl_lambda", "owl_m"))],
+    shared: Annotated[
+        Recipe, Some((*TARGET_FIELDS, "group", *SCORE_FIELDS, "shares", "owl_lambda", "owl_m"))
+    ],
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,
     how: SweepOptions,
     given: Given,
 ) -> Sweep | SweepDryRun:
-    """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense model.
+    """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense
+    model.
 
-    The model is loaded and calibrated once. For each point the weights are masked in memory, the model is measured, and the
-    weights are restored. Finished points are not measured again: the same command resumes an interrupted sweep, and more betas
-    or methods add points to it.
+    The model is loaded and calibrated once. For each point the weights are masked in memory, the
+    model is measured, and the weights are restored. Finished points are not measured again: the
+    same command resumes an interrupted sweep, and more betas or methods add points to it.
 
     Returns the content of sweep.json; for a dry run, the plan.
     """
@@ -87,7 +103,12 @@ def sweep(
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.calibration.texts import self_notes
-    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
+    from emp_llm.evaluation.evaluate import (
+        evaluate_model,
+        evaluation_record,
+        measure,
+        prepare_suite,
+    )
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
@@ -103,18 +124,23 @@ def sweep(
 
     if ranks().count > 1:
         raise UserError(
-            "A sweep runs in one process. Start it without torchrun; --device-map spreads a large model over devices."
+            "A sweep runs in one process. Start it without torchrun; --device-map spreads a large "
+            "model over devices."
         )
     check_device(how.mask_device)
     suite = suite_of(suite_options)
     scored = [point.recipe for point in points if point.recipe.needs_activations]
     leading = scored[0] if scored else points[0].recipe
     norms = given_norms(text, leading, given)
-    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run)
+    source = find_model(
+        model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run
+    )
     stopwatch = Stopwatch()
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
-    checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, bool(scored) and norms is None
+    checkpoint = chosen.checkpoint
+    targets = chosen.targets
+    calibrates = bool(scored) and norms is None
     if norms is not None and scored:
         input_norms(norms, targets, leading.relative, str(text.activations))
     path = how.output or Path(f"{source.short_name}-sweep")
@@ -123,26 +149,44 @@ def sweep(
         unfinished = [point.name for point in points if folder.report(point) is None]
         for note in self_notes(text.text_name) if calibrates else []:
             logger.info("%s", note)
-        return SweepDryRun(unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0)
+        return SweepDryRun(
+            unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0
+        )
 
     with folder.locked():
         # Everything that the measurements depend on; a sweep with other values is refused.
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
-        data, made_of = None, None if norms is None else {"norms": norms.digest}
+        data = None
+        made_of = None if norms is None else {"norms": norms.digest}
         if calibrates:
             from emp_llm.calibration.data import calibration_data, keep_generated
-            from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, model_origin
+            from emp_llm.calibration.passes import (
+                calibrated,
+                calibration_signature,
+                delete_progress,
+                model_origin,
+            )
 
-            data = calibration_data(text, chosen.architecture, model.trust_remote_code, models=models)
+            data = calibration_data(
+                text, chosen.architecture, model.trust_remote_code, models=models
+            )
             made_of = calibration_signature(data, text)
-        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code))
-        dense = new_results(source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+        prepared = prepare_suite(
+            suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code)
+        )
+        dense = new_results(
+            source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map
+        )
         identity = dense.made_by.model.identity or ""
         if norms is not None:
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
-        made_by = SweepMadeBy(**msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of)
-        folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
+        made_by = SweepMadeBy(
+            **msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of
+        )
+        folder.begin(
+            made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite
+        )
         if data is not None:
             keep_generated(path / SELF_NAME.name, data)
 
@@ -154,8 +198,17 @@ def sweep(
         elif data is not None:
             with stage("calibrate"), stopwatch("calibrate"):
                 about = model_origin(source.name, source.revision, checkpoint)
-                layers, progress = chosen.layers_to_calibrate(), folder.calibration
-                norms = calibrated(models.get(source.folder), data, layers, text, about, blocks=leading.blocks, resume=progress)
+                layers = chosen.layers_to_calibrate()
+                progress = folder.calibration
+                norms = calibrated(
+                    models.get(source.folder),
+                    data,
+                    layers,
+                    text,
+                    about,
+                    blocks=leading.blocks,
+                    resume=progress,
+                )
             norms.save(folder.activations)
             folder.note_stages(stage_records(stopwatch.record))
         if calibrates:
@@ -166,20 +219,26 @@ def sweep(
                 evaluate_model(models.get(source.folder), prepared, dense, folder.dense)
             folder.note_stages(stage_records(stopwatch.record), dense.measures)
 
-        # The points: masked in memory, or written to a temporary checkpoint where the loaded weights are not the stored ones.
+        # The points: masked in memory, or written to a temporary checkpoint where the loaded
+        # weights are not the stored ones.
         in_memory: bool | None = None
         numbers: Numbers = {}  # of the magnitudes, shared by points whose counts they set
-        measured: dict[str, tuple[str, Measures]] = {ALL_KEPT: ("dense", dense.measures)}  # by the digest of the masks
+        # By the digest of the masks.
+        measured: dict[str, tuple[str, Measures]] = {ALL_KEPT: ("dense", dense.measures)}
         for place, point in enumerate(points, 1):
-            known, point_folder = folder.report(point), folder.points / point.name
+            known = folder.report(point)
+            point_folder = folder.points / point.name
             if known is not None and (not how.keep or (point_folder / MANIFEST_NAME).is_file()):
                 logger.info("%s: already finished; not measured again.", point.name)
                 measured.setdefault(known.masks or "", (point.name, folder.finish(point, known)))
                 continue
             with stage(point.name):
-                watch, recipe = Stopwatch(), point.recipe
+                watch = Stopwatch()
+                recipe = point.recipe
                 if point.baseline_of is not None:
-                    recipe = matched(recipe.but(match=str(folder.points / point.baseline_of)), targets)
+                    recipe = matched(
+                        recipe.but(match=str(folder.points / point.baseline_of)), targets
+                    )
                 scores = Scores(checkpoint, targets, recipe)
                 if recipe.needs_activations and norms is not None:
                     scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
@@ -188,18 +247,32 @@ def sweep(
                     in_memory = holds_stored_weights(models.get(source.folder), checkpoint, targets)
                     if not in_memory:
                         logger.info(
-                            "the loaded weights differ from the stored ones; each point is written to a temporary checkpoint."
+                            "the loaded weights differ from the stored ones; each point is written "
+                            "to a temporary checkpoint."
                         )
                         models.free()
                 with ExitStack() as of_point:
                     used = norms if recipe.needs_activations else None
                     digest = None if used is None else used.digest
-                    files, out = source.folder, None  # of the model to measure, and of the checkpoint to keep
+                    # of the model to measure, and of the checkpoint to keep
+                    files = source.folder
+                    out = None
                     with watch("prune"):
                         if how.keep:
-                            out = OutputFolder(point_folder, [source.folder], checkpoint.output_bytes, overwrite=True)
+                            out = OutputFolder(
+                                point_folder,
+                                [source.folder],
+                                checkpoint.output_bytes,
+                                overwrite=True,
+                            )
                             of_point.enter_context(out)
-                            out.begin(run_signature(checkpoint, recipe, None if digest is None else {"norms": digest}))
+                            out.begin(
+                                run_signature(
+                                    checkpoint,
+                                    recipe,
+                                    None if digest is None else {"norms": digest},
+                                )
+                            )
                             written = write_checkpoint(pruner, out.files, out)
                             outcomes = written.outcomes
                             files = out.files
@@ -209,37 +282,59 @@ def sweep(
                             files.mkdir()
                             outcomes = write_checkpoint(pruner, files).outcomes
                         if in_memory:
-                            outcomes = of_point.enter_context(pruned(models.get(source.folder), pruner))
+                            outcomes = of_point.enter_context(
+                                pruned(models.get(source.folder), pruner)
+                            )
                     masks = masks_digest(outcomes, recipe, scores.by_magnitude)
                     if known is not None and known.masks == masks and known.evaluation is not None:
                         measures = known.evaluation.pruned or Measures()
                     elif masks in measured:
                         name, same = measured[masks]
-                        logger.info("%s: the same masks as %s, so the same values.", point.name, name)
-                        measures = Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name)
+                        logger.info(
+                            "%s: the same masks as %s, so the same values.", point.name, name
+                        )
+                        measures = Measures(
+                            perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name
+                        )
                     else:
                         measures = folder.measured_so_far(point, masks)
                         with nullcontext() if in_memory else watch("load"):
                             loaded = models.get(source.folder if in_memory else files)
                         with watch("evaluate pruned"):
-                            measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
+                            measures = measure(
+                                loaded,
+                                prepared,
+                                measures,
+                                partial(folder.note_measures, point, masks),
+                            )
                         del loaded
                         if not in_memory:
                             models.free()  # the next point's checkpoint has the same path
                     of_norms = None if used is None else used.about
                     report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
-                    report.dtype, report.device_map = loading.dtype, loading.device_map
-                    report.point, report.masks = point_record(point), masks
+                    report.dtype = loading.dtype
+                    report.device_map = loading.device_map
+                    report.point = point_record(point)
+                    report.masks = masks
                     report.evaluation = evaluation_record(prepared, dense.measures, measures)
                     report.stages = stage_records(watch.record)
                     report.save((point_folder if out is None else out.files) / REPORT_NAME)
                     if out is not None:
                         if used is not None:
                             used.save(out.files / ACTIVATIONS_NAME)
-                        write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, written.hashes)
+                        write_manifest(
+                            out.files,
+                            checkpoint,
+                            written.identity,
+                            report.recipe,
+                            digest,
+                            written.hashes,
+                        )
                         out.complete()
             removed = 100 * report.targets.sparsity_of_targets
-            logger.info("%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points))
+            logger.info(
+                "%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points)
+            )
             measured.setdefault(masks, (point.name, folder.finish(point, report)))
         models.free()
     return folder.record
@@ -247,12 +342,18 @@ def sweep(
 
 def point_record(point: SweepPoint) -> PointRecord:
     """A point as a report records it."""
-    numbers = {name: getattr(point.recipe, name) for name in ("method", "beta", "order", "sparsity", "pattern")}
-    return PointRecord(name=point.name, baseline_of=point.baseline_of, match=point.recipe.match_by, **numbers)
+    numbers = {
+        name: getattr(point.recipe, name)
+        for name in ("method", "beta", "order", "sparsity", "pattern")
+    }
+    return PointRecord(
+        name=point.name, baseline_of=point.baseline_of, match=point.recipe.match_by, **numbers
+    )
 
 
 class SweepFolder:
-    """The folder of a sweep. It keeps the finished parts, so that the same sweep resumes and a larger sweep extends it.
+    """The folder of a sweep. It keeps the finished parts, so that the same sweep resumes and a
+    larger sweep extends it.
 
     Args:
         path: the folder; created if missing.
@@ -260,12 +361,13 @@ class SweepFolder:
         planned: the points of this run, in order.
 
     Attributes:
-        activations, dense: files in the folder; points: parent of the points' folders; calibration, scratch: folders for
-            unfinished work.
+        activations, dense: files in the folder; points: parent of the points' folders; calibration,
+            scratch: folders for unfinished work.
         record: the content of sweep.json.
 
     Raises:
-        UserError: the path exists and is not the folder of a sweep, or it contains the source or lies in it.
+        UserError: the path exists and is not the folder of a sweep, or it contains the source or
+            lies in it.
     """
 
     record: Sweep
@@ -273,14 +375,23 @@ class SweepFolder:
     def __init__(self, path: Path, source: Path, planned: list[SweepPoint]) -> None:
         self.path = Path(path)
         self.points = self.path / "points"
-        self.activations, self.dense = self.path / "activations.safetensors", self.path / "dense.json"
-        self.calibration, self.scratch = self.path / ".calibration", self.path / ".checkpoint"
-        self._planned, self._file = planned, self.path / SWEEP_NAME
-        real, origin = self.path.resolve(), source.resolve()
+        self.activations = self.path / "activations.safetensors"
+        self.dense = self.path / "dense.json"
+        self.calibration = self.path / ".calibration"
+        self.scratch = self.path / ".checkpoint"
+        self._planned = planned
+        self._file = self.path / SWEEP_NAME
+        real = self.path.resolve()
+        origin = source.resolve()
         if real == origin or real in origin.parents or origin in real.parents:
-            raise UserError(f"--output {path}: it is the input folder, lies inside it or contains it; name another folder.")
+            raise UserError(
+                f"--output {path}: it is the input folder, lies inside it or contains "
+                "it; name another folder."
+            )
         if os.path.lexists(self.path) and not self._ours():
-            raise UserError(f"--output {path}: it exists and is not the folder of a sweep; name another folder.")
+            raise UserError(
+                f"--output {path}: it exists and is not the folder of a sweep; name another folder."
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -302,8 +413,8 @@ class SweepFolder:
         """Resume the sweep in the folder, or begin one.
 
         Args:
-            made_by: everything that the measurements depend on. Its `activations` are None if no point needs norms; then it
-                matches any activations in the folder.
+            made_by: everything that the measurements depend on. Its `activations` are None if no
+                point needs norms; then it matches any activations in the folder.
             about: the record to begin with: command, source, suite.
             overwrite: discard a different sweep.
 
@@ -319,8 +430,8 @@ class SweepFolder:
         difference = describe_difference(before, asked) if held is not None else None
         if difference is not None and not overwrite:
             raise UserError(
-                f"--output {self.path}: it holds a sweep with {difference}. Name another folder, or add --overwrite to discard "
-                "it."
+                f"--output {self.path}: it holds a sweep with {difference}. Name another folder, "
+                "or add --overwrite to discard it."
             )
         if difference is not None:
             for name in _OWN:
@@ -329,13 +440,16 @@ class SweepFolder:
                 else:
                     (self.path / name).unlink(missing_ok=True)
             self.points.mkdir()
-            held, kept = None, None
+            held = None
+            kept = None
         shutil.rmtree(self.scratch, ignore_errors=True)  # left by an interrupted run
         made_by.activations = made_by.activations or kept
         self.record = about
         self.record.made_by = made_by
         if held is not None:
-            self.record.stages, self.record.dense, self.record.points = held.stages, held.dense, held.points
+            self.record.stages = held.stages
+            self.record.dense = held.dense
+            self.record.points = held.points
         self.record.save(self._file)
 
     def note_stages(self, stages: Any, dense: Measures | None = None) -> None:
@@ -352,7 +466,8 @@ class SweepFolder:
         from emp_llm.pruning.counts import read_report
 
         report = read_report(path)
-        found, wanted = report.point, point_record(point)
+        found = report.point
+        wanted = point_record(point)
         if found is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
             wanted.beta = found.beta
         return report if found == wanted and report.evaluation is not None else None
@@ -361,7 +476,11 @@ class SweepFolder:
         """The measurements of an interrupted run for a point with these masks."""
         path = self._partial(point)
         before = read_json(path) if path.is_file() else {}
-        return converted(before["measures"], Measures, str(path)) if before.get("masks") == masks else Measures()
+        return (
+            converted(before["measures"], Measures, str(path))
+            if before.get("masks") == masks
+            else Measures()
+        )
 
     def note_measures(self, point: SweepPoint, masks: str, measures: Measures) -> None:
         """Note the measurements of an unfinished point."""
@@ -397,18 +516,28 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
-        begun = {"points", f".{SWEEP_NAME}.lock", f".{SWEEP_NAME}.partial"}  # by a run that was killed at its first file
+        # By a run that was killed at its first file.
+        begun = {"points", f".{SWEEP_NAME}.lock", f".{SWEEP_NAME}.partial"}
         names = {entry.name for entry in self.path.iterdir()}
         return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
 def show(result: Sweep | SweepDryRun) -> None:
-    """Print the table of all points; for a dry run, names of the points, the targets, and the disk space of the checkpoints."""
+    """Print the table of all points; for a dry run, names of the points, the targets, and the
+    disk space of the checkpoints.
+    """
     if isinstance(result, SweepDryRun):
         coverage = result.coverage
-        print(*result.points, f"{count_of(len(result.points), 'point')} to measure, and the dense model", sep="\n")
+        print(
+            *result.points,
+            f"{count_of(len(result.points), 'point')} to measure, and the dense model",
+            sep="\n",
+        )
         inside = coverage.matrices - coverage.matrices_outside
-        print(f"targets: {inside} of {count_of(coverage.matrices_in_blocks, 'matrix', 'matrices')} in blocks")
+        print(
+            f"targets: {inside} of {count_of(coverage.matrices_in_blocks, 'matrix', 'matrices')} "
+            "in blocks"
+        )
         if result.disk_bytes:
             print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return

@@ -1,4 +1,6 @@
-"""`emp-llm unpack MODEL OUTPUT`: a packed checkpoint is restored bit for bit, or a mask is applied to its base model."""
+"""`emp-llm unpack MODEL OUTPUT`: a packed checkpoint is restored bit for bit, or a mask is
+applied to its base model.
+"""
 
 import time
 from dataclasses import dataclass
@@ -28,11 +30,17 @@ class Unpacked:
 
 @command
 def unpack(
-    packed: Annotated[Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="MODEL", flag="--model")],
-    folder: Annotated[Path, Opt("Model folder to write.", argument=True, metavar="OUTPUT", flag="--output")],
+    packed: Annotated[
+        Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="MODEL", flag="--model")
+    ],
+    folder: Annotated[
+        Path, Opt("Model folder to write.", argument=True, metavar="OUTPUT", flag="--output")
+    ],
     *,
     base: Annotated[str | None, Opt("For a mask: folder or Hub id of the dense model.")] = None,
-    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model from the Hub.")] = None,
+    revision: Annotated[
+        str | None, Opt("Branch, tag or commit of a dense model from the Hub.")
+    ] = None,
     overwrite: Annotated[bool, Opt("Replace an existing model folder at the output.")] = False,
 ) -> Unpacked:
     """Restore a packed checkpoint: every file bit for bit, checked by its hash.
@@ -40,8 +48,8 @@ def unpack(
     Returns the folder, its size, and the time taken.
 
     Raises:
-        UserError: a packed file is damaged, the base of a mask is missing or is another model, the output exists or cannot be
-            written, or zstandard is missing.
+        UserError: a packed file is damaged, the base of a mask is missing or is another model, the
+            output exists or cannot be written, or zstandard is missing.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
@@ -50,13 +58,17 @@ def unpack(
     from emp_llm.hub.local_model import find_model
 
     if revision is not None and base is None:
-        raise UserError(f"--revision {revision} is of the dense model; name that with --base, or leave it out.")
+        raise UserError(
+            f"--revision {revision} is of the dense model; name that with --base, or leave it out."
+        )
     started = time.monotonic()
     source = PackedFolder(packed)
     dense = None if base is None else Checkpoint(find_model(base, revision).folder)
     check_base(source, dense)
     sources = [packed] if dense is None else [packed, dense.folder]
-    with OutputFolder(folder, sources, source.bytes, overwrite, known=[*source.shards, *source.files]) as out:
+    with OutputFolder(
+        folder, sources, source.bytes, overwrite, known=[*source.shards, *source.files]
+    ) as out:
         out.begin({"unpacks": str(packed)})
         files = unpack_folder(source, dense, out.files)
         out.complete()

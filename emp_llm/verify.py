@@ -1,4 +1,6 @@
-"""`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that wrote it."""
+"""`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that
+wrote it.
+"""
 
 import logging
 from dataclasses import dataclass, field
@@ -27,35 +29,48 @@ logger = logging.getLogger(__name__)
 class VerifyOptions:
     """Options of `verify`."""
 
-    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model")] = field(
-        kw_only=False
-    )
-    criterion: Annotated[Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
+    folder: Annotated[
+        Path,
+        Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model"),
+    ] = field(kw_only=False)
+    criterion: Annotated[
+        Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")
+    ] = None
     scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
-    source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None
-    activations: Annotated[Path | None, Opt("Activations file of the run; default: the one in the folder.")] = None
-    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: the run's.")] = None
+    source: Annotated[
+        str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")
+    ] = None
+    activations: Annotated[
+        Path | None, Opt("Activations file of the run; default: the one in the folder.")
+    ] = None
+    blocks: Annotated[
+        str | None, Opt("Name of the list of decoder blocks; default: the run's.")
+    ] = None
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
 
 
 @command
 def verify(options: VerifyOptions) -> "Findings":
-    """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and every mask. It only reads.
+    """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and
+    every mask. It only reads.
 
     The exit code is 1 if anything differs.
 
     Returns the differences, one sentence each, and the number of checked things.
 
     Raises:
-        UserError: the folder is no finished output, or source or activations are not those of its run.
+        UserError: the folder is no finished output, or source or activations are not those of its
+            run.
     """
     from emp_llm.pruning.verification import Findings, check_files
     from emp_llm.pruning.writing import read_manifest
 
     for name in ("activations", "criterion", "scores", "blocks", "revision"):
         if getattr(options, name) is not None and options.source is None:
-            raise UserError(f"--{name} is for a comparison with the dense model; name that with --source.")
+            raise UserError(
+                f"--{name} is for a comparison with the dense model; name that with --source."
+            )
     if options.criterion is not None and options.scores is not None:
         raise UserError("--criterion and --scores both define the scores; give only one.")
     findings = Findings()
@@ -72,7 +87,13 @@ def verify(options: VerifyOptions) -> "Findings":
     return findings
 
 
-def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings") -> None:
+def _check_against(
+    source: str,
+    options: VerifyOptions,
+    pruned: Checkpoint,
+    manifest: Manifest,
+    findings: "Findings",
+) -> None:
     """Compare bytes and masks with the dense model."""
     from emp_llm.models.architecture import Architecture, healed_tensors
     from emp_llm.pruning import verification as check
@@ -81,28 +102,41 @@ def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, mani
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     if manifest.recipe.moves:
         how = "healed" if manifest.recipe.heal else "fitted"
-        logger.info("%s is %s: its kept weights may differ from the source, and its zeros are checked.", pruned.folder, how)
+        logger.info(
+            "%s is %s: its kept weights may differ from the source, and its zeros are checked.",
+            pruned.folder,
+            how,
+        )
     if manifest.recipe.structure is not None:
         check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)
         return
-    norms, recipe = _norms(options, manifest), _with_own_scores(manifest.recipe, options)
+    norms = _norms(options, manifest)
+    recipe = _with_own_scores(manifest.recipe, options)
     blocks = options.blocks or recipe.blocks
     if manifest.source.identity is None:
         from emp_llm.models.loading import build_skeleton
 
-        logger.info("save_pretrained wrote %s: its tokenizer and other files are not compared with the source.", pruned.folder)
+        logger.info(
+            "save_pretrained wrote %s: its tokenizer and other files are not compared with "
+            "the source.",
+            pruned.folder,
+        )
         model = build_skeleton(dense.folder, options.trust_remote_code)
         architecture = Architecture.of_model(dense, model, blocks)
         try:
-            names = check.names_in_saved(model, architecture, Architecture.of_model(pruned, model, blocks))
+            names = check.names_in_saved(
+                model, architecture, Architecture.of_model(pruned, model, blocks)
+            )
             check.check_config(dense.folder, pruned.folder, options.trust_remote_code, findings)
         except UserError as error:
             findings.differences.append(str(error))
             return
     else:
         check.check_source(dense, manifest)
-        architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
+        architecture = Architecture.of_checkpoint(
+            dense, blocks, options.trust_remote_code, names_suffice=norms is None
+        )
         names = {name: name for name in dense.tensors}
         check.check_headers(dense, pruned, findings)
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
@@ -114,18 +148,27 @@ def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, mani
         scores = Scores(dense, targets, recipe)
         if recipe.needs_activations:
             if norms is None:
-                raise UserError(f"{options.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
+                raise UserError(
+                    f"{options.folder / MANIFEST_NAME}: its criterion needs "
+                    "activations, and it names none."
+                )
             scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
         check.check_masks(tensors, scores, findings)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         path = options.folder / MANIFEST_NAME
-        raise UserError(f"{path}: it does not record how the masks were decided ({error}).") from error
+        raise UserError(
+            f"{path}: it does not record how the masks were decided ({error})."
+        ) from error
 
 
 def _check_units(
-    dense: Checkpoint, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings"
+    dense: Checkpoint,
+    options: VerifyOptions,
+    pruned: Checkpoint,
+    manifest: Manifest,
+    findings: "Findings",
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.models.architecture import Architecture
@@ -134,10 +177,15 @@ def _check_units(
     from emp_llm.structure.unit_model import unit_model
     from emp_llm.structure.verification import check_shapes, check_units, read_tensors
 
-    recipe, record = manifest.recipe, read_report(options.folder).structure
+    recipe = manifest.recipe
+    record = read_report(options.folder).structure
     if recipe.structure is None or record is None:
-        raise UserError(f"{options.folder}: its report names no heads or neurons. Download it again.")
-    model = unit_model(dense.folder, recipe.structure, options.blocks or recipe.blocks, options.trust_remote_code)
+        raise UserError(
+            f"{options.folder}: its report names no heads or neurons. Download it again."
+        )
+    model = unit_model(
+        dense.folder, recipe.structure, options.blocks or recipe.blocks, options.trust_remote_code
+    )
     if recipe.name not in ("magnitude", "wanda"):
         feature: Any = read_tensors(options.folder / SUMS_NAME).get
     else:
@@ -146,26 +194,38 @@ def _check_units(
     check_units(model, pruned, recipe, record, feature, findings)
     try:
         skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
-        check_shapes(Architecture.of_model(pruned, skeleton, options.blocks or recipe.blocks), findings)
+        check_shapes(
+            Architecture.of_model(pruned, skeleton, options.blocks or recipe.blocks), findings
+        )
     except UserError as error:
         findings.differences.append(str(error))
 
 
 def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:
-    """A recipe from a manifest, with the user's own criterion or scores that it names. Its code is never run by that name."""
+    """A recipe from a manifest, with the user's own criterion or scores that it names. Its code
+    is never run by that name.
+    """
     from emp_llm.pruning.scores import GivenScores
 
     if recipe.criterion is not None:
         if options.criterion is None:
-            raise UserError(f"the criterion {recipe.name} decided the masks; add --criterion {recipe.criterion}.")
+            raise UserError(
+                f"the criterion {recipe.name} decided the masks; add --criterion "
+                f"{recipe.criterion}."
+            )
         given = recipe.but(criterion=options.criterion, criterion_source=None)
         if criterion_origin(given.scored_by)[1] != recipe.criterion_source:
-            logger.warning("warning: the file of the criterion %s has changed since the masks were decided.", recipe.criterion)
+            logger.warning(
+                "warning: the file of the criterion %s has changed since the masks were decided.",
+                recipe.criterion,
+            )
         return given
     if recipe.scores is None:
         return recipe
     if options.scores is None:
-        raise UserError(f"given scores ({recipe.scores}) decided the masks; give them with --scores.")
+        raise UserError(
+            f"given scores ({recipe.scores}) decided the masks; give them with --scores."
+        )
     if GivenScores(options.scores, []).digest != recipe.scores_digest:
         raise UserError(f"--scores {options.scores}: not the scores that decided these masks.")
     return recipe.but(scores=options.scores, scores_digest=None)
@@ -181,7 +241,8 @@ def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":
     path: Path = options.activations or options.folder / ACTIVATIONS_NAME
     if options.activations is None and not path.is_file():
         raise UserError(
-            f"{options.folder}: it does not hold the norms that decided its masks. Give their file: --activations FILE"
+            f"{options.folder}: it does not hold the norms that decided its masks. Give their "
+            "file: --activations FILE"
         )
     norms = Activations.load(path)
     check_activations(norms, manifest, str(path))

@@ -1,15 +1,18 @@
-"""Everything worth measuring on a GPU, in one table: masks, calibration, and a prune from end to end.
+"""Everything worth measuring on a GPU, in one table: masks, calibration, and a prune from end to
+end.
 
-    python scripts/bench_gpu.py [--size 4B] [--only masks calibration prune] [--seconds 120] [--output gpu.md]
-    python scripts/bench_gpu.py --device cpu --size tiny
+    python scripts/bench_gpu.py [--size 4B] [--only masks calibration prune] [--seconds 120]
+    [--output gpu.md] python scripts/bench_gpu.py --device cpu --size tiny
 
-Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled kernel too. Calibration:
-tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks in the whole model, and block by block with resident
-and with offloaded weights. Prune: whole processes, imports included, against `cp -r` and sync of the same folder. Measurements
-that are compared run in turn; medians.
+Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled
+kernel too. Calibration: tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks
+in the whole model, and block by block with resident and with offloaded weights. Prune: whole
+processes, imports included, against `cp -r` and sync of the same folder. Measurements that are
+compared run in turn; medians.
 
-Sections can run one after another with the same --folder: the model is made once, and the table gets the rows of all. With
---device cpu, the same code runs without a GPU, to try it. scripts/on_gpu.sh runs this on a GPU machine.
+Sections can run one after another with the same --folder: the model is made once, and the table
+gets the rows of all. With --device cpu, the same code runs without a GPU, to try it.
+scripts/on_gpu.sh runs this on a GPU machine.
 """
 
 import argparse
@@ -48,14 +51,26 @@ from emp_llm.common.machine import free_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LLAMA2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-_TINY = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LLAMA2 = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 BATCH = 4
 SECTIONS = ("masks", "calibration", "prune")
 
 
 class Size(NamedTuple):
-    """What is measured: the model, the tokens of a calibration, and the matrices and repeats of the masks."""
+    """What is measured: the model, the tokens of a calibration, and the matrices and repeats of
+    the masks.
+    """
 
     config: dict[str, int]
     samples: int
@@ -85,20 +100,45 @@ class Row(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the sections that are asked for, and write the table after each. Exit code 1 if something fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure the sections that are asked for, and write the table after each. Exit code 1 if
+    something fails.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--size", choices=tuple(SIZES), default="4B", help="default: 4B, 16 of the 32 blocks of Llama 2 7B")
+    parser.add_argument(
+        "--size",
+        choices=tuple(SIZES),
+        default="4B",
+        help="default: 4B, 16 of the 32 blocks of Llama 2 7B",
+    )
     parser.add_argument("--only", nargs="+", choices=(*SECTIONS, "tests"), default=list(SECTIONS))
-    parser.add_argument("--seconds", type=float, default=120, help="no further round of a section starts after this time")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of calibrations and prunes at most")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120,
+        help="no further round of a section starts after this time",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rounds of calibrations and prunes at most"
+    )
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.md")
-    parser.add_argument("--tests", type=Path, help="results of tests for the table: NAME<tab>RESULT<tab>SECONDS on each line")
-    parser.add_argument("--command", default="bash scripts/on_gpu.sh", help="the command that the table names")
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        help="results of tests for the table: NAME<tab>RESULT<tab>SECONDS on each line",
+    )
+    parser.add_argument(
+        "--command", default="bash scripts/on_gpu.sh", help="the command that the table names"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.", file=sys.stderr)
+        print(
+            "--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     with tempfile.TemporaryDirectory(prefix="emp-llm-bench-") as scratch:
         failed = _run(options, options.folder or Path(scratch))
@@ -114,9 +154,12 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
         "calibration": lambda: calibration(options, folder / "model"),
         "prune": lambda: prune(options, folder / "model", folder / "output"),
     }
-    kept, failed = folder / "rows.json", False
+    kept = folder / "rows.json"
+    failed = False
     rows = [Row(*row) for row in json.loads(kept.read_text())] if kept.is_file() else []
-    for section in [name for name in sections if name in options.only or (name == "tests" and options.tests)]:
+    for section in [
+        name for name in sections if name in options.only or (name == "tests" and options.tests)
+    ]:
         rows = [row for row in rows if row.section != section]
         try:
             for row in sections[section]():
@@ -136,19 +179,24 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
 
 def page(rows: list[Row], options: argparse.Namespace) -> str:
     """The table, and what it was made with."""
-    model, tokens = SIZES[options.size], SIZES[options.size].samples * SIZES[options.size].seqlen
-    lines = ["| | measurement | result | ratio | GPU memory | host memory | runs |", "|---|---|---:|---:|---:|---:|---:|"]
+    model = SIZES[options.size]
+    tokens = SIZES[options.size].samples * SIZES[options.size].seqlen
+    lines = [
+        "| | measurement | result | ratio | GPU memory | host memory | runs |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return (
         f"# Measurements on a GPU\n\n`{options.command}`: {hardware(options.device)}.\n\n"
-        f"Size {options.size}: a random Llama in bfloat16 with {model.config['num_hidden_layers']} blocks of width "
-        f"{model.config['hidden_size']}. Medians of measurements in turn.\n\n"
+        f"Size {options.size}: a random Llama in bfloat16 with {model.config['num_hidden_layers']} "
+        f"blocks of width {model.config['hidden_size']}. Medians of measurements in turn.\n\n"
         "- Masks: GB/s read and written; the ratio is to the speed of the copy.\n"
-        f"- Calibration: {tokens:,} tokens in sequences of {model.seqlen}, {BATCH} to a batch; the ratio is to the speed of "
-        "the plain pass. Weights offloaded to disk may lie in the page cache. GPU memory is the peak of the allocator, without "
-        "the other models of the process.\n"
-        "- Prune: all linear layers of the blocks, by whole processes with a cold page cache; all data is on disk at the end. "
-        "The ratio is to the time of `cp -r`. Host memory is the peak of resident memory.\n\n" + "\n".join(lines) + "\n"
+        f"- Calibration: {tokens:,} tokens in sequences of {model.seqlen}, {BATCH} to a batch; the "
+        "ratio is to the speed of the plain pass. Weights offloaded to disk may lie in the page "
+        "cache. GPU memory is the peak of the allocator, without the other models of the process.\n"
+        "- Prune: all linear layers of the blocks, by whole processes with a cold page cache; all "
+        "data is on disk at the end. The ratio is to the time of `cp -r`. Host memory is the peak "
+        "of resident memory.\n\n" + "\n".join(lines) + "\n"
     )
 
 
@@ -167,7 +215,12 @@ def masks(device: str, size: Size) -> Iterator[Row]:
         for number, (name, with_norms, rule) in enumerate(bench_masks.RUNS):
             title = f"{shape[0]} x {shape[1]}, {name}"
             try:
-                times = times_on(weight, norms if with_norms else None, bench_masks.rule_for(rule, weight), size.repeats)
+                times = times_on(
+                    weight,
+                    norms if with_norms else None,
+                    bench_masks.rule_for(rule, weight),
+                    size.repeats,
+                )
             except Exception as error:
                 traceback.print_exc()
                 yield Row("masks", title, f"failed: {type(error).__name__}: {reason(error)}")
@@ -182,7 +235,9 @@ def masks(device: str, size: Size) -> Iterator[Row]:
 
 def _speed(title: str, weight: torch.Tensor, times: dict[str, float], way: str, runs: int) -> Row:
     speed = 2 * weight.nbytes / 1e9 / times[way]
-    return Row("masks", title, f"{speed:,.1f} GB/s", f"{times['copy'] / times[way]:.1%}", runs=str(runs))
+    return Row(
+        "masks", title, f"{speed:,.1f} GB/s", f"{times['copy'] / times[way]:.1%}", runs=str(runs)
+    )
 
 
 def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -193,9 +248,13 @@ def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
     _prepare(options, folder)
     size = SIZES[options.size]
-    tokens, cuda = random_tokens(size.samples, size.seqlen), options.device == "cuda"
+    tokens = random_tokens(size.samples, size.seqlen)
+    cuda = options.device == "cuda"
     resident = load_model(folder, "cuda:0" if cuda else "cpu")
-    places = {place: load_model(folder, offloaded_blocks(place, 0 if cuda else "cpu")) for place in ("cpu", "disk")}
+    places = {
+        place: load_model(folder, offloaded_blocks(place, 0 if cuda else "cpu"))
+        for place in ("cpu", "disk")
+    }
     layers = layers_in_blocks(resident)
 
     def blocks(model: "PreTrainedModel", hidden: Any = "device") -> Callable[[], object]:
@@ -221,7 +280,9 @@ def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             return wall_time(run)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        others = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters() if p.is_cuda)
+        others = torch.cuda.memory_allocated() - sum(
+            p.nbytes for p in model.parameters() if p.is_cuda
+        )
         seconds = wall_time(run)
         peaks[id(run)] = max(peaks.get(id(run), 0), torch.cuda.max_memory_allocated() - others)
         return seconds
@@ -236,15 +297,31 @@ def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
         seconds = statistics.median(taken)
         ratio = f"{plain / seconds:.1%}" if plain else ""
         memory = _gigabytes(peaks.get(id(runs[name])))
-        yield Row("calibration", name, f"{tokens.numel() / seconds:,.0f} tokens/s", ratio, memory, runs=str(len(taken)))
+        yield Row(
+            "calibration",
+            name,
+            f"{tokens.numel() / seconds:,.0f} tokens/s",
+            ratio,
+            memory,
+            runs=str(len(taken)),
+        )
 
 
 def prune(options: argparse.Namespace, folder: Path, output: Path) -> Iterator[Row]:
     """Seconds and GB/s of whole processes that prune a checkpoint, and of `cp -r` and sync."""
     bytes_of_model = _prepare(options, folder)
-    size, cuda = SIZES[options.size], options.device == "cuda"
+    size = SIZES[options.size]
+    cuda = options.device == "cuda"
     samples = size.samples // 2
-    wanda = ["emp-wanda", "--calibration", "demo", "--samples", str(samples), "--seqlen", str(size.seqlen)]
+    wanda = [
+        "emp-wanda",
+        "--calibration",
+        "demo",
+        "--samples",
+        str(samples),
+        "--seqlen",
+        str(size.seqlen),
+    ]
     calibrated = f"emp-wanda with calibration on {samples * size.seqlen:,} tokens"
     offloaded = offloaded_blocks("disk", 0 if cuda else "cpu")
     device_map = ["--device-map", "cuda:0" if cuda else "cpu"]
@@ -264,10 +341,23 @@ def prune(options: argparse.Namespace, folder: Path, output: Path) -> Iterator[R
                 subprocess.run(["cp", "-r", str(folder), str(output)], check=True)
                 os.sync()
                 return
-            line = [sys.executable, "-m", "emp_llm.prune", "--model", str(folder), "--output", str(output)]
-            host[name] = max(host.get(name, 0), run_and_watch([*line, "--targets", "all-linear", "--method", *runs[name]]))
+            line = [
+                sys.executable,
+                "-m",
+                "emp_llm.prune",
+                "--model",
+                str(folder),
+                "--output",
+                str(output),
+            ]
+            host[name] = max(
+                host.get(name, 0),
+                run_and_watch([*line, "--targets", "all-linear", "--method", *runs[name]]),
+            )
             stages = json.loads((output / "emp_report.json").read_text())["stages"].values()
-            gpu[name] = max([gpu.get(name, 0), *(stage.get("peak_cuda_bytes") or 0 for stage in stages)])
+            gpu[name] = max(
+                [gpu.get(name, 0), *(stage.get("peak_cuda_bytes") or 0 for stage in stages)]
+            )
 
         return run
 
@@ -277,7 +367,9 @@ def prune(options: argparse.Namespace, folder: Path, output: Path) -> Iterator[R
         forget(folder)
         return wall_time(run)
 
-    found, failed = in_turn({name: way(name) for name in runs}, options.repeats, options.seconds, measure)
+    found, failed = in_turn(
+        {name: way(name) for name in runs}, options.repeats, options.seconds, measure
+    )
     shutil.rmtree(output, ignore_errors=True)
     copy = statistics.median(found["cp -r and sync"]) if found["cp -r and sync"] else None
     for name, taken in found.items():
@@ -287,7 +379,15 @@ def prune(options: argparse.Namespace, folder: Path, output: Path) -> Iterator[R
         seconds = statistics.median(taken)
         speed = f"{seconds:.1f} s, {bytes_of_model / 1e9 / seconds:.2f} GB/s"
         ratio = f"{seconds / copy:.2f}" if copy else ""
-        yield Row("prune", name, speed, ratio, _gigabytes(gpu.get(name)), _gigabytes(host.get(name)), str(len(taken)))
+        yield Row(
+            "prune",
+            name,
+            speed,
+            ratio,
+            _gigabytes(gpu.get(name)),
+            _gigabytes(host.get(name)),
+            str(len(taken)),
+        )
 
 
 def _prepare(options: argparse.Namespace, folder: Path) -> int:
@@ -306,5 +406,6 @@ def _gigabytes(size: int | None) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a section that runs out of time still gives its rows
+    # A section that runs out of time still gives its rows.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: models to measure, measurements in turn, and the memory of a process."""
+"""Shared by the benchmarks: models to measure, measurements in turn, and the memory of a
+process.
+"""
 
 import contextlib
 import json
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 _TOKENIZER = Path(__file__).parent / "demo" / "model"
 
 
-def make_llama(folder: Path, sizes: Mapping[str, int], device: str = "cpu", shard_size: str = "2GB") -> int:
-    """Write a random Llama in bfloat16 with the tokenizer of the demo model; returns the bytes of its shards.
+def make_llama(
+    folder: Path, sizes: Mapping[str, int], device: str = "cpu", shard_size: str = "2GB"
+) -> int:
+    """Write a random Llama in bfloat16 with the tokenizer of the demo model; returns the bytes of
+    its shards.
 
     Args:
         sizes: fields of the config; others are Llama 2's.
@@ -37,7 +42,9 @@ def make_llama(folder: Path, sizes: Mapping[str, int], device: str = "cpu", shar
     """
     import transformers
 
-    config = transformers.LlamaConfig(**({"vocab_size": 32000, "max_position_embeddings": 4096} | dict(sizes)))
+    config = transformers.LlamaConfig(
+        **({"vocab_size": 32000, "max_position_embeddings": 4096} | dict(sizes))
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -53,7 +60,9 @@ def bytes_of_shards(folder: Path) -> int:
 
 
 def offloaded_blocks(place: str, device: int | str = 0) -> str:
-    """The device map of a Llama with its blocks on the CPU or on disk, and everything else on a device."""
+    """The device map of a Llama with its blocks on the CPU or on disk, and everything else on a
+    device.
+    """
     outside = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     return json.dumps({"model.layers": place} | dict.fromkeys(outside, device))
 
@@ -77,7 +86,9 @@ def plain_pass(model: "PreTrainedModel", tokens: Tensor, batch_size: int = 1) ->
 
 def random_tokens(samples: int, seqlen: int, vocabulary: int = 32000) -> Tensor:
     """Random token ids, int64, shape (samples, seqlen)."""
-    return torch.randint(0, vocabulary, (samples, seqlen), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, vocabulary, (samples, seqlen), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def in_turn(
@@ -87,7 +98,8 @@ def in_turn(
     measure: Callable[[Callable[[], object]], float] | None = None,
     warm_up: bool = False,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Measure several ways of doing something in turn, so that a slow moment of the machine does not fall on one of them.
+    """Measure several ways of doing something in turn, so that a slow moment of the machine does
+    not fall on one of them.
 
     Args:
         ways: name -> what to do.
@@ -120,7 +132,9 @@ def in_turn(
             now = time.perf_counter()
             if number >= warm_up and now - start + (now - began) > seconds:
                 break
-    failed |= {name: "interrupted" for name, taken in found.items() if not taken and name not in failed}
+    failed |= {
+        name: "interrupted" for name, taken in found.items() if not taken and name not in failed
+    }
     return found, failed
 
 
@@ -152,7 +166,8 @@ def _synchronize() -> None:
 def run_and_watch(command: list[str], output: bool = True) -> int:
     """Run a process to its end; returns its highest resident memory in bytes.
 
-    The kernel's high-water mark is read from outside: getrusage would include the memory of this process at the fork.
+    The kernel's high-water mark is read from outside: getrusage would include the memory of this
+    process at the fork.
 
     Args:
         command: the program and its arguments.
@@ -166,7 +181,10 @@ def run_and_watch(command: list[str], output: bool = True) -> int:
     while process.poll() is None:
         with contextlib.suppress(OSError, StopIteration):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            peak = max(peak, 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]))
+            peak = max(
+                peak,
+                1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]),
+            )
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(process.returncode)
@@ -196,7 +214,10 @@ def processor() -> str:
     fields = cpu_fields()
     flags = (fields.get("flags") or fields.get("Features") or "").split()  # on x86 and on ARM
     sha = "with" if {"sha_ni", "sha2"} & set(flags) else "without"
-    return f"{processor_name()}, {os.cpu_count()} cores, {f'{sha} SHA instructions' if flags else 'SHA instructions unknown'}"
+    return (
+        f"{processor_name()}, {os.cpu_count()} cores, "
+        f"{f'{sha} SHA instructions' if flags else 'SHA instructions unknown'}"
+    )
 
 
 def hardware(device: str) -> str:
@@ -204,7 +225,11 @@ def hardware(device: str) -> str:
     words = []
     if device == "cuda":
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        words = [f"{found.name}, {found.total_memory / 2**30:.0f} GiB", f"driver {_driver()}", f"CUDA {torch.version.cuda}"]
+        words = [
+            f"{found.name}, {found.total_memory / 2**30:.0f} GiB",
+            f"driver {_driver()}",
+            f"CUDA {torch.version.cuda}",
+        ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     words += [
         f"{processor_name()}, {available_cores()} cores, {memory:.0f} GiB",
@@ -223,5 +248,7 @@ def _driver() -> str:
     found = re.search(r"\b\d{3,}\.[\d.]+\b", path.read_text()) if path.is_file() else None
     if found is None and shutil.which("nvidia-smi"):
         line = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = re.search(r"[\d.]+", subprocess.run(line, capture_output=True, text=True, check=False).stdout)
+        found = re.search(
+            r"[\d.]+", subprocess.run(line, capture_output=True, text=True, check=False).stdout
+        )
     return found.group() if found is not None else "unknown"

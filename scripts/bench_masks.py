@@ -3,13 +3,15 @@
     python scripts/bench_masks.py [--threads 2] [--repeats 7] [--rows N] [--write]
     python scripts/bench_masks.py --device cuda [--repeats 30] [--write]
 
-bfloat16 matrices of a 7B model's MLP. "sort" is pruning as described in Wanda's paper: scores, a stable sort of every row, and
-zeros scattered to the places of the smallest; for EMP, with the counts of Algorithm 1. All runs use the same weights in turn;
-medians. On the CPU, "kernel" is the compiled kernel, "numpy" the pruning of machines without numba, and "torch" the reference
-for other dtypes; all must give the same bits. `--write` writes the table to scripts/results: bench_masks.md or
-bench_masks_cuda.md.
+bfloat16 matrices of a 7B model's MLP. "sort" is pruning as described in Wanda's paper: scores, a
+stable sort of every row, and zeros scattered to the places of the smallest; for EMP, with the
+counts of Algorithm 1. All runs use the same weights in turn; medians. On the CPU, "kernel" is the
+compiled kernel, "numpy" the pruning of machines without numba, and "torch" the reference for other
+dtypes; all must give the same bits. `--write` writes the table to scripts/results: bench_masks.md
+or bench_masks_cuda.md.
 
-On a GPU the reference prunes whole matrices, and the copy is one within its memory; times are read from the GPU's clock.
+On a GPU the reference prunes whole matrices, and the copy is one within its memory; times are read
+from the GPU's clock.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from emp_llm.selection.rows import has_kernel, prune_words, words_of
 from emp_llm.selection.rule import KeepRule
 
 SHAPES = ((11008, 4096), (4096, 11008))
-RUNS: tuple[tuple[str, bool, KeepRule | None], ...] = (  # name, with norms, rule; None: half of each row
+# name, with norms, rule; None: half of each row.
+RUNS: tuple[tuple[str, bool, KeepRule | None], ...] = (
     ("emp-magnitude", False, KeepRule(beta=1.0)),
     ("emp-wanda", True, KeepRule(beta=1.0)),
     ("magnitude 50 %", False, None),
@@ -41,11 +44,17 @@ CHUNK = 1 << 21  # weights at a time, as in `emp-llm prune`
 
 def main(line: list[str] | None = None) -> None:
     """Measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--rows", type=int, help="on the CPU: only the first rows of each matrix; default: all")
-    parser.add_argument("--repeats", type=int, help="times that each run is measured; default: 7, on a GPU 30")
+    parser.add_argument(
+        "--rows", type=int, help="on the CPU: only the first rows of each matrix; default: all"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="times that each run is measured; default: 7, on a GPU 30"
+    )
     parser.add_argument("--write", action="store_true", help="write the table to scripts/results")
     arguments = parser.parse_args(line)
     torch.set_num_threads(arguments.threads)
@@ -54,13 +63,16 @@ def main(line: list[str] | None = None) -> None:
         return
     repeats = arguments.repeats or 7
     lines = [
-        "| matrix | method | copy | kernel | GB/s | kernel / copy | numpy | torch | sort | sort / kernel |",
+        "| matrix | method | copy | kernel | GB/s | kernel / copy | numpy | torch | sort | sort / "
+        "kernel |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
         weight, norms = random_matrix((min(shape[0], arguments.rows or shape[0]), shape[1]))
         for name, with_norms, rule in RUNS:
-            times = cpu_times(weight, norms if with_norms else None, rule_for(rule, weight), repeats)
+            times = cpu_times(
+                weight, norms if with_norms else None, rule_for(rule, weight), repeats
+            )
             lines.append(_row(weight, name, times))
             print(lines[-1], flush=True)
     table = "\n".join(lines)
@@ -88,22 +100,29 @@ def by_reference(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> None:
 
 
 def _row(weight: Tensor, name: str, times: dict[str, float]) -> str:
-    copy, fast, numpy, plain, sort = (times[step] for step in ("copy", "kernel", "numpy", "torch", "sort"))
+    copy, fast, numpy, plain, sort = (
+        times[step] for step in ("copy", "kernel", "numpy", "torch", "sort")
+    )
     size = weight.nbytes / 1e9
     return (
-        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | {1e3 * fast:.1f} ms | {size / fast:.2f} "
-        f"| {fast / copy:.1f} | {1e3 * numpy:.0f} ms | {1e3 * plain:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
+        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | "
+        f"{1e3 * fast:.1f} ms | {size / fast:.2f} | {fast / copy:.1f} | {1e3 * numpy:.0f} ms | "
+        f"{1e3 * plain:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
     )
 
 
-def cpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int) -> dict[str, float]:
-    """Median seconds of a copy, of the kernel, of numpy, of the reference, and of sorting; the last three are measured once.
+def cpu_times(
+    weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
+) -> dict[str, float]:
+    """Median seconds of a copy, of the kernel, of numpy, of the reference, and of sorting; the last
+    three are measured once.
 
     Raises:
         SystemExit: there is no kernel, or kernel, numpy and reference give different bits.
     """
     room = torch.empty_like(weight)
-    work, step = weight.clone(), max(1, CHUNK // weight.shape[1])
+    work = weight.clone()
+    step = max(1, CHUNK // weight.shape[1])
     if not has_kernel(work, rule):
         raise SystemExit("the compiled kernel does not load; is numba installed?")
 
@@ -116,7 +135,9 @@ def cpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
 
     factors = None if norms is None else norms.numpy()
     kernel = in_chunks(lambda rows: prune_words(words_of(rows), "BF16", factors, rule))
-    by_numpy = in_chunks(lambda rows: prune_words(words_of(rows), "BF16", factors, rule, compiled=False))
+    by_numpy = in_chunks(
+        lambda rows: prune_words(words_of(rows), "BF16", factors, rule, compiled=False)
+    )
     steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
     slow: dict[str, Callable[[], object]] = {
         "numpy": by_numpy,
@@ -163,17 +184,26 @@ def _sorted(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> None:
 def _on_gpu(repeats: int, write: bool) -> None:
     """The table for the current GPU."""
     if not torch.cuda.is_available():
-        print("--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.", file=sys.stderr)
+        print(
+            "--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
-    lines = ["| matrix | method | copy | torch | GB/s | torch / copy | sort |", "|---|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| matrix | method | copy | torch | GB/s | torch / copy | sort |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     for shape in SHAPES:
         weight, norms = (tensor.cuda() for tensor in random_matrix(shape))
         for name, with_norms, rule in RUNS:
-            times = gpu_times(weight, norms if with_norms else None, rule_for(rule, weight), repeats)
+            times = gpu_times(
+                weight, norms if with_norms else None, rule_for(rule, weight), repeats
+            )
             copy, plain, sort = (times[step] for step in ("copy", "torch", "sort"))
             lines.append(
                 f"| {shape[0]} x {shape[1]} | {name} | {1e3 * copy:.3f} ms | {1e3 * plain:.1f} ms "
-                f"| {2 * weight.nbytes / 1e9 / plain:.0f} | {plain / copy:.0f} | {1e3 * sort:.1f} ms |"
+                f"| {2 * weight.nbytes / 1e9 / plain:.0f} | {plain / copy:.0f} | {1e3 * sort:.1f} "
+                "ms |"
             )
             print(lines[-1], flush=True)
     table = "\n".join(lines)
@@ -181,16 +211,24 @@ def _on_gpu(repeats: int, write: bool) -> None:
     if write:
         about = (
             "# Masks on a GPU\n\n"
-            f"`python scripts/bench_masks.py --device cuda --repeats {repeats} --write`: {torch.cuda.get_device_name()}, "
-            f"torch {torch.__version__}. bfloat16 weights, in place, by the torch reference (`--mask-device cuda`); medians of "
-            "one run, in turn. GB/s: weights read once and written once.\n\n"
+            f"`python scripts/bench_masks.py --device cuda --repeats {repeats} --write`: "
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}. bfloat16 weights, in "
+            "place, by the torch reference (`--mask-device cuda`); medians of one run, in turn. "
+            "GB/s: weights read once and written once.\n\n"
         )
-        (Path(__file__).parent / "results" / "bench_masks_cuda.md").write_text(about + table + "\n", encoding="utf-8")
+        (Path(__file__).parent / "results" / "bench_masks_cuda.md").write_text(
+            about + table + "\n", encoding="utf-8"
+        )
 
 
-def gpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int) -> dict[str, float]:
-    """Median seconds, by the clock of the GPU, of a copy, of the reference, and of sorting; weight and norms are on the GPU."""
-    room, work = torch.empty_like(weight), weight.clone()
+def gpu_times(
+    weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
+) -> dict[str, float]:
+    """Median seconds, by the clock of the GPU, of a copy, of the reference, and of sorting;
+    weight and norms are on the GPU.
+    """
+    room = torch.empty_like(weight)
+    work = weight.clone()
     steps: dict[str, Callable[[], object]] = {
         "copy": lambda: room.copy_(work),
         "torch": lambda: by_reference(work, norms, rule),
@@ -209,11 +247,13 @@ def gpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
 def _write(table: str, threads: int, repeats: int) -> None:
     about = (
         "# Masks at memory speed\n\n"
-        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: {processor()}; torch "
-        f"{torch.__version__}, {threads} threads. bfloat16 weights, in place; medians of one run, in turn (numpy, torch and "
-        "sort once).\n\n"
+        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: "
+        f"{processor()}; torch {torch.__version__}, {threads} threads. bfloat16 weights, in place; "
+        "medians of one run, in turn (numpy, torch and sort once).\n\n"
     )
-    (Path(__file__).parent / "results" / "bench_masks.md").write_text(about + table + "\n", encoding="utf-8")
+    (Path(__file__).parent / "results" / "bench_masks.md").write_text(
+        about + table + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

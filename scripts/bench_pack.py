@@ -1,10 +1,12 @@
-"""Sizes and speed of pack and unpack on a synthetic bfloat16 checkpoint, beside the entropy and a plain copy.
+"""Sizes and speed of pack and unpack on a synthetic bfloat16 checkpoint, beside the entropy and a
+plain copy.
 
     python scripts/bench_pack.py [--gigabytes 1.5] [--repeats 3] [--folder DIR] [--write]
 
-The weights are Gaussian and 40 % of them are zero: the smallest of each row ("magnitude"), or random ones ("random"), the worst
-case for a packer. Times are those of the Python functions `pack` and `unpack`, without imports. Every run, the copy included,
-ends when its output is on the disk. The source lies in the page cache, as after pruning, or was dropped from it ("cold").
+The weights are Gaussian and 40 % of them are zero: the smallest of each row ("magnitude"), or
+random ones ("random"), the worst case for a packer. Times are those of the Python functions `pack`
+and `unpack`, without imports. Every run, the copy included, ends when its output is on the disk.
+The source lies in the page cache, as after pruning, or was dropped from it ("cold").
 """
 
 import argparse
@@ -36,44 +38,63 @@ _COLUMNS = 4096
 
 def main(line: list[str] | None = None) -> None:
     """Create the checkpoints, measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the checkpoint; default: 1.5")
-    parser.add_argument("--repeats", type=int, default=3, help="times that each run is measured; default: 3")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.5, help="size of the checkpoint; default: 1.5"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times that each run is measured; default: 3"
+    )
     parser.add_argument("--folder", type=Path, help="working folder; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the tables to scripts/results/pack.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables to scripts/results/pack.md"
+    )
     arguments = parser.parse_args(line)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         folders = {kind: Path(scratch) / kind for kind in ("magnitude", "random")}
         for kind, folder in folders.items():
-            make(folder, arguments.gigabytes if kind == "magnitude" else arguments.gigabytes / 4, kind)
-        sizes, peak = ["| zeros | packed | bytes / dense | entropy |", "|---|---|---:|---:|"], 0
+            make(
+                folder,
+                arguments.gigabytes if kind == "magnitude" else arguments.gigabytes / 4,
+                kind,
+            )
+        sizes = ["| zeros | packed | bytes / dense | entropy |", "|---|---|---:|---:|"]
+        peak = 0
         for kind, folder in folders.items():
             rows, highest = size_rows(kind, folder, Path(scratch))
-            sizes, peak = sizes + rows, max(peak, highest)
+            sizes = sizes + rows
+            peak = max(peak, highest)
         speed = speeds(folders["magnitude"], Path(scratch), arguments.repeats)
         dense = weights(folders["magnitude"])
     about = (
-        f"{dense / 1e9:.2f} GB of Gaussian bfloat16, {100 * _SPARSITY:.0f} % zeros; {processor()}; medians of "
-        f"{count_of(arguments.repeats, 'run')}, GB/s of the dense checkpoint. Peak memory of a process, imports included: "
-        f"{peak / 1e9:.2f} GB."
+        f"{dense / 1e9:.2f} GB of Gaussian bfloat16, {100 * _SPARSITY:.0f} % zeros; {processor()}; "
+        f"medians of {count_of(arguments.repeats, 'run')}, GB/s of the dense checkpoint. Peak "
+        f"memory of a process, imports included: {peak / 1e9:.2f} GB."
     )
     notes = (
-        "Entropy: bits per weight if each is coded alone, as a share of 16; in brackets with sign and mantissa taken as "
-        "random, as the packer does.\n\nWork: processor seconds of the program itself, and GB of the dense checkpoint per such "
-        "second. "
-        "The seconds of the system for reading and writing (system) and the wait for the disk come on top. "
-        f"Load during the run: {os.getloadavg()[1]:.1f}."
+        "Entropy: bits per weight if each is coded alone, as a share of 16; in brackets with sign "
+        "and mantissa taken as random, as the packer does.\n\nWork: processor seconds of the "
+        "program itself, and GB of the dense checkpoint per such second. "
+        "The seconds of the system for reading and writing (system) and the wait for the disk come "
+        f"on top. Load during the run: {os.getloadavg()[1]:.1f}."
     )
     text = f"{about}\n\n" + "\n".join(sizes) + f"\n\n{notes}\n\n" + "\n".join(speed)
     print(text)
     if arguments.write:
-        command = f"python scripts/bench_pack.py --gigabytes {arguments.gigabytes:g} --repeats {arguments.repeats} --write"
+        command = (
+            f"python scripts/bench_pack.py --gigabytes {arguments.gigabytes:g} --repeats "
+            f"{arguments.repeats} --write"
+        )
         target = Path(__file__).parent / "results" / "pack.md"
         target.write_text(f"# Packed checkpoints\n\n`{command}`: {text}\n", encoding="utf-8")
 
 
 def make(folder: Path, gigabytes: float, kind: str) -> None:
-    """Write a checkpoint of one shard: Gaussian matrices of 64 MB with 40 % zeros, the smallest of each row or random ones."""
+    """Write a checkpoint of one shard: Gaussian matrices of 64 MB with 40 % zeros, the smallest
+    of each row or random ones.
+    """
     folder.mkdir()
     torch.manual_seed(0)
     tensors = {}
@@ -94,7 +115,8 @@ def entropy(folder: Path) -> tuple[float, float]:
     """Lower bounds on the bits per weight if each is coded alone, as shares of 16.
 
     Returns:
-        The entropy of the bfloat16 numbers; and that of mask and exponents, with sign and mantissa taken as random.
+        The entropy of the bfloat16 numbers; and that of mask and exponents, with sign and mantissa
+        taken as random.
     """
     with (folder / "model.safetensors").open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -115,8 +137,11 @@ def bits(counts: Any) -> float:
 
 
 def size_rows(kind: str, folder: Path, scratch: Path) -> tuple[list[str], int]:
-    """Table rows with the packed sizes of a checkpoint, and the largest memory peak of the processes, in bytes."""
-    rows, peak = [], 0
+    """Table rows with the packed sizes of a checkpoint, and the largest memory peak of the
+    processes, in bytes.
+    """
+    rows = []
+    peak = 0
     of_all, of_parts = entropy(folder)
     for name, flags in (
         ("raw", []),
@@ -126,10 +151,19 @@ def size_rows(kind: str, folder: Path, scratch: Path) -> tuple[list[str], int]:
     ):
         peak = max(peak, command("pack", folder, scratch / "packed", *flags))
         peak = max(
-            peak, command("unpack", scratch / "packed", scratch / "back", *(["--base", folder] if "mask" in name else []))
+            peak,
+            command(
+                "unpack",
+                scratch / "packed",
+                scratch / "back",
+                *(["--base", folder] if "mask" in name else []),
+            ),
         )
         ratio = weights(scratch / "packed") / weights(folder)
-        rows.append(f"| {kind} | {name} | {ratio:.4f} | {f'{of_all:.4f} ({of_parts:.4f})' if name == 'zstd' else ''} |")
+        rows.append(
+            f"| {kind} | {name} | {ratio:.4f} | "
+            f"{f'{of_all:.4f} ({of_parts:.4f})' if name == 'zstd' else ''} |"
+        )
         shutil.rmtree(scratch / "packed")
         shutil.rmtree(scratch / "back")
     return rows, peak
@@ -137,7 +171,8 @@ def size_rows(kind: str, folder: Path, scratch: Path) -> tuple[list[str], int]:
 
 def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
     """A table of seconds and GB/s."""
-    packed, back = scratch / "packed", scratch / "back"
+    packed = scratch / "packed"
+    back = scratch / "back"
     runs: dict[str, Callable[[], object]] = {
         "cp -r, sync, cold": lambda: copy(source, back),
         "pack, cold": lambda: pack(source, packed),
@@ -158,21 +193,33 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
             for folder in (source, packed):
                 if folder.is_dir():
                     (forget if "cold" in name else read_to_cache)(folder)
-            start, before = time.perf_counter(), cpu_seconds()
+            start = time.perf_counter()
+            before = cpu_seconds()
             work()
             times[name].append(
-                (time.perf_counter() - start, *(now - then for now, then in zip(cpu_seconds(), before, strict=True)))
+                (
+                    time.perf_counter() - start,
+                    *(now - then for now, then in zip(cpu_seconds(), before, strict=True)),
+                )
             )
             if back.exists():
-                subprocess.run(["cmp", source / "model.safetensors", back / "model.safetensors"], check=True)
+                subprocess.run(
+                    ["cmp", source / "model.safetensors", back / "model.safetensors"], check=True
+                )
                 shutil.rmtree(back)
                 shutil.rmtree(packed, ignore_errors=True)
-    rows = ["| run | seconds | GB/s | work | GB/s of work | system |", "|---|---:|---:|---:|---:|---:|"]
+    rows = [
+        "| run | seconds | GB/s | work | GB/s of work | system |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name, passed in times.items():
         seconds, work, system = (statistics.median(column) for column in zip(*passed, strict=True))
         dense = weights(source) / 1e9
         rate = f"{dense / work:.1f}" if work >= 0.01 else ""
-        rows.append(f"| {name} | {seconds:.2f} | {dense / seconds:.2f} | {work:.2f} | {rate} | {system:.2f} |")
+        rows.append(
+            f"| {name} | {seconds:.2f} | {dense / seconds:.2f} | {work:.2f} | {rate} | "
+            f"{system:.2f} |"
+        )
     return rows
 
 
@@ -190,7 +237,9 @@ def copy(source: Path, target: Path) -> None:
 
 def command(name: str, *arguments: object) -> int:
     """Run a command as a process; returns its peak memory in bytes."""
-    return run_and_watch([sys.executable, "-m", "emp_llm", name, *map(str, arguments)], output=False)
+    return run_and_watch(
+        [sys.executable, "-m", "emp_llm", name, *map(str, arguments)], output=False
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Time of a data-free prune relative to `cp -r` and sync of the same files.
 
-    python scripts/bench_prune.py [--gigabytes 5] [--repeats 5] [--cache cold|warm] [--folder DIR] [--write]
+    python scripts/bench_prune.py [--gigabytes 5] [--repeats 5] [--cache cold|warm] [--folder DIR]
+    [--write]
 
-Creates a synthetic bfloat16 checkpoint in three shards. Each round runs, as whole processes, `cp -r` with a sync of the copy,
-`dd` with direct reads and writes (the speed of the disk itself), and `emp-llm prune --method emp-magnitude` of the MLP and of
-all linear layers; every second round runs them in reverse order. A run ends when its output is on the disk; prune itself syncs
-its output. Before each run the source is dropped from the page cache (cold) or read into it (warm). A first
-prune, not counted, compiles the kernel. Prints medians and ranges of the seconds, and of the ratios within a round.
+Creates a synthetic bfloat16 checkpoint in three shards. Each round runs, as whole processes,
+`cp -r` with a sync of the copy, `dd` with direct reads and writes (the speed of the disk itself),
+and `emp-llm prune --method emp-magnitude` of the MLP and of all linear layers; every second round
+runs them in reverse order. A run ends when its output is on the disk; prune itself syncs its
+output. Before each run the source is dropped from the page cache (cold) or read into it (warm). A
+first prune, not counted, compiles the kernel. Prints medians and ranges of the seconds, and of the
+ratios within a round.
 """
 
 import argparse
@@ -29,7 +32,8 @@ from synthetic import make_checkpoint
 from emp_llm.checkpoint.files import sync_tree
 from emp_llm.common.errors import count_of
 
-COPY, DIRECT = "cp -r, sync", "dd, direct"
+COPY = "cp -r, sync"
+DIRECT = "dd, direct"
 TARGETS = ("mlp", "all-linear")
 CACHES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cold": (forget, "the source is dropped from the page cache before each run"),
@@ -47,7 +51,9 @@ class Bench:
     """
 
     def __init__(self, source: Path, output: Path, prepare: Callable[[Path], None]) -> None:
-        self._source, self._output, self._prepare = source, output, prepare
+        self._source = source
+        self._output = output
+        self._prepare = prepare
         self._runs: dict[str, Callable[[], None]] = {COPY: self._copy, DIRECT: self._direct}
         self._runs |= {f"prune, {targets}": partial(self._prune, targets) for targets in TARGETS}
         self.seconds: dict[str, list[float]] = {name: [] for name in self._runs}
@@ -84,54 +90,102 @@ class Bench:
     def _direct(self) -> None:
         self._output.mkdir()
         for path in self._source.iterdir():
-            line = ["dd", f"if={path}", f"of={self._output / path.name}", "bs=4M", "iflag=direct", "oflag=direct"]
+            line = [
+                "dd",
+                f"if={path}",
+                f"of={self._output / path.name}",
+                "bs=4M",
+                "iflag=direct",
+                "oflag=direct",
+            ]
             subprocess.run([*line, "conv=fsync", "status=none"], check=True)
 
     def _prune(self, targets: str) -> None:
-        self.peak = max(self.peak, run_and_watch(prune_command(self._source, self._output, targets), output=False))
+        self.peak = max(
+            self.peak,
+            run_and_watch(prune_command(self._source, self._output, targets), output=False),
+        )
 
 
 def main(line: list[str] | None = None) -> None:
     """Create the checkpoint, measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=5.0, help="least size of the checkpoint; default: 5")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=5.0, help="least size of the checkpoint; default: 5"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds; default: 5")
-    parser.add_argument("--cache", choices=tuple(CACHES), default="cold", help="the source before each run; default: cold")
-    parser.add_argument("--folder", type=Path, help="working folder, on the disk to measure; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/bench_prune.md")
+    parser.add_argument(
+        "--cache",
+        choices=tuple(CACHES),
+        default="cold",
+        help="the source before each run; default: cold",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="working folder, on the disk to measure; default: a temporary folder",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to scripts/results/bench_prune.md"
+    )
     arguments = parser.parse_args(line)
     prepare, treatment = CACHES[arguments.cache]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        source, output = Path(scratch) / "model", Path(scratch) / "output"
+        source = Path(scratch) / "model"
+        output = Path(scratch) / "output"
         size = make_checkpoint(source, arguments.gigabytes, shards=3)
-        run_and_watch(prune_command(source, output, "mlp"), output=False)  # compiles the kernel on a new machine
+        # Compiles the kernel on a new machine.
+        run_and_watch(prune_command(source, output, "mlp"), output=False)
         shutil.rmtree(output)
-        bench, loads = Bench(source, output, prepare), [os.getloadavg()[0]]
+        bench = Bench(source, output, prepare)
+        loads = [os.getloadavg()[0]]
         for number in range(arguments.repeats):
             bench.round(backward=number % 2 == 1)
         loads.append(os.getloadavg()[0])
     about = (
-        f"{size / 1e9:.2f} GB of bfloat16 in 3 shards; medians of {count_of(arguments.repeats, 'round')} (ranges), in "
-        f"alternating order; {treatment}, and libraries stay in it. {processor()}; torch {torch.__version__}; "
-        f"load average {loads[0]:.1f} before, {loads[1]:.1f} after. Whole processes, imports included: the stage prune itself "
-        f"takes {_spread(bench.stages, 1)} s. Peak memory of a prune: {bench.peak / 1e9:.2f} GB."
+        f"{size / 1e9:.2f} GB of bfloat16 in 3 shards; medians of "
+        f"{count_of(arguments.repeats, 'round')} (ranges), in alternating order; {treatment}, and "
+        f"libraries stay in it. {processor()}; torch {torch.__version__}; load average "
+        f"{loads[0]:.1f} before, {loads[1]:.1f} after. Whole processes, imports included: the "
+        f"stage prune itself takes {_spread(bench.stages, 1)} s. Peak memory of a prune: "
+        f"{bench.peak / 1e9:.2f} GB."
     )
     print(f"\n{about}\n\n{bench.table(size)}")
     if arguments.write:
-        command = f"python scripts/bench_prune.py --gigabytes {arguments.gigabytes:g} --repeats {arguments.repeats}"
-        text = f"# A prune beside a copy\n\n`{command} --cache {arguments.cache} --write`: {about}\n\n{bench.table(size)}\n"
+        command = (
+            f"python scripts/bench_prune.py --gigabytes {arguments.gigabytes:g} --repeats "
+            f"{arguments.repeats}"
+        )
+        text = (
+            f"# A prune beside a copy\n\n`{command} --cache {arguments.cache} --write`: "
+            f"{about}\n\n{bench.table(size)}\n"
+        )
         (Path(__file__).parent / "results" / "bench_prune.md").write_text(text, encoding="utf-8")
 
 
 def prune_command(source: Path, output: Path, targets: str) -> list[str]:
     """The command that is measured."""
-    command = [sys.executable, "-m", "emp_llm", "prune", "--model", str(source), "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "emp_llm",
+        "prune",
+        "--model",
+        str(source),
+        "--output",
+        str(output),
+    ]
     return [*command, "--method", "emp-magnitude", "--targets", targets]
 
 
 def _spread(values: list[float], digits: int) -> str:
     """ "1.05 (0.98–1.12)": the median and the range."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    return (
+        f"{statistics.median(values):.{digits}f} "
+        f"({min(values):.{digits}f}–{max(values):.{digits}f})"
+    )
 
 
 if __name__ == "__main__":

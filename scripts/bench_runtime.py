@@ -1,15 +1,20 @@
-"""Time of the sparse runtime on a CPU: one layer against dense products, and a whole model of 1 billion weights.
+"""Time of the sparse runtime on a CPU: one layer against dense products, and a whole model of 1
+billion weights.
 
-    python scripts/bench_runtime.py [--threads 2] [--repeats 15] [--rows 22016] [--layer-only] [--write]
+    python scripts/bench_runtime.py [--threads 2] [--repeats 15] [--rows 22016] [--layer-only]
+    [--write]
 
-Layer: a bfloat16 matrix of rows x 4096 with random zeros. "copy" is the time in which torch copies the dense matrix: a dense
-product at the bandwidth of a copy (bytes copied per second) takes as long. Reading alone may be up to twice as fast. "torch" is
-torch's own bfloat16 linear. "limit" is the ratio of the bytes: no product can be faster than a dense one by more, if both read
-at full bandwidth. The runs of a table take turns; ratios are medians of the rounds. One thread is timed by its processor time,
-which other programs on the machine do not lengthen as they do the time of the clock.
+Layer: a bfloat16 matrix of rows x 4096 with random zeros. "copy" is the time in which torch copies
+the dense matrix: a dense product at the bandwidth of a copy (bytes copied per second) takes as
+long. Reading alone may be up to twice as fast. "torch" is torch's own bfloat16 linear. "limit" is
+the ratio of the bytes: no product can be faster than a dense one by more, if both read at full
+bandwidth. The runs of a table take turns; ratios are medians of the rounds. One thread is timed by
+its processor time, which other programs on the machine do not lengthen as they do the time of the
+clock.
 
-Model: a random Llama of TinyLlama's shape with tied embeddings, pruned to 50 % of all linear layers by magnitude, packed, and
-measured by `emp-llm bench`, each in a process of its own so that its memory is its own.
+Model: a random Llama of TinyLlama's shape with tied embeddings, pruned to 50 % of all linear layers
+by magnitude, packed, and measured by `emp-llm bench`, each in a process of its own so that its
+memory is its own.
 """
 
 import argparse
@@ -50,12 +55,18 @@ RESULTS = Path(__file__).parent / "results" / "runtime.md"
 
 def main(line: list[str] | None = None) -> None:
     """Measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, default=22016)
-    parser.add_argument("--layer-only", action="store_true", help="leave out the model of 1 billion weights")
-    parser.add_argument("--folder", type=Path, help="where to make that model (6 GB); default: a temporary folder")
+    parser.add_argument(
+        "--layer-only", action="store_true", help="leave out the model of 1 billion weights"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to make that model (6 GB); default: a temporary folder"
+    )
     parser.add_argument("--write", action="store_true", help=f"add the tables to {RESULTS.name}")
     options = parser.parse_args(line)
     torch.set_num_threads(options.threads)
@@ -63,8 +74,20 @@ def main(line: list[str] | None = None) -> None:
     if not options.layer_only:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             parts.append(model_table(Path(folder), options))
-    command = f"python scripts/bench_runtime.py --threads {options.threads} --repeats {options.repeats} --rows {options.rows}"
-    page = "\n\n".join([f"## {processor_name()}\n\n`{command}`: {hardware('cpu')}; {options.threads} threads.", *parts]) + "\n"
+    command = (
+        f"python scripts/bench_runtime.py --threads {options.threads} --repeats "
+        f"{options.repeats} --rows {options.rows}"
+    )
+    page = (
+        "\n\n".join(
+            [
+                f"## {processor_name()}\n\n`{command}`: {hardware('cpu')}; "
+                f"{options.threads} threads.",
+                *parts,
+            ]
+        )
+        + "\n"
+    )
     print(page)
     if options.write:
         RESULTS.write_text(f"{RESULTS.read_text(encoding='utf-8')}\n{page}", encoding="utf-8")
@@ -81,12 +104,14 @@ def zeros_table(options: argparse.Namespace) -> str:
     """One token, by the share of zeros."""
     lines = [
         f"One token, {options.rows} x {COLUMNS}, by the share of zeros:\n",
-        "| zeros | sparse | copy | torch | copy / sparse | torch / sparse | limit |\n|---:|---:|---:|---:|---:|---:|---:|",
+        "| zeros | sparse | copy | torch | copy / sparse | torch / sparse | limit "
+        "|\n|---:|---:|---:|---:|---:|---:|---:|",
     ]
     x = torch.randn(1, COLUMNS).bfloat16()
     for zeros in ZEROS:
         weight = random_weight(options.rows, zeros)
-        rows, room = pack_rows(weight), torch.empty_like(weight)
+        rows = pack_rows(weight)
+        room = torch.empty_like(weight)
         product = products_of(rows)
         runs = {
             "copy": partial(room.copy_, weight),
@@ -96,8 +121,9 @@ def zeros_table(options: argparse.Namespace) -> str:
         times = rounds(runs, options.repeats)
         limit = weight.nbytes / (rows.mask.nbytes + rows.values.nbytes)
         lines.append(
-            f"| {zeros:.0%} | {shown(times['sparse'])} | {shown(times['copy'])} | {shown(times['torch'])} "
-            f"| {ratio(times['copy'], times['sparse'])} | {ratio(times['torch'], times['sparse'])} | {limit:.2f} |"
+            f"| {zeros:.0%} | {shown(times['sparse'])} | {shown(times['copy'])} | "
+            f"{shown(times['torch'])} | {ratio(times['copy'], times['sparse'])} | "
+            f"{ratio(times['torch'], times['sparse'])} | {limit:.2f} |"
         )
         print(lines[-1], flush=True)
     return "\n".join(lines)
@@ -106,12 +132,15 @@ def zeros_table(options: argparse.Namespace) -> str:
 def tokens_table(options: argparse.Namespace) -> str:
     """By the number of tokens, for each share of zeros of a pruned model."""
     lines = [
-        f"{options.rows} x {COLUMNS}, by the number of tokens and the share of zeros; torch is its bfloat16 linear:\n",
+        f"{options.rows} x {COLUMNS}, by the number of tokens and the share of zeros; torch is its "
+        "bfloat16 linear:\n",
         "| tokens | torch |" + "".join(f" {zeros:.0%} | torch / sparse |" for zeros in PRUNED),
         "|---:" * (2 + 2 * len(PRUNED)) + "|",
     ]
     weight = random_weight(options.rows, 0.5)
-    products = {zeros: products_of(pack_rows(random_weight(options.rows, zeros))) for zeros in PRUNED}
+    products = {
+        zeros: products_of(pack_rows(random_weight(options.rows, zeros))) for zeros in PRUNED
+    }
     for tokens in TOKENS:
         x = torch.randn(tokens, COLUMNS).bfloat16()
         runs = {"torch": partial(functional.linear, x, weight)}
@@ -127,28 +156,55 @@ def tokens_table(options: argparse.Namespace) -> str:
 def model_table(folder: Path, options: argparse.Namespace) -> str:
     """A model of 1 billion weights, as the command measures it."""
     make_llama(folder / "dense", MODEL)
-    run("prune", "--model", folder / "dense", "--method", "magnitude", "--sparsity", 0.5, "--targets", "all-linear",
-        "--output", folder / "pruned", "-q")  # fmt: skip
+    run(
+        "prune",
+        "--model",
+        folder / "dense",
+        "--method",
+        "magnitude",
+        "--sparsity",
+        0.5,
+        "--targets",
+        "all-linear",
+        "--output",
+        folder / "pruned",
+        "-q",
+    )
     shutil.rmtree(folder / "dense")
     run("pack", folder / "pruned", folder / "packed", "-q")
     copies = [copy_time(folder) for _ in range(3)]
-    run("bench", folder / "packed", "--prompt-tokens", 256, "--new-tokens", 16, "--batch-sizes", 1, "--device", "cpu",
-        "--output", folder / "bench.json", threads=options.threads)  # fmt: skip
+    run(
+        "bench",
+        folder / "packed",
+        "--prompt-tokens",
+        256,
+        "--new-tokens",
+        16,
+        "--batch-sizes",
+        1,
+        "--device",
+        "cpu",
+        "--output",
+        folder / "bench.json",
+        threads=options.threads,
+    )
     found = json.loads((folder / "bench.json").read_text())
     dense, sparse, (batch,) = found["dense"], found["sparse"], found["batches"]
-    prefill, decode = batch["prefill"], batch["decode"]
+    prefill = batch["prefill"]
+    decode = batch["decode"]
     copy = statistics.median(copies)
     return (
-        f"A Llama of TinyLlama's shape with tied embeddings ({dense['weight_bytes'] / 1e9:.2f} GB), 50 % of all linear layers "
-        "zero, bfloat16, by `emp-llm bench`:\n\n"
+        f"A Llama of TinyLlama's shape with tied embeddings ({dense['weight_bytes'] / 1e9:.2f} "
+        "GB), 50 % of all linear layers zero, bfloat16, by `emp-llm bench`:\n\n"
         "| | dense, torch | sparse | ratio |\n|---|---:|---:|---:|\n"
-        f"| prefill of 256 tokens, tokens/s | {prefill['dense']:.1f} | {prefill['sparse']:.1f} | {prefill['ratio']:.2f} |\n"
-        f"| decode, tokens/s | {decode['dense']:.2f} | {decode['sparse']:.2f} | {decode['ratio']:.2f} |\n"
-        f"| weights in memory | {dense['weight_bytes'] / 1e9:.2f} GB | {sparse['weight_bytes'] / 1e9:.2f} GB "
-        f"| {sparse['weight_bytes'] / dense['weight_bytes']:.2f} |\n"
-        f"| memory that the process grew by | {dense['memory_bytes'] / 1e9:.2f} GB | {sparse['memory_bytes'] / 1e9:.2f} GB "
-        f"| {found['memory_ratio']:.2f} |\n"
-        f"| load, against `cp` of the packed folder | | {sparse['load_seconds']:.2f} s | {sparse['load_seconds'] / copy:.2f} |"
+        f"| prefill of 256 tokens, tokens/s | {prefill['dense']:.1f} | {prefill['sparse']:.1f} | "
+        f"{prefill['ratio']:.2f} |\n| decode, tokens/s | {decode['dense']:.2f} | "
+        f"{decode['sparse']:.2f} | {decode['ratio']:.2f} |\n| weights in memory | "
+        f"{dense['weight_bytes'] / 1e9:.2f} GB | {sparse['weight_bytes'] / 1e9:.2f} GB | "
+        f"{sparse['weight_bytes'] / dense['weight_bytes']:.2f} |\n| memory that the process grew "
+        f"by | {dense['memory_bytes'] / 1e9:.2f} GB | {sparse['memory_bytes'] / 1e9:.2f} GB | "
+        f"{found['memory_ratio']:.2f} |\n| load, against `cp` of the packed folder | | "
+        f"{sparse['load_seconds']:.2f} s | {sparse['load_seconds'] / copy:.2f} |"
     )
 
 
@@ -168,7 +224,12 @@ def run(*line: object, threads: int = 2) -> None:
 
 def rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run in each round; one round more warms up."""
-    times, failed = in_turn(runs, repeats, measure=processor_time if torch.get_num_threads() == 1 else wall_time, warm_up=True)
+    times, failed = in_turn(
+        runs,
+        repeats,
+        measure=processor_time if torch.get_num_threads() == 1 else wall_time,
+        warm_up=True,
+    )
     if failed:
         raise SystemExit(str(failed))
     time.sleep(0.05)

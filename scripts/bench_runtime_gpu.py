@@ -1,17 +1,18 @@
 """Time of a packed layer on a GPU against torch's dense one.
 
-    python scripts/bench_runtime_gpu.py [--shapes 4096x11008] [--zeros 50] [--tokens 1 512] [--repeats 50] [--output FILE]
-    python scripts/bench_runtime_gpu.py --tune [--shapes 4096x11008]
+    python scripts/bench_runtime_gpu.py [--shapes 4096x11008] [--zeros 50] [--tokens 1 512]
+    [--repeats 50] [--output FILE] python scripts/bench_runtime_gpu.py --tune [--shapes 4096x11008]
     python scripts/bench_runtime_gpu.py --device cpu --shapes 64x96
 
-Random bfloat16 matrices, outputs x inputs, with zeros at random places. "dense" is torch's linear layer, which calls cuBLAS,
-with the same weights and their zeros. Both are measured in turn, after the level 2 cache has been filled with other data;
-medians of the GPU's clock. "GB/s" counts what each has to read once: all weights, or mask, starts and values. "of the copy" is
-that rate relative to a copy within the memory of the device, which is counted as read and written. "limit" is the ratio of
-these bytes.
+Random bfloat16 matrices, outputs x inputs, with zeros at random places. "dense" is torch's linear
+layer, which calls cuBLAS, with the same weights and their zeros. Both are measured in turn, after
+the level 2 cache has been filled with other data; medians of the GPU's clock. "GB/s" counts what
+each has to read once: all weights, or mask, starts and values. "of the copy" is that rate relative
+to a copy within the memory of the device, which is counted as read and written. "limit" is the
+ratio of these bytes.
 
---tune tries other sizes of the kernel's programs than those it chooses. With --device cpu, torch alone multiplies packed rows,
-to try the script. scripts/on_gpu.sh runs this on a GPU machine.
+--tune tries other sizes of the kernel's programs than those it chooses. With --device cpu, torch
+alone multiplies packed rows, to try the script. scripts/on_gpu.sh runs this on a GPU machine.
 """
 
 import argparse
@@ -50,18 +51,29 @@ TUNED = {"rows": (2, 4, 8), "groups": (64, 128, 256), "warps": (2, 4, 8)}
 
 def main(line: list[str] | None = None) -> None:
     """Measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs; default: those of a 7B model")
+    parser.add_argument(
+        "--shapes", nargs="+", default=SHAPES, help="outputs x inputs; default: those of a 7B model"
+    )
     parser.add_argument("--zeros", nargs="+", type=int, default=[40, 50, 60], help="percent")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 512])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=300, help="each row takes at most its part of this time")
-    parser.add_argument("--tune", action="store_true", help="one token, with other sizes of the kernel's programs")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="each row takes at most its part of this time"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="one token, with other sizes of the kernel's programs"
+    )
     parser.add_argument("--output", type=Path, help="write the table to this file")
     arguments = parser.parse_args(line)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.", file=sys.stderr)
+        print(
+            "--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     if arguments.tune:
         _tune(arguments)
@@ -111,7 +123,9 @@ def _rows(arguments: argparse.Namespace, copy: float) -> Iterator[list[str]]:
             ]
 
 
-def _ways(weight: Tensor, packed: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], object]]:
+def _ways(
+    weight: Tensor, packed: Callable[[Tensor], Tensor], x: Tensor
+) -> dict[str, Callable[[], object]]:
     return {"dense": lambda: functional.linear(x, weight), "packed": lambda: packed(x)}
 
 
@@ -120,7 +134,10 @@ def check_result(found: Tensor, weight: Tensor, x: Tensor) -> None:
     wanted = x.double() @ weight.double().T
     error = float((found.double() - wanted).norm() / wanted.norm())
     if not error < 1e-2:
-        raise SystemExit(f"{tuple(weight.shape)}, {x.shape[0]} tokens: the packed product is wrong by {error:.1%}")
+        raise SystemExit(
+            f"{tuple(weight.shape)}, {x.shape[0]} tokens: the packed product is wrong "
+            f"by {error:.1%}"
+        )
 
 
 def _matrix(shape: str, zeros: int, device: str) -> tuple[Tensor, PackedRows]:
@@ -128,13 +145,17 @@ def _matrix(shape: str, zeros: int, device: str) -> tuple[Tensor, PackedRows]:
     height, width = (int(size) for size in shape.split("x"))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(height, width, generator=generator).mul_(0.02)
-    weight = weight.masked_fill_(torch.rand(height, width, generator=generator) < zeros / 100, 0).bfloat16()
+    weight = weight.masked_fill_(
+        torch.rand(height, width, generator=generator) < zeros / 100, 0
+    ).bfloat16()
     return weight.to(device), pack_rows(weight).to(device)
 
 
 def _copy_speed(device: str) -> float:
     """GB/s of a copy within the memory of the device."""
-    source = torch.ones((1 << 30) if device == "cuda" else (1 << 22), dtype=torch.uint8, device=device)
+    source = torch.ones(
+        (1 << 30) if device == "cuda" else (1 << 22), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     taken = [_time(lambda: target.copy_(source), lambda: None, device) for _ in range(11)]
     return 2 * source.nbytes / statistics.median(taken[1:]) / 1e9
@@ -149,7 +170,9 @@ def _flusher(device: str) -> Callable[[], object]:
 
 
 def _time(run: Callable[[], object], flush: Callable[[], object], device: str) -> float:
-    """Seconds by the GPU's clock, which is kept busy until everything is queued; on the CPU, wall time."""
+    """Seconds by the GPU's clock, which is kept busy until everything is queued; on the CPU,
+    wall time.
+    """
     if device == "cpu":
         return wall_time(run)
     flush()
@@ -173,21 +196,36 @@ def _tune(arguments: argparse.Namespace) -> None:
         for height, groups, warps in itertools.product(*TUNED.values()):
             part = -(-own.part // (4 * groups)) * 4 * groups
             splits = -(-rows.columns // part)
-            tried.append(own._replace(rows=height, groups=groups, warps=warps, part=part, splits=splits))
+            tried.append(
+                own._replace(rows=height, groups=groups, warps=warps, part=part, splits=splits)
+            )
         ways: dict[str, Callable[[], object]] = {"dense": partial(functional.linear, x, weight)}
         ways |= {str(sizes): partial(cuda_kernel.multiply, matrix, x, sizes) for sizes in tried}
-        times, failed = in_turn(ways, arguments.repeats, measure=lambda run: _time(run, flush, "cuda"), warm_up=True)
+        times, failed = in_turn(
+            ways, arguments.repeats, measure=lambda run: _time(run, flush, "cuda"), warm_up=True
+        )
         print(f"{shape}, {zeros} % zeros; chosen: {own}")
-        for name, taken in sorted(times.items(), key=lambda item: statistics.median(item[1] or [1])):
-            print(f"    {failed[name]}" if name in failed else f"    {1e6 * statistics.median(taken):8.1f} µs", name)
+        for name, taken in sorted(
+            times.items(), key=lambda item: statistics.median(item[1] or [1])
+        ):
+            print(
+                f"    {failed[name]}"
+                if name in failed
+                else f"    {1e6 * statistics.median(taken):8.1f} µs",
+                name,
+            )
 
 
 def _page(arguments: argparse.Namespace, copy: float, lines: list[str]) -> str:
-    command = f"python scripts/bench_runtime_gpu.py --device {arguments.device} --shapes {' '.join(arguments.shapes)}"
+    command = (
+        f"python scripts/bench_runtime_gpu.py --device {arguments.device} --shapes "
+        f"{' '.join(arguments.shapes)}"
+    )
     return (
-        f"# Packed layers on a GPU\n\n`{command}`: {hardware(arguments.device)}. A copy within the memory runs at {copy:,.0f} "
-        "GB/s, read and written.\n\nbfloat16; medians, in turn with torch's dense layer, with a cold level 2 cache. GB/s: what "
-        "is read once. limit: the ratio of the bytes.\n\n" + "\n".join(lines) + "\n"
+        f"# Packed layers on a GPU\n\n`{command}`: {hardware(arguments.device)}. A copy within the "
+        f"memory runs at {copy:,.0f} GB/s, read and written.\n\nbfloat16; medians, in turn with "
+        "torch's dense layer, with a cold level 2 cache. GB/s: what is read once. limit: the ratio "
+        "of the bytes.\n\n" + "\n".join(lines) + "\n"
     )
 
 

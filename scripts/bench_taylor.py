@@ -2,8 +2,9 @@
 
     python scripts/bench_taylor.py --write scripts/results/taylor.md
 
-Each runs in a process of its own on a random Llama in float32, one sequence at a time: the scores of all heads and neurons; a
-forward and a backward pass with gradients of all weights; and the same with a step of AdamW.
+Each runs in a process of its own on a random Llama in float32, one sequence at a time: the scores
+of all heads and neurons; a forward and a backward pass with gradients of all weights; and the same
+with a step of AdamW.
 """
 
 import argparse
@@ -16,12 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 12}
+SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+}
 
 
 def main(line: list[str] | None = None) -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", type=Path)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,7 +84,10 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
             loaded(row[None], labels=row[None], use_cache=False).loss.backward()
         if optimizer is not None:
             optimizer.step()
-    return {"seconds": time.perf_counter() - start, "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    return {
+        "seconds": time.perf_counter() - start,
+        "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
 
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
@@ -85,10 +96,14 @@ def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.structure.scores import taylor_sums
     from emp_llm.structure.unit_model import unit_model
 
-    taylor_sums(BlockwiseModel(model), unit_model(folder, StructureRecipe(structure="both")).units, ids, 1)
+    taylor_sums(
+        BlockwiseModel(model), unit_model(folder, StructureRecipe(structure="both")).units, ids, 1
+    )
 
 
-def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str, list[dict[str, float]]]) -> str:
+def _page(
+    options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str, list[dict[str, float]]]
+) -> str:
     import statistics
 
     from emp_llm.common.errors import format_bytes
@@ -103,14 +118,24 @@ def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str
         "adamw": "one step of AdamW",
     }
     for role, name in names.items():
-        seconds, peak = (statistics.median(each[key] for each in taken[role]) for key in ("seconds", "bytes"))
-        rows.append([name, f"{seconds:.1f}", format_bytes(int(peak)), format_bytes(max(0, int(peak - base)))])
+        seconds, peak = (
+            statistics.median(each[key] for each in taken[role]) for key in ("seconds", "bytes")
+        )
+        rows.append(
+            [
+                name,
+                f"{seconds:.1f}",
+                format_bytes(int(peak)),
+                format_bytes(max(0, int(peak - base))),
+            ]
+        )
     how = f"--tokens {options.tokens} --rounds {options.rounds} --write scripts/results/taylor.md"
     return (
-        f"# Taylor scores against a training step\n\n`python scripts/bench_taylor.py {how}`: {processor_name()}. "
-        f"A Llama of {2 * weights / 1e9:.2f} GB in float32 ({sizes['num_hidden_layers']} layers of width "
-        f"{sizes['hidden_size']}), {options.tokens:,} tokens, one sequence of 512 at a time; medians of {options.rounds}."
-        f"\n\n{markdown_table(rows, as_markdown=True)}\n"
+        f"# Taylor scores against a training step\n\n`python scripts/bench_taylor.py {how}`: "
+        f"{processor_name()}. A Llama of {2 * weights / 1e9:.2f} GB in float32 "
+        f"({sizes['num_hidden_layers']} layers of width {sizes['hidden_size']}), "
+        f"{options.tokens:,} tokens, one sequence of 512 at a time; medians of "
+        f"{options.rounds}.\n\n{markdown_table(rows, as_markdown=True)}\n"
     )
 
 

@@ -1,10 +1,12 @@
-"""The structure read off conventional names, compared with the model's class: all causal language models of transformers.
+"""The structure read off conventional names, compared with the model's class: all causal language
+models of transformers.
 
     python scripts/check_conventional.py [MODEL_TYPE ...]
 
-emp-llm reads the structure of most models off the names and shapes of their weights, without importing their classes. Here each
-class is built on the meta device with two blocks and its default sizes. If its names are conventional, both ways must give
-the same layers in the same order, of the same kinds. The exit code is 1 if a model differs.
+emp-llm reads the structure of most models off the names and shapes of their weights, without
+importing their classes. Here each class is built on the meta device with two blocks and its default
+sizes. If its names are conventional, both ways must give the same layers in the same order, of the
+same kinds. The exit code is 1 if a model differs.
 """
 
 import argparse
@@ -28,12 +30,19 @@ class NamedCheckpoint(Checkpoint):
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.folder = Path(model.config.model_type)
-        self._config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        self._config: dict[str, Any] = model.config.to_dict() | {
+            "architectures": [type(model).__name__]
+        }
         tied = bool(self._config.get("tie_word_embeddings"))
         shapes = {
-            name: tuple(weight.shape) for name, weight in model.state_dict().items() if not (tied and name == "lm_head.weight")
+            name: tuple(weight.shape)
+            for name, weight in model.state_dict().items()
+            if not (tied and name == "lm_head.weight")
         }
-        self.tensors = {name: StoredTensor(name, Path("-"), "BF16", shape, 0, 0) for name, shape in shapes.items()}
+        self.tensors = {
+            name: StoredTensor(name, Path("-"), "BF16", shape, 0, 0)
+            for name, shape in shapes.items()
+        }
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -42,11 +51,15 @@ class NamedCheckpoint(Checkpoint):
 
 def main(line: list[str] | None = None) -> None:
     """Compare, and print the models with conventional names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="default: all")
     types = parser.parse_args(line).types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     transformers.logging.set_verbosity_error()
-    followers, differ, unbuilt = [], [], []
+    followers = []
+    differ = []
+    unbuilt = []
     for kind in types:
         try:
             config = transformers.AutoConfig.for_model(kind)

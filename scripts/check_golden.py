@@ -1,10 +1,11 @@
-"""The bytes of pruned checkpoints, compared with digests recorded with version 0.1.0: every method, group and budget.
+"""The bytes of pruned checkpoints, compared with digests recorded with version 0.1.0: every method,
+group and budget.
 
     python scripts/check_golden.py [--models NAME ...] [--write]
 
-The norms come from a formula and not from a forward pass, so the bytes depend on no library and no processor. The models are
-the demo model and, if the folder `shared` lies beside the checkout, stories260K and wiki-llama-5m. The exit code is 1 if a
-digest differs.
+The norms come from a formula and not from a forward pass, so the bytes depend on no library and no
+processor. The models are the demo model and, if the folder `shared` lies beside the checkout,
+stories260K and wiki-llama-5m. The exit code is 1 if a digest differs.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def models() -> dict[str, Path]:
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, options of prune) of each case; `match` names another case."""
-    for method, group, targets in itertools.product(METHODS, ("row", "matrix", "all"), ("mlp", "all-linear")):
+    for method, group, targets in itertools.product(
+        METHODS, ("row", "matrix", "all"), ("mlp", "all-linear")
+    ):
         yield f"{method} {group} {targets}", {"method": method, "group": group, "targets": targets}
     for method in ("emp-wanda", "emp-magnitude"):
         for order in (0.5, 1.0, 3.0):
@@ -52,11 +55,16 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{plain} 2:4", {"method": plain, "pattern": "2:4"}
         yield f"{plain} 0.7", {"method": plain, "sparsity": 0.7}
         for by in ("total", "matrix"):
-            yield f"{plain} match {by}", {"method": plain, "match": f"{method} row mlp", "match_by": by}
+            yield (
+                (f"{plain} match {by}"),
+                {"method": plain, "match": f"{method} row mlp", "match_by": by},
+            )
 
 
 def digest_of(model: Path, options: dict[str, Any], folder: Path) -> str:
-    """Prune into `folder`; returns 16 hexadecimal digits of SHA-256 over the shards. The norms are synthetic."""
+    """Prune into `folder`; returns 16 hexadecimal digits of SHA-256 over the shards. The norms
+    are synthetic.
+    """
     norms = folder.parent / "norms.safetensors"
     if not norms.exists():
         save_norms(model, norms)
@@ -82,15 +90,25 @@ def save_norms(model: Path, path: Path) -> None:
                     values = ((np.arange(shape[1]) * 7919 + len(layer)) % 1000 + 1) / 250.0
                     values[::97] *= 40
                     norms[layer] = torch.tensor(values, dtype=torch.float32)
-    metadata = {"format": "emp-llm activations 1", "inputs": {name: name for name in norms}, "about": {"model": "made up"}}
+    metadata = {
+        "format": "emp-llm activations 1",
+        "inputs": {name: name for name in norms},
+        "about": {"model": "made up"},
+    }
     save_file(norms, path, {"emp_llm": json.dumps(metadata | {"tokens": {}})})
 
 
 def main(line: list[str] | None = None) -> None:
     """Compare all cases of all models, or write their digests."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(models()), default=[*models()], help="default: all")
-    parser.add_argument("--write", action="store_true", help="write the digests to tests/data/golden.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(models()), default=[*models()], help="default: all"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the digests to tests/data/golden.json"
+    )
     arguments = parser.parse_args(line)
     recorded = json.loads(DIGESTS.read_text()) if DIGESTS.is_file() else {}
     found: dict[str, str] = {}
@@ -101,7 +119,12 @@ def main(line: list[str] | None = None) -> None:
     if arguments.write:
         DIGESTS.write_text(json.dumps(recorded | found, indent=1) + "\n")
     different = [name for name, digest in found.items() if recorded.get(name) != digest]
-    print(f"{count_of(len(found), 'checkpoint')}, {len(different)} different from the recorded digests", *different, sep="\n")
+    print(
+        f"{count_of(len(found), 'checkpoint')}, {len(different)} different from the recorded "
+        "digests",
+        *different,
+        sep="\n",
+    )
     sys.exit(1 if different and not arguments.write else 0)
 
 

@@ -1,11 +1,13 @@
-"""The masks of EMP against a float64 oracle, weight by weight: a stable sort in numpy, with counts from float64 sums.
+"""The masks of EMP against a float64 oracle, weight by weight: a stable sort in numpy, with counts
+from float64 sums.
 
     python scripts/check_masks.py [--weights 100000000] [--write]
 
-All ways to prune rows on a CPU are checked: the compiled kernel, numpy alone (small models, or no numba) and plain torch (all
-other dtypes). Each dtype and criterion gets that many weights, in rows of odd lengths: Gaussian, heavy-tailed, few values (ties
-are the rule), mostly zeros, uniform, and subnormal next to huge. Prints the number of weights that differ; the exit code is 1
-if there are any.
+All ways to prune rows on a CPU are checked: the compiled kernel, numpy alone (small models, or no
+numba) and plain torch (all other dtypes). Each dtype and criterion gets that many weights, in rows
+of odd lengths: Gaussian, heavy-tailed, few values (ties are the rule), mostly zeros, uniform, and
+subnormal next to huge. Prints the number of weights that differ; the exit code is 1 if there are
+any.
 """
 
 import argparse
@@ -40,11 +42,23 @@ BLOCK = 1 << 19  # weights that are checked at a time; 30 blocks cover all kinds
 
 def main(line: list[str] | None = None) -> None:
     """Check, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=int, default=100_000_000, help="for each dtype and criterion; default: 10^8")
-    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/check_masks.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--weights",
+        type=int,
+        default=100_000_000,
+        help="for each dtype and criterion; default: 10^8",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to scripts/results/check_masks.md"
+    )
     arguments = parser.parse_args(line)
-    lines = ["| weights | criterion | checked | rows | ways | different |", "|---|---|---:|---:|---|---:|"]
+    lines = [
+        "| weights | criterion | checked | rows | ways | different |",
+        "|---|---|---:|---:|---|---:|",
+    ]
     wrong = 0
     for dtype in DTYPES:
         for criterion in ("magnitude", "wanda"):
@@ -52,24 +66,38 @@ def main(line: list[str] | None = None) -> None:
             checked, rows, different = _check(dtype, criterion, ways, arguments.weights)
             wrong += different
             name = str(dtype).removeprefix("torch.")
-            lines.append(f"| {name} | {criterion} | {checked:,} | {rows:,} | {', '.join(ways)} | {different} |")
+            lines.append(
+                f"| {name} | {criterion} | {checked:,} | {rows:,} | {', '.join(ways)} | "
+                f"{different} |"
+            )
             print(lines[-1], flush=True)
     if arguments.write:
         head = (
-            f"# Masks against a float64 oracle\n\n`python scripts/check_masks.py --weights {arguments.weights} --write`: EMP, "
+            "# Masks against a float64 oracle\n\n`python scripts/check_masks.py --weights "
+            f"{arguments.weights} --write`: EMP, "
         )
-        head += f"{', '.join(KINDS)} rows of {', '.join(map(str, WIDTHS))} weights, torch {torch.__version__}.\n\n"
+        head += (
+            f"{', '.join(KINDS)} rows of {', '.join(map(str, WIDTHS))} weights, torch "
+            f"{torch.__version__}.\n\n"
+        )
         path = Path(__file__).parent / "results" / "check_masks.md"
         path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     sys.exit(wrong > 0)
 
 
-def ways_to_prune(dtype: torch.dtype, criterion: str) -> dict[str, Callable[[Tensor, Tensor], object]]:
-    """The implementations that take a dtype, by name; each prunes weights in place, given the norms."""
-    name, by_norms = DTYPES[dtype][0], criterion == "wanda"
+def ways_to_prune(
+    dtype: torch.dtype, criterion: str
+) -> dict[str, Callable[[Tensor, Tensor], object]]:
+    """The implementations that take a dtype, by name; each prunes weights in place, given the
+    norms.
+    """
+    name = DTYPES[dtype][0]
+    by_norms = criterion == "wanda"
 
     def by_words(weight: Tensor, norms: Tensor, compiled: bool) -> object:
-        return prune_words(words_of(weight), name, norms.numpy() if by_norms else None, RULE, compiled)
+        return prune_words(
+            words_of(weight), name, norms.numpy() if by_norms else None, RULE, compiled
+        )
 
     ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
     if has_kernel(torch.ones(1, 1, dtype=dtype), RULE):
@@ -86,13 +114,17 @@ def ways_to_prune(dtype: torch.dtype, criterion: str) -> dict[str, Callable[[Ten
 
 
 def _check(
-    dtype: torch.dtype, criterion: str, ways: dict[str, Callable[[Tensor, Tensor], object]], weights: int
+    dtype: torch.dtype,
+    criterion: str,
+    ways: dict[str, Callable[[Tensor, Tensor], object]],
+    weights: int,
 ) -> tuple[int, int, int]:
     """The number of checked weights, that of rows, and that of wrong weights by all ways."""
     generator = torch.Generator().manual_seed(0)
     checked = rows = different = turn = 0
     while checked < weights:
-        width, kind = WIDTHS[turn % len(WIDTHS)], KINDS[turn % len(KINDS)]
+        width = WIDTHS[turn % len(WIDTHS)]
+        kind = KINDS[turn % len(KINDS)]
         turn += 1
         weight = _weights(kind, (BLOCK // width, width), generator).to(dtype)
         norms = torch.rand(width, generator=generator) * 10
@@ -121,13 +153,16 @@ def _weights(kind: str, shape: tuple[int, int], generator: torch.Generator) -> T
     if kind == "uniform":
         return torch.full(shape, 0.1) * (torch.arange(shape[0])[:, None] % 7)
     if kind == "extreme":
-        return values.clamp(-3, 3) * torch.where(torch.rand(shape, generator=generator) < 0.5, 1e-7, 1e4)
+        return values.clamp(-3, 3) * torch.where(
+            torch.rand(shape, generator=generator) < 0.5, 1e-7, 1e4
+        )
     return values
 
 
 def _oracle(scores: NDArray[Any]) -> NDArray[np.bool_]:
     """The mask of Algorithm 1, for float64 scores."""
-    total, squares = scores.sum(1), np.square(scores).sum(1)
+    total = scores.sum(1)
+    squares = np.square(scores).sum(1)
     with np.errstate(invalid="ignore"):
         counts = np.clip(np.floor(total * total / squares * (1 + 2.0**-44)), 1, scores.shape[1])
     counts = np.where(total == 0, scores.shape[1], counts).astype(np.int64)

@@ -1,11 +1,13 @@
 """How large emp_llm is, and how much of it a run enters.
 
     python scripts/code_size.py            # tokens and statements of each room
-    python scripts/code_size.py --runs     # and how many files and functions four runs enter (a minute)
+    python scripts/code_size.py --runs     # and how many files and functions four runs enter (a
+    minute)
 
-Tokens are Python's own, without comments, docstrings, line breaks and indentation: where lines break makes no difference.
-A run enters a file if it calls one of its functions. Functions are those with a `def`: bodies of modules and classes, lambdas
-and generator expressions are not counted. `tests/test_code_size.py` holds the totals.
+Tokens are Python's own, without comments, docstrings, line breaks and indentation: where lines
+break makes no difference. A run enters a file if it calls one of its functions. Functions are those
+with a `def`: bodies of modules and classes, lambdas and generator expressions are not counted.
+`tests/test_code_size.py` holds the totals.
 """
 
 import argparse
@@ -36,15 +38,15 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Python programs; {out} is an empty folder, {model} the demo model.
 RUNS = {
-    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', samples=8, seqlen=64, "
-    "output={out!r} + '/p', quiet=True)",
-    "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, method='emp-magnitude', output={out!r} + '/p', "
-    "quiet=True)",
-    "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, prune_model; "
-    "prune_model(AutoModelForCausalLM.from_pretrained({model!r}, dtype='auto'), Recipe(), ['Once upon a time. ' * 600] * 8, "
-    "{model!r}, samples=8, seqlen=64)",
-    "perplexity": "from emp_llm.evaluate import evaluate; evaluate(model={model!r}, suite='perplexity-of-demo.toml', limit=4, "
-    "output={out!r} + '/r.json', quiet=True)",
+    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', "
+    "samples=8, seqlen=64, output={out!r} + '/p', quiet=True)",
+    "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, "
+    "method='emp-magnitude', output={out!r} + '/p', quiet=True)",
+    "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, "
+    "prune_model; prune_model(AutoModelForCausalLM.from_pretrained({model!r}, dtype='auto'), "
+    "Recipe(), ['Once upon a time. ' * 600] * 8, {model!r}, samples=8, seqlen=64)",
+    "perplexity": "from emp_llm.evaluate import evaluate; evaluate(model={model!r}, "
+    "suite='perplexity-of-demo.toml', limit=4, output={out!r} + '/r.json', quiet=True)",
 }
 _SUITE = '[perplexity]\nfile = "{text}"\njoin = "\\n"\nseqlen = 512\n'
 
@@ -87,7 +89,9 @@ def folders() -> int:
 
 
 def entered(name: str) -> tuple[int, int]:
-    """The number of our files and functions that a run enters, in any thread of a fork of this process."""
+    """The number of our files and functions that a run enters, in any thread of a fork of this
+    process.
+    """
     fork = multiprocessing.get_context("fork")
     found: multiprocessing.SimpleQueue[tuple[int, int]] = fork.SimpleQueue()
     child = fork.Process(target=_count, args=(name, found))
@@ -99,22 +103,32 @@ def entered(name: str) -> tuple[int, int]:
 
 
 def _count(name: str, found: "multiprocessing.SimpleQueue[tuple[int, int]]") -> None:
-    """Run a program, with our package imported anew. Flag 1 of a code object: a function, not a module or a class."""
+    """Run a program, with our package imported anew. Flag 1 of a code object: a function, not a
+    module or a class.
+    """
     import torch
 
-    torch.set_num_threads(1)  # torch makes a new pool in a fork; if several threads ask for it at once, one finds none
+    # Torch makes a new pool in a fork; if several threads ask for it at once, one finds none.
+    torch.set_num_threads(1)
     for module in [module for module in sys.modules if module.partition(".")[0] == PACKAGE.name]:
         del sys.modules[module]
     seen: set[tuple[str, int]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_flags & 1 and code.co_name[0] != "<" and code.co_filename.startswith(str(PACKAGE)):
+        if (
+            event == "call"
+            and code.co_flags & 1
+            and code.co_name[0] != "<"
+            and code.co_filename.startswith(str(PACKAGE))
+        ):
             seen.add((code.co_filename, code.co_firstlineno))
 
     with tempfile.TemporaryDirectory() as out:
         os.chdir(out)
-        Path("perplexity-of-demo.toml").write_text(_SUITE.format(text=ROOT / "calibration" / "demo.txt"))
+        Path("perplexity-of-demo.toml").write_text(
+            _SUITE.format(text=ROOT / "calibration" / "demo.txt")
+        )
         sys.setprofile(note)
         threading.setprofile(note)
         exec(RUNS[name].format(model=str(DEMO), out=out))
@@ -124,7 +138,9 @@ def _count(name: str, found: "multiprocessing.SimpleQueue[tuple[int, int]]") -> 
 
 def main(line: list[str] | None = None) -> None:
     """Print the sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", action="store_true", help="also count what four runs enter")
     asked = parser.parse_args(line)
     rooms = sizes()

@@ -1,11 +1,14 @@
-"""Fine-tuning of a pruned model by `transformers.Trainer`, with and without `SparsityCallback`, which keeps it sparse.
+"""Fine-tuning of a pruned model by `transformers.Trainer`, with and without `SparsityCallback`,
+which keeps it sparse.
 
-    python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--beta 0.6] [--steps 40] [--output DIR]
+    python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--beta 0.6] [--steps 40]
+    [--output DIR]
 
-The script prunes the model (emp-magnitude, beta times N_eff weights kept) and trains it on the text twice, with and without
-the callback. It prints the loss on the last tenth of the text, which is held out, and the number of removed weights that are
-no longer zero. --output writes the model that was trained with the callback, in the dtype of the pruned model, with its
-tokenizer. By default model and text are the demo's, and no network is needed.
+The script prunes the model (emp-magnitude, beta times N_eff weights kept) and trains it on the text
+twice, with and without the callback. It prints the loss on the last tenth of the text, which is
+held out, and the number of removed weights that are no longer zero. --output writes the model that
+was trained with the callback, in the dtype of the pruned model, with its tokenizer. By default
+model and text are the demo's, and no network is needed.
 
 With LoRA, train as usual and call `reapply_mask(model.merge_and_unload(), "pruned")` at the end.
 """
@@ -40,28 +43,50 @@ _LENGTH = 128  # tokens of an example
 
 def main(line: list[str] | None = None) -> None:
     """Prune, train twice, print the table, and write the model if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=Path, default=ROOT / "scripts" / "demo" / "model", help="folder; default: the demo model"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt", help="file; default: the demo's text")
-    parser.add_argument("--beta", type=float, default=0.6, help="multiple of N_eff to keep; default: 0.6")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=ROOT / "scripts" / "demo" / "model",
+        help="folder; default: the demo model",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=ROOT / "calibration" / "demo.txt",
+        help="file; default: the demo's text",
+    )
+    parser.add_argument(
+        "--beta", type=float, default=0.6, help="multiple of N_eff to keep; default: 0.6"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps; default: 40")
     parser.add_argument("--output", type=Path, help="write the tuned model to this folder")
     arguments = parser.parse_args(line)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         pruned = Path(scratch) / "pruned"
-        report = prune(model=arguments.model, output=pruned, method="emp-magnitude", beta=arguments.beta)
+        report = prune(
+            model=arguments.model, output=pruned, method="emp-magnitude", beta=arguments.beta
+        )
         assert isinstance(report, RunReport)
         tokenizer = AutoTokenizer.from_pretrained(pruned)
-        examples = chunks(tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0])
+        examples = chunks(
+            tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][
+                0
+            ]
+        )
         held = max(1, len(examples) // 10)
-        train, test = examples[:-held], examples[-held:]
+        train = examples[:-held]
+        test = examples[-held:]
         before = load(pruned)
         masks = masks_in(pruned, before)
         rows = [("pruned", loss(before, test), masks.broken(before))]
-        for name, callbacks in (("tuned, with the callback", [SparsityCallback(pruned)]), ("tuned, without", [])):
+        for name, callbacks in (
+            ("tuned, with the callback", [SparsityCallback(pruned)]),
+            ("tuned, without", []),
+        ):
             model = load(pruned)
             tune(model, train, arguments.steps, Path(scratch), callbacks)
             rows.append((name, loss(model, test), masks.broken(model)))
@@ -96,7 +121,13 @@ def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
     return sum(losses) / len(batch)
 
 
-def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, scratch: Path, callbacks: list[Any]) -> None:
+def tune(
+    model: PreTrainedModel,
+    examples: list[dict[str, Tensor]],
+    steps: int,
+    scratch: Path,
+    callbacks: list[Any],
+) -> None:
     """Train a model in place by AdamW."""
     how = TrainingArguments(
         output_dir=str(scratch / "trainer"),
@@ -111,7 +142,9 @@ def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, 
         logging_strategy="no",
         seed=0,
     )
-    trainer = Trainer(model, how, train_dataset=examples, data_collator=default_data_collator, callbacks=callbacks)
+    trainer = Trainer(
+        model, how, train_dataset=examples, data_collator=default_data_collator, callbacks=callbacks
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 

@@ -2,8 +2,9 @@
 
     python scripts/import_graph.py
 
-A room may import only rooms above it in this list, the order of docs/design.md. An import that breaks the rule is marked, and
-the exit code is 1. `tests/test_architecture.py` enforces the same rule.
+A room may import only rooms above it in this list, the order of docs/design.md. An import that
+breaks the rule is marked, and the exit code is 1. `tests/test_architecture.py` enforces the same
+rule.
 """
 
 import argparse
@@ -37,14 +38,18 @@ COMMANDS = "commands"  # the files beside the rooms
 
 def main(line: list[str] | None = None) -> None:
     """Print the graph."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(line)
-    graph, wrong = import_graph(), 0
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(line)
+    graph = import_graph()
+    wrong = 0
     for number, room in enumerate((*ROOMS, COMMANDS)):
         imported = sorted(graph.get(room, {}), key=order_of)
         late = [name for name in imported if order_of(name) > number]
         wrong += len(late)
         print(
-            f"{number + 1:>2}  {room:<22} {' '.join(name + ('  <-- not allowed' if name in late else '') for name in imported)}"
+            f"{number + 1:>2}  {room:<22} "
+            f"{' '.join(name + ('  <-- not allowed' if name in late else '') for name in imported)}"
         )
     sys.exit(1 if wrong else 0)
 
@@ -93,7 +98,11 @@ def _imported_files(path: Path, for_types: bool) -> Iterator[Path]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     left_out: set[ast.AST] = set()
     for node in ast.walk(tree) if not for_types else ():
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             left_out.update(node.body)
     for node in ast.walk(tree):
         if node in left_out:

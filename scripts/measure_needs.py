@@ -1,14 +1,18 @@
-"""The memory that commands take, beside the estimate of a plan, for models of 1 B and 3 B random weights.
+"""The memory that commands take, beside the estimate of a plan, for models of 1 B and 3 B random
+weights.
 
-    python scripts/measure_needs.py [--models 1B,3B] [--jobs calibrate,prune] [--folder DIR] [--output FILE]
+    python scripts/measure_needs.py [--models 1B,3B] [--jobs calibrate,prune] [--folder DIR]
+    [--output FILE]
 
-Each job runs in a process of its own, and its memory is read every 10 ms: anonymous and shared pages, of the process and its
-children, and (every 0.2 s) the pages of the checkpoint that it has mapped. On the CPU, weights in their own dtype are such
-pages: the system could take them back, but would read them again for every batch. Other pages of files do not count: mapped
-libraries, and the page cache of what is read or written.
+Each job runs in a process of its own, and its memory is read every 10 ms: anonymous and shared
+pages, of the process and its children, and (every 0.2 s) the pages of the checkpoint that it has
+mapped. On the CPU, weights in their own dtype are such pages: the system could take them back, but
+would read them again for every batch. Other pages of files do not count: mapped libraries, and the
+page cache of what is read or written.
 
-What is measured is kept in FOLDER/measured.jsonl, so that a further run measures only what is missing, and the page has all of
-it. The models (2.3 and 6.3 GB) are made in the folder when first needed, and deleted unless --folder is given.
+What is measured is kept in FOLDER/measured.jsonl, so that a further run measures only what is
+missing, and the page has all of it. The models (2.3 and 6.3 GB) are made in the folder when first
+needed, and deleted unless --folder is given.
 """
 
 import argparse
@@ -33,7 +37,9 @@ from emp_llm.cluster.planning import Work, estimated_needs, model_size
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.suites import find_suite
 
-EVERY, MAPPED_EVERY = 0.01, 0.2  # seconds between two readings
+# seconds between two readings
+EVERY = 0.01
+MAPPED_EVERY = 0.2
 ROOT = Path(__file__).parents[1]
 PAGE = """# Memory of jobs beside its estimate
 
@@ -72,7 +78,8 @@ class Measured:
 
 def jobs_of(folder: Path, model: str) -> dict[str, Measured]:
     """The jobs to measure on a model, in order; later ones use the activations of the first."""
-    text, tasks = find_suite(str(folder / "text.toml")), find_suite(str(folder / "tasks.toml"))
+    text = find_suite(str(folder / "text.toml"))
+    tasks = find_suite(str(folder / "tasks.toml"))
     activations = f"--activations {shlex.quote(str(folder / f'{model}.safetensors'))}"
     words = f"--calibration {shlex.quote(TEXT)} --samples 4 --seqlen 128"
     calibration = Work(calibrates=True, samples=4, seqlen=128)
@@ -85,14 +92,20 @@ def jobs_of(folder: Path, model: str) -> dict[str, Measured]:
             replace(calibration, seqlen=512, dtype="float32"),
         ),
         "prune": Measured("prune", f"--method emp-wanda {activations}", Work()),
-        "prune, all targets": Measured("prune", f"--method magnitude --sparsity 0.5 --group all {activations}", Work()),
+        "prune, all targets": Measured(
+            "prune", f"--method magnitude --sparsity 0.5 --group all {activations}", Work()
+        ),
         "prune, calibrating": Measured("prune", f"--method emp-wanda {words}", calibration),
         "prune, propagating": Measured(
-            "prune", f"--method emp-wanda {words} --propagate pruned", replace(calibration, propagates=True)
+            "prune",
+            f"--method emp-wanda {words} --propagate pruned",
+            replace(calibration, propagates=True),
         ),
         "evaluate, text": Measured("evaluate", f"{on_text} --limit 2", Work(suite=text, limit=2)),
         "evaluate, tasks": Measured(
-            "evaluate", f"--suite {shlex.quote(str(folder / 'tasks.toml'))} --limit 2", Work(suite=tasks, limit=2)
+            "evaluate",
+            f"--suite {shlex.quote(str(folder / 'tasks.toml'))} --limit 2",
+            Work(suite=tasks, limit=2),
         ),
         "sweep": Measured(
             "sweep",
@@ -104,11 +117,17 @@ def jobs_of(folder: Path, model: str) -> dict[str, Measured]:
 
 def main(line: list[str] | None = None) -> None:
     """Measure what is missing, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="1B,3B", help="1B, 3B or both")
     parser.add_argument("--jobs", help="the jobs to measure, separated by semicolons; default: all")
-    parser.add_argument("--folder", type=Path, help="keeps models and measurements; default: a temporary folder")
-    parser.add_argument("--output", type=Path, help="file for the page; default: it is only printed")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps models and measurements; default: a temporary folder"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="file for the page; default: it is only printed"
+    )
     options = parser.parse_args(line)
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -130,7 +149,9 @@ def write_suites(folder: Path) -> None:
     (folder / "text.toml").write_text(
         f'[perplexity]\nfile = {json.dumps(str(demo / "heldout.txt"))}\njoin = ""\nseqlen = 256\n'
     )
-    (folder / "tasks.toml").write_text(f'[[tasks]]\nnames = ["demo_facts"]\nfolder = {json.dumps(str(demo))}\n')
+    (folder / "tasks.toml").write_text(
+        f'[[tasks]]\nnames = ["demo_facts"]\nfolder = {json.dumps(str(demo))}\n'
+    )
 
 
 def measure(folder: Path, model: str, name: str, job: Measured) -> None:
@@ -143,7 +164,15 @@ def measure(folder: Path, model: str, name: str, job: Measured) -> None:
     if "--activations" in job.options and not activations.is_file():
         raise SystemExit(f"{activations} is missing; measure the job calibrate first.")
     output = activations if name == "calibrate" else folder / "output" / job.kind
-    command = [sys.executable, "-m", "emp_llm", job.kind, "--model", str(folder / model), *shlex.split(job.options)]
+    command = [
+        sys.executable,
+        "-m",
+        "emp_llm",
+        job.kind,
+        "--model",
+        str(folder / model),
+        *shlex.split(job.options),
+    ]
     began = time.perf_counter()
     shutil.rmtree(folder / "output", ignore_errors=True)
     (folder / "output").mkdir()
@@ -170,19 +199,22 @@ def highest_memory(command: list[str], log: Path, maps: bool = True) -> dict[str
         maps: it runs on mapped weights; if it converts them, it reads the pages once.
 
     Returns:
-        The highest "sum", and its parts at that moment: "own" (anonymous and shared pages) and "weights" (pages of mapped
-        safetensors).
+        The highest "sum", and its parts at that moment: "own" (anonymous and shared pages) and
+        "weights" (pages of mapped safetensors).
 
     Raises:
         SystemExit: the command fails.
     """
-    peak, weights, mapped_at = {"own": 0, "weights": 0, "sum": 0}, 0, 0.0
+    peak = {"own": 0, "weights": 0, "sum": 0}
+    weights = 0
+    mapped_at = 0.0
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None:
             numbers = list(family_of(process.pid))
             if maps and time.perf_counter() - mapped_at > MAPPED_EVERY:
-                weights, mapped_at = sum(mapped_weights(number) for number in numbers), time.perf_counter()
+                weights = sum(mapped_weights(number) for number in numbers)
+                mapped_at = time.perf_counter()
             own = sum(own_memory(number) for number in numbers)
             if own + weights > peak["sum"]:
                 peak = {"own": own, "weights": weights, "sum": own + weights}
@@ -211,13 +243,17 @@ def own_memory(number: int) -> int:
 
 
 def mapped_weights(number: int) -> int:
-    """Bytes of the safetensors that a process has mapped, read and not changed; 0 if it has ended."""
-    found, counts = 0, False
+    """Bytes of the safetensors that a process has mapped, read and not changed; 0 if it has
+    ended.
+    """
+    found = 0
+    counts = False
     with contextlib.suppress(OSError), Path(f"/proc/{number}/smaps").open() as file:
         for line in file:
             if "-" in line.split(" ", 1)[0]:  # the head of a mapping
                 counts = line.rstrip().endswith(".safetensors")
-            elif counts and line.startswith(("Rss:", "Anonymous:")):  # a page that the process changed is its own
+            # A page that the process changed is its own.
+            elif counts and line.startswith(("Rss:", "Anonymous:")):
                 found += 1024 * int(line.split()[1]) * (1 if line.startswith("R") else -1)
     return found
 
@@ -232,19 +268,36 @@ def page_of(folder: Path) -> str:
     """The page of the measurements, with the estimates as they are now."""
     rows = [["model", "command", "own", "weights", "measured", "estimated", "difference"]]
     found = {(entry["model"], entry["job"]): entry for entry in entries(folder)}
-    for model, name, job in [(each, *item) for each in ("1B", "3B") for item in jobs_of(folder, each).items()]:
+    for model, name, job in [
+        (each, *item) for each in ("1B", "3B") for item in jobs_of(folder, each).items()
+    ]:
         if (model, name) not in found:
             continue
         entry = found[model, name]
-        peak, options = entry["peak"], entry["options"].replace("|", "\\|")
+        peak = entry["peak"]
+        options = entry["options"].replace("|", "\\|")
         needs = estimated_needs(job.kind, model_size(str(folder / model)), job.work)
         share = needs.memory_gb * 1e9 / peak["sum"] - 1
         sizes = [f"{peak[name] / 1e9:.2f} GB" for name in ("own", "weights", "sum")]
-        rows.append([model, f"`{job.kind} {options}`", *sizes, f"{needs.memory_gb:.2f} GB", f"{100 * share:+.0f} %"])
+        rows.append(
+            [
+                model,
+                f"`{job.kind} {options}`",
+                *sizes,
+                f"{needs.memory_gb:.2f} GB",
+                f"{100 * share:+.0f} %",
+            ]
+        )
     sizes = [
-        f"{model}: {model_size(str(folder / model)).parameters:,} parameters" for model in SHAPES if (folder / model).is_dir()
+        f"{model}: {model_size(str(folder / model)).parameters:,} parameters"
+        for model in SHAPES
+        if (folder / model).is_dir()
     ]
-    return PAGE.format(machine=hardware("cpu"), models="; ".join(sizes), table=markdown_table(rows, as_markdown=True))
+    return PAGE.format(
+        machine=hardware("cpu"),
+        models="; ".join(sizes),
+        table=markdown_table(rows, as_markdown=True),
+    )
 
 
 if __name__ == "__main__":

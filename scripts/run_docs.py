@@ -1,14 +1,17 @@
-"""Every command of README.md and docs/, run as written; the output of console blocks is compared with the real one.
+"""Every command of README.md and docs/, run as written; the output of console blocks is compared
+with the real one.
 
     python scripts/run_docs.py [PAGE ...] [--update] [--list]
 
-A page is one session: its blocks run from top to bottom in an empty folder with links to the checkout's folders. Hub commands
-talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
-is not run; the reasons are printed. After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options,
-if it takes hours without them. In expected output a line `...` stands for any lines, and times are not compared.
-Processors round differently. So a number with a decimal point may differ by 1 % or by 10 in its last digit, an accuracy, its
-error and its change by two questions; such differences are printed. Words and whole numbers must be equal.
-`--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
+A page is one session: its blocks run from top to bottom in an empty folder with links to the
+checkout's folders. Hub commands talk to a loopback server, on which the demo model stands in for
+large models. A block after a line `<!-- not run: REASON -->` is not run; the reasons are printed.
+After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options, if it
+takes hours without them. In expected output a line `...` stands for any lines, and times are not
+compared. Processors round differently. So a number with a decimal point may differ by 1 % or by 10
+in its last digit, an accuracy, its error and its change by two questions; such differences are
+printed. Words and whole numbers must be equal. `--update` puts the real output into the pages. The
+exit code is 1 if a command fails or an output differs.
 """
 
 import argparse
@@ -31,7 +34,9 @@ _FENCE = re.compile(r"^( *)```(bash|console|python)\n(.*?)^\1```$", re.MULTILINE
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]*) -->\s*$")
 _RUN_WITH = re.compile(r"<!-- run with: ([^>]*) -->\s*$")
 _TIMES = re.compile(r"\d+(\.\d+)? (s|ms|min|GB/s)\b")
-_NUMBER = re.compile(r"(?<![\w.-])[+-]?\d+\.\d+(?![\w.])")  # with a decimal point, and not in a name
+_NUMBER = re.compile(
+    r"(?<![\w.-])[+-]?\d+\.\d+(?![\w.])"
+)  # with a decimal point, and not in a name
 _RULE = re.compile(r"-+(?: +-+)+")  # below the heads of a table's columns
 _QUESTIONS = 240  # of each task of the demo suite
 _LINKED = ("scripts", "calibration", "eval", "docs")
@@ -71,7 +76,16 @@ def blocks_of(page: str) -> list[Block]:
     for match in _FENCE.finditer(page):
         skipped, options = (kind.search(page[: match.start()]) for kind in (_NOT_RUN, _RUN_WITH))
         reason = skipped and skipped[1]
-        found.append(Block(match[2], match[3], match.start(3), match.end(3), reason, options[1] if options else ""))
+        found.append(
+            Block(
+                match[2],
+                match[3],
+                match.start(3),
+                match.end(3),
+                reason,
+                options[1] if options else "",
+            )
+        )
     return found
 
 
@@ -103,7 +117,9 @@ def pages() -> list[Path]:
 
 def main() -> None:
     """Run the pages, and print what does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="*", type=Path, help="default: all")
     parser.add_argument("--update", action="store_true", help="put the real output into the pages")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
@@ -113,7 +129,10 @@ def main() -> None:
         if arguments.list:
             for block in blocks_of(page.read_text(encoding="utf-8")):
                 for command in commands_of(block) if block.kind != "python" else []:
-                    print(f"{page.name}: {command.line}{f'  [not run: {block.reason}]' if block.reason else ''}")
+                    print(
+                        f"{page.name}: "
+                        f"{command.line}{f'  [not run: {block.reason}]' if block.reason else ''}"
+                    )
             continue
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             environment = stack.enter_context(_Services(Path(folder)))
@@ -129,7 +148,8 @@ class _Services:
         self._stack = ExitStack()
 
     def __enter__(self) -> dict[str, str]:
-        server, store = import_module("hub_server"), import_module("hub_store")
+        server = import_module("hub_server")
+        store = import_module("hub_store")
 
         work = self._folder / "work"
         work.mkdir()
@@ -138,10 +158,16 @@ class _Services:
         shared = ROOT.parent / "shared"
         served = dict.fromkeys(_LARGE, ROOT / "scripts" / "demo" / "model")
         if shared.is_dir():
-            served |= {"/".join(path.parts[-2:]): path for path in (shared / "datasets").glob("*/*")}
+            served |= {
+                "/".join(path.parts[-2:]): path for path in (shared / "datasets").glob("*/*")
+            }
             (work / "models").symlink_to(shared / "models")
-        hub = self._stack.enter_context(server.hub_server(served, users={server.TOKEN: store.User("USER")}))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
+        hub = self._stack.enter_context(
+            server.hub_server(served, users={server.TOKEN: store.User("USER")})
+        )
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))
+        }
         return environment | {
             "HF_ENDPOINT": hub.endpoint,
             "HF_HOME": str(self._folder / "cache"),
@@ -159,7 +185,8 @@ class _Services:
 
 def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool) -> int:
     """Run one page; returns the number of commands that failed or printed something else."""
-    text, wrong = page.read_text(encoding="utf-8"), 0
+    text = page.read_text(encoding="utf-8")
+    wrong = 0
     replaced: list[tuple[Block, str]] = []
     questions = _QUESTIONS
     for block in blocks_of(text):
@@ -167,15 +194,25 @@ def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool)
             print(f"{page.name}: not run ({block.reason}): {block.text.strip().splitlines()[0]}")
             continue
         if block.kind == "python":
-            wrong += not _ok(page, Command(block.text.strip()), [sys.executable, "-c", block.text], work, environment)[0]
+            wrong += not _ok(
+                page,
+                Command(block.text.strip()),
+                [sys.executable, "-c", block.text],
+                work,
+                environment,
+            )[0]
             continue
         new: list[str] = []
         for command in commands_of(block):
-            questions = min([questions, *map(int, re.findall(r"\blimit[ =](\d+)", command.line))])  # later reports show them
+            questions = min(
+                [questions, *map(int, re.findall(r"\blimit[ =](\d+)", command.line))]
+            )  # later reports show them
             line = ["bash", "-o", "pipefail", "-c", command.line]
             fine, output = _ok(page, command, line, work, environment, 100 / questions)
             wrong += not fine
-            new += command.source + (_shortened(output, command.expected, fine) if command.expected is not None else [])
+            new += command.source + (
+                _shortened(output, command.expected, fine) if command.expected is not None else []
+            )
         if block.kind == "console":
             replaced.append((block, "\n".join(new) + "\n"))
     if update:
@@ -186,18 +223,31 @@ def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool)
 
 
 def _ok(
-    page: Path, command: Command, line: list[str], work: Path, environment: dict[str, str], question: float = 0.0
+    page: Path,
+    command: Command,
+    line: list[str],
+    work: Path,
+    environment: dict[str, str],
+    question: float = 0.0,
 ) -> tuple[bool, list[str]]:
     """Run a command; whether it succeeded with the expected output, and its output."""
     start = time.perf_counter()
-    done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        line, cwd=work, env=environment, capture_output=True, text=True, timeout=1800, check=False
+    )
     output = done.stdout.rstrip("\n").splitlines()
     different = [] if command.expected is None else tolerated(command.expected, output, question)
     fine = done.returncode == 0 and different is not None
     first = command.line.splitlines()[0]
-    print(f"{page.name}: {'ok' if fine else 'WRONG'} {time.perf_counter() - start:.1f} s: {first}", flush=True)
+    print(
+        f"{page.name}: {'ok' if fine else 'WRONG'} {time.perf_counter() - start:.1f} s: {first}",
+        flush=True,
+    )
     if done.returncode:
-        print(f"  exit code {done.returncode}\n  " + "\n  ".join(done.stderr.rstrip().splitlines()[-12:]))
+        print(
+            f"  exit code {done.returncode}\n  "
+            + "\n  ".join(done.stderr.rstrip().splitlines()[-12:])
+        )
     elif different:
         print(f"  tolerated: {', '.join(different)}")
     elif not fine:
@@ -206,20 +256,27 @@ def _ok(
 
 
 def tolerated(expected: list[str], output: list[str], question: float = 0.0) -> list[str] | None:
-    """The numbers of an output that differ within their tolerance, or None if the output is not the expected one.
+    """The numbers of an output that differ within their tolerance, or None if the output is not the
+    expected one.
 
-    A line `...` stands for any lines, and times differ. `question` is what one question weighs in an accuracy, in points.
+    A line `...` stands for any lines, and times differ. `question` is what one question weighs in
+    an accuracy, in points.
     """
-    pattern, numbers = "", []
+    pattern = ""
+    numbers = []
     lines = list(_without_times(expected))
     for line, accuracies in zip(lines, _accuracies(lines), strict=True):
         if line.strip() == "...":
             pattern += r"(?:.*\n)*?"
             continue
         words = re.escape(_NUMBER.sub("\0", line)).replace("\0", r"([+-]?\d+\.\d+)")
-        pattern += re.sub(r"(?:\\ )+", " +", re.sub(r"(?:\\-)+", "-+", words)) + r"\n"  # columns may be wider
+        pattern += (
+            re.sub(r"(?:\\ )+", " +", re.sub(r"(?:\\-)+", "-+", words)) + r"\n"
+        )  # columns may be wider
         for found in _NUMBER.finditer(line):
-            numbers.append((found[0], any(start <= found.start() < end for start, end in accuracies)))
+            numbers.append(
+                (found[0], any(start <= found.start() < end for start, end in accuracies))
+            )
     match = re.fullmatch(pattern, "".join(f"{line}\n" for line in _without_times(output)))
     if match is None:
         return None
@@ -235,11 +292,14 @@ def tolerated(expected: list[str], output: list[str], question: float = 0.0) -> 
 
 
 def _accuracies(lines: list[str]) -> Iterator[list[tuple[int, int]]]:
-    """Where accuracies and their changes are in each line: in columns of a table, or in the whole line if it names one."""
+    """Where accuracies and their changes are in each line: in columns of a table, or in the
+    whole line if it names one.
+    """
     columns: list[tuple[int, int]] = []
     for above, line in zip(["", *lines], lines, strict=False):
         if _RULE.fullmatch(line):
-            columns, head = [], ""
+            columns = []
+            head = ""
             for column in re.finditer("-+", line):
                 own = above[slice(*column.span())].strip()
                 head = head if own == "change" else own
@@ -248,13 +308,16 @@ def _accuracies(lines: list[str]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _shortened(output: list[str], expected: list[str], fine: bool) -> list[str]:
-    """An output for the page: unchanged if it is as expected, and shortened where the expected one is."""
+    """An output for the page: unchanged if it is as expected, and shortened where the expected
+    one is.
+    """
     if fine:
         return expected
     parts = _parts(expected)
     if len(parts) == 1:
         return output
-    first, last = len(parts[0]), len(parts[-1])
+    first = len(parts[0])
+    last = len(parts[-1])
     return [*output[:first], "...", *(output[-last:] if last else [])]
 
 

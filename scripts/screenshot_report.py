@@ -1,10 +1,13 @@
-"""Screenshots of a report page at 400, 1000 and 1600 pixels, light and dark, and a check of its layout at each width.
+"""Screenshots of a report page at 400, 1000 and 1600 pixels, light and dark, and a check of its
+layout at each width.
 
-    python scripts/screenshot_report.py REPORT [--output FOLDER] [--widths 400 1000 1600] [--no-pictures]
+    python scripts/screenshot_report.py REPORT [--output FOLDER] [--widths 400 1000 1600]
+    [--no-pictures]
 
-REPORT is the folder of a report or its report.html. The pictures are FOLDER/WIDTH-light.png and FOLDER/WIDTH-dark.png. The
-check lays the page out in the browser and measures it: the page must not be wider than the window, and each number of a table
-must be on one line. The exit code is 1 if it fails, and 2 without a browser of the Chromium family.
+REPORT is the folder of a report or its report.html. The pictures are FOLDER/WIDTH-light.png and
+FOLDER/WIDTH-dark.png. The check lays the page out in the browser and measures it: the page must not
+be wider than the window, and each number of a table must be on one line. The exit code is 1 if it
+fails, and 2 without a browser of the Chromium family.
 """
 
 import argparse
@@ -32,8 +35,9 @@ _BROWSERS = (
 )
 _MOST_HEIGHT = 16_000  # pixels of a picture
 _SECONDS = 120
-# The report is laid out in a frame of the exact width, because a window has a least width. Its policy allows no scripts, so the
-# script that measures it is outside. An element that is wider than the page inside of a scrolling box is no problem.
+# The report is laid out in a frame of the exact width, because a window has a least width. Its
+# policy allows no scripts, so the script that measures it is outside. An element that is wider than
+# the page inside of a scrolling box is no problem.
 _WRAPPER = """<!DOCTYPE html><meta charset="utf-8"><body style="margin: 0">
 <iframe id="page" style="border: 0; width: {width}px; height: 900px" srcdoc="{page}"></iframe>
 <pre id="found"></pre>
@@ -74,17 +78,28 @@ class Browser:
     """
 
     def __init__(self, program: str) -> None:
-        self._line = [program, "--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        self._line = [
+            program,
+            "--headless=new",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+        ]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            self._line.append("--no-sandbox")  # its sandbox does not run as root; the page is our own
+            # Its sandbox does not run as root; the page is our own.
+            self._line.append("--no-sandbox")
 
     def layout(self, page: str, width: int) -> Layout:
         """Measure a page at a width."""
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
         with tempfile.TemporaryDirectory() as folder:
             wrapper = Path(folder) / "wrapper.html"
-            wrapper.write_text(_WRAPPER.format(width=width, page=html.escape(text)), encoding="utf-8")
-            told = self._run(f"--window-size={max(width, 1200)},900", "--dump-dom", wrapper.as_uri())
+            wrapper.write_text(
+                _WRAPPER.format(width=width, page=html.escape(text)), encoding="utf-8"
+            )
+            told = self._run(
+                f"--window-size={max(width, 1200)},900", "--dump-dom", wrapper.as_uri()
+            )
         found = re.search(r'<pre id="found">(.*?)</pre>', told, re.DOTALL)
         if found is None or not found.group(1):
             sys.exit("the browser did not lay out the page")
@@ -102,7 +117,9 @@ class Browser:
     def _run(self, *options: str) -> str:
         with tempfile.TemporaryDirectory() as profile:
             line = [*self._line, f"--user-data-dir={profile}", *options]
-            return subprocess.run(line, capture_output=True, text=True, check=False, timeout=_SECONDS).stdout
+            return subprocess.run(
+                line, capture_output=True, text=True, check=False, timeout=_SECONDS
+            ).stdout
 
 
 def find_browser() -> str | None:
@@ -111,12 +128,19 @@ def find_browser() -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("report", type=Path, help="folder of a report, or its report.html")
     parser.add_argument(
-        "--output", type=Path, default=Path("screenshots"), help="folder for the pictures (default: screenshots)"
+        "--output",
+        type=Path,
+        default=Path("screenshots"),
+        help="folder for the pictures (default: screenshots)",
     )
-    parser.add_argument("--widths", type=int, nargs="+", default=[400, 1000, 1600], help="of the window, in pixels")
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=[400, 1000, 1600], help="of the window, in pixels"
+    )
     parser.add_argument("--no-pictures", action="store_true", help="only check the layout")
     options = parser.parse_args()
     page = options.report / "report.html" if options.report.is_dir() else options.report
@@ -124,10 +148,15 @@ def main() -> None:
         parser.error(f"{page}: no such file; give the folder of a report")
     program = find_browser()
     if program is None:
-        parser.error("there is no browser of the Chromium family on PATH; install one, for example: apt-get install chromium")
+        parser.error(
+            "there is no browser of the Chromium family on PATH; install one, for "
+            "example: apt-get install chromium"
+        )
     if not options.no_pictures:
         options.output.mkdir(parents=True, exist_ok=True)
-    browser, text, wrong = Browser(program), page.read_text(encoding="utf-8"), 0
+    browser = Browser(program)
+    text = page.read_text(encoding="utf-8")
+    wrong = 0
     for width in options.widths:
         layout = browser.layout(text, width)
         for problem in layout.problems:

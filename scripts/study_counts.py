@@ -1,11 +1,13 @@
-"""How many weights should stay: effective numbers of several orders and groups, at their own and at equal counts.
+"""How many weights should stay: effective numbers of several orders and groups, at their own and at
+equal counts.
 
-    python scripts/study_counts.py OUT --shared DIR [--smollm2 FOLDER] [--models NAME ...] [--limit N]
+    python scripts/study_counts.py OUT --shared DIR [--smollm2 FOLDER] [--models NAME ...] [--limit
+    N]
 
-DIR holds models, texts and data sets; FOLDER is what `make smollm2` makes (smollm2/model). Each point is a line of
-OUT/points.jsonl, and is not measured again. The tables of all points are printed, and OUT/starving.svg is drawn. Own counts:
-beta = 1. Equal counts: as many zeros as order 2 by rows removes. The targets are the MLP layers; starving rows keep less than
-5 % of their weights.
+DIR holds models, texts and data sets; FOLDER is what `make smollm2` makes (smollm2/model). Each
+point is a line of OUT/points.jsonl, and is not measured again. The tables of all points are
+printed, and OUT/starving.svg is drawn. Own counts: beta = 1. Equal counts: as many zeros as order 2
+by rows removes. The targets are the MLP layers; starving rows keep less than 5 % of their weights.
 """
 
 import argparse
@@ -57,21 +59,34 @@ class Model:
 
 def main(line: list[str] | None = None) -> None:
     """Measure the points that are missing, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder of the points")
-    parser.add_argument("--shared", type=Path, required=True, help="folder with models, texts and data sets")
+    parser.add_argument(
+        "--shared", type=Path, required=True, help="folder with models, texts and data sets"
+    )
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
     parser.add_argument("--models", nargs="+", help="only these; default: all")
-    parser.add_argument("--criteria", nargs="+", default=["wanda", "relative", "magnitude"], help="scores")
-    parser.add_argument("--limit", type=int, help="blocks of the test text; default: those of each model")
+    parser.add_argument(
+        "--criteria", nargs="+", default=["wanda", "relative", "magnitude"], help="scores"
+    )
+    parser.add_argument(
+        "--limit", type=int, help="blocks of the test text; default: those of each model"
+    )
     options = parser.parse_args(line)
     logging.disable(logging.WARNING)
     path = options.out.resolve() / "points.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     points = [json.loads(row) for row in path.read_text().splitlines()] if path.is_file() else []
     with tempfile.TemporaryDirectory() as scratch:
-        models = {name: each for name, each in models_of(options, Path(scratch)).items() if name in (options.models or [name])}
-        os.chdir(options.shared / "datasets")  # load_dataset finds the data sets here by their Hub ids
+        models = {
+            name: each
+            for name, each in models_of(options, Path(scratch)).items()
+            if name in (options.models or [name])
+        }
+        # load_dataset finds the data sets here by their Hub ids.
+        os.chdir(options.shared / "datasets")
         for name, model in models.items():
             for point in measured(name, model, options, points, Path(scratch)):
                 points.append(point)
@@ -86,24 +101,42 @@ def models_of(options: argparse.Namespace, scratch: Path) -> dict[str, Model]:
     """The models that are there."""
     shared = options.shared.resolve()
     stories = scratch / "stories.toml"
-    stories.write_text(f'[perplexity]\nfile = "{shared}/text/tinystories_valid.txt"\nseqlen = 512\n')
+    stories.write_text(
+        f'[perplexity]\nfile = "{shared}/text/tinystories_valid.txt"\nseqlen = 512\n'
+    )
     found = {
         "demo": Model(ROOT / "scripts" / "demo" / "model", "demo", 64, "demo", 64),
         "stories260K": Model(
-            shared / "models" / "stories260K", str(shared / "text" / "tinystories_train.txt"), 64, str(stories), 64
+            shared / "models" / "stories260K",
+            str(shared / "text" / "tinystories_train.txt"),
+            64,
+            str(stories),
+            64,
         ),
-        "wiki-llama-5m": Model(shared / "models" / "wiki-llama-5m", "wikitext2", 64, "perplexity,seqlen=512", 64),
+        "wiki-llama-5m": Model(
+            shared / "models" / "wiki-llama-5m", "wikitext2", 64, "perplexity,seqlen=512", 64
+        ),
     }
     if options.smollm2 is not None:
-        found["SmolLM2-135M"] = Model(options.smollm2.resolve(), "wikitext2", 32, "perplexity,seqlen=1024", 16)
+        found["SmolLM2-135M"] = Model(
+            options.smollm2.resolve(), "wikitext2", 32, "perplexity,seqlen=1024", 16
+        )
     return {name: model for name, model in found.items() if model.folder.is_dir()}
 
 
 def measured(
-    name: str, model: Model, options: argparse.Namespace, points: list[dict[str, Any]], scratch: Path
+    name: str,
+    model: Model,
+    options: argparse.Namespace,
+    points: list[dict[str, Any]],
+    scratch: Path,
 ) -> Iterator[dict[str, Any]]:
     """The points of a model that are missing, one after the other."""
-    known = {(point["criterion"], point["counts"], point["equal"]) for point in points if point["model"] == name}
+    known = {
+        (point["criterion"], point["counts"], point["equal"])
+        for point in points
+        if point["model"] == name
+    }
     suite = find_suite(model.suite)
     assert suite.corpus is not None
     tokens = text_tokens(suite.corpus, load_tokenizer(model.folder))
@@ -114,7 +147,9 @@ def measured(
         assert suite.corpus is not None
         return perplexity(loaded, tokens, block_length(suite.corpus, loaded.config), limit=limit)
 
-    def point(criterion: str, counts: str, equal: bool, recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def point(
+        criterion: str, counts: str, equal: bool, recipe: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
         if (criterion, counts, equal) in known:
             return
         out = scratch / "out"
@@ -134,7 +169,14 @@ def measured(
         }
 
     norms = scratch / f"{name}.safetensors"
-    calibrate(model.folder, output=norms, calibration=model.text, samples=model.samples, seqlen=512, overwrite=True)
+    calibrate(
+        model.folder,
+        output=norms,
+        calibration=model.text,
+        samples=model.samples,
+        seqlen=512,
+        overwrite=True,
+    )
     if ("", "dense", False) not in known:
         dense = judged(model.folder)
         about = {"model": name, "criterion": "", "counts": "dense", "equal": False, "sparsity": 0.0}
@@ -153,12 +195,23 @@ def measured(
         for counts, recipe in OWN.items():
             if criterion == "magnitude" and "count_by" in recipe:
                 continue
-            how = {"method": f"emp-{criterion}"} | ({"count_by": "own"} if criterion == "relative" else {}) | recipe
+            how = (
+                {"method": f"emp-{criterion}"}
+                | ({"count_by": "own"} if criterion == "relative" else {})
+                | recipe
+            )
             yield from point(criterion, counts, False, how)
             if recipe:
                 yield from point(criterion, counts, True, how | {"sparsity": removed})
-        yield from point(criterion, MEAN, True, {"method": criterion, "match": scratch / "paper", "match_by": "matrix"})
-        yield from point(criterion, UNIFORM, True, {"method": criterion, "match": scratch / "paper"})
+        yield from point(
+            criterion,
+            MEAN,
+            True,
+            {"method": criterion, "match": scratch / "paper", "match_by": "matrix"},
+        )
+        yield from point(
+            criterion, UNIFORM, True, {"method": criterion, "match": scratch / "paper"}
+        )
 
 
 def starving(folder: Path, report: RunReport) -> dict[str, float]:
@@ -169,19 +222,27 @@ def starving(folder: Path, report: RunReport) -> dict[str, float]:
         with safe_open(path, framework="pt") as file:
             for tensor in names.keys() & set(file.keys()):
                 weight = file.get_tensor(tensor)
-                found[names[tensor]] = float(((weight != 0).sum(1) < LEAST * weight.shape[1]).float().mean())
+                found[names[tensor]] = float(
+                    ((weight != 0).sum(1) < LEAST * weight.shape[1]).float().mean()
+                )
     return {name: found[name] for name in names.values()}
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """The starving rows of each block, by the paper's counts of Wanda's scores, of the model that has most."""
+    """The starving rows of each block, by the paper's counts of Wanda's scores, of the model
+    that has most.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "counts"  # the same file for the same points
-    paper = [point for point in points if point["criterion"] == "wanda" and point["counts"] == next(iter(OWN))]
+    paper = [
+        point
+        for point in points
+        if point["criterion"] == "wanda" and point["counts"] == next(iter(OWN))
+    ]
     point = max(paper, key=lambda each: sum(each["starving"].values()))
     roles: dict[str, list[float]] = defaultdict(list)
     for name, share in point["starving"].items():
@@ -209,7 +270,11 @@ def tables(points: list[dict[str, Any]]) -> str:
             title = "zeros as with order 2 by rows" if equal else "own counts"
             rows = [[title, *(f"{each}: zeros, perplexity" for each in criteria)]]
             paper = next(iter(OWN))  # it has its own count in both tables
-            some = [point for point in own if point["criterion"] and (point["equal"] == equal or point["counts"] == paper)]
+            some = [
+                point
+                for point in own
+                if point["criterion"] and (point["equal"] == equal or point["counts"] == paper)
+            ]
             for counts in dict.fromkeys(point["counts"] for point in some):
                 found = {point["criterion"]: point for point in some if point["counts"] == counts}
                 rows.append([counts, *(cell(found.get(each), dense) for each in criteria)])
@@ -219,14 +284,19 @@ def tables(points: list[dict[str, Any]]) -> str:
 
 def value_of(point: dict[str, Any]) -> Value:
     """The perplexity of a point, with the losses of its blocks."""
-    return Value(point["perplexity"], losses=tuple((loss, tokens) for loss, tokens in point["losses"]))
+    return Value(
+        point["perplexity"], losses=tuple((loss, tokens) for loss, tokens in point["losses"])
+    )
 
 
 def cell(point: dict[str, Any] | None, dense: Value) -> str:
     """Zeros, and the change of the perplexity with its paired error."""
     if point is None:
         return ""
-    return f"{100 * point['sparsity']:.1f} %, {change_text('perplexity', change_of('perplexity', value_of(point), dense))}"
+    return (
+        f"{100 * point['sparsity']:.1f} %, "
+        f"{change_text('perplexity', change_of('perplexity', value_of(point), dense))}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Experts removed from a mixture at the same number of parameters: scores, counts, a refit, and what else has that size.
+"""Experts removed from a mixture at the same number of parameters: scores, counts, a refit, and
+what else has that size.
 
-    python scripts/study_experts.py MODEL --calibration TEXT --text TEXT --output docs/experts/study.jsonl
-    python scripts/study_experts.py MODEL --output docs/experts/study.jsonl --write docs/experts
+    python scripts/study_experts.py MODEL --calibration TEXT --text TEXT --output
+    docs/experts/study.jsonl python scripts/study_experts.py MODEL --output docs/experts/study.jsonl
+    --write docs/experts
 
-The first command adds one line of JSON for each point to its output and skips the points that it holds already, so it can be
-stopped and started again. The second writes the page of tables and its figure.
+The first command adds one line of JSON for each point to its output and skips the points that it
+holds already, so it can be stopped and started again. The second writes the page of tables and its
+figure.
 
-Experts are removed in memory: their routers are closed. The written checkpoint computes the same; two points are also written
-by `prune`, and compared. So layers can keep numbers of their own ("own"), which only a router with a bias can be told, and
-experts can be removed at random. Neurons, layers and weights are pruned by `prune`, at equal parameters or bytes.
+Experts are removed in memory: their routers are closed. The written checkpoint computes the same;
+two points are also written by `prune`, and compared. So layers can keep numbers of their own
+("own"), which only a router with a bias can be told, and experts can be removed at random. Neurons,
+layers and weights are pruned by `prune`, at equal parameters or bytes.
 """
 
 import argparse
@@ -25,7 +29,8 @@ import numpy as np
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCORES = ("reap", "man", "frequency", "mass")
-CURVE = (30, 28, 24, 20, 16, 12, 8)  # of 32: experts of a layer that stay, for every score, without a refit
+# Of 32: experts of a layer that stay, for every score, without a refit.
+CURVE = (30, 28, 24, 20, 16, 12, 8)
 SEEDS = 3  # of random choices
 Entry = dict[str, Any]
 Name = tuple[str, ...]
@@ -45,19 +50,27 @@ class Study:
         from emp_llm.structure.scores import unit_sums
         from emp_llm.structure.unit_model import unit_model
 
-        self.options, self.folder = options, Path(options.model)
+        self.options = options
+        self.folder = Path(options.model)
         tokenizer = load_tokenizer(self.folder)
         self.model = load_model(self.folder, "cpu")
-        wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+        wanted = CalibrationOptions(
+            calibration=options.calibration, samples=options.samples, seqlen=options.seqlen
+        )
         self.tokens = read_text(wanted, tokenizer, self.model.config).tokens
-        self.tokenizer, self.wanted = tokenizer, wanted
+        self.tokenizer = tokenizer
+        self.wanted = wanted
         self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
         self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
-        self.sums = unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8)
+        self.sums = unit_sums(
+            BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8
+        )
         self.experts = len(self.plan.units[0])
 
     def on_own_text(self) -> tuple[Any, dict[str, Any]]:
-        """The text that the dense mixture writes, continuing prompts, and what its experts did on it."""
+        """The text that the dense mixture writes, continuing prompts, and what its experts did
+        on it.
+        """
         from emp_llm.calibration.data import read_text
         from emp_llm.models.blockwise import BlockwiseModel
         from emp_llm.models.one_model import OneModel
@@ -66,32 +79,48 @@ class Study:
         wanted = dataclasses.replace(self.wanted, calibration=f"self:{self.options.prompts}")
         how = wanted, self.plan.checkpoint, OneModel("cpu"), None
         tokens = read_text(wanted, self.tokenizer, self.model.config, how).tokens
-        return tokens, unit_sums(BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8)
+        return tokens, unit_sums(
+            BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8
+        )
 
     def losses(self, model: Any) -> list[list[float]]:
         """The mean loss of each block of each text."""
         from emp_llm.evaluation.perplexity import perplexity
 
         o = self.options
-        return [list(perplexity(model, text, o.block, limit=o.limit).block_losses) for text in self.texts]
+        return [
+            list(perplexity(model, text, o.block, limit=o.limit).block_losses)
+            for text in self.texts
+        ]
 
-    def chosen(self, score: str, kept: int | None, own: bool, seed: int = 0) -> tuple[Any, float | None]:
-        """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's number at beta = 1."""
+    def chosen(
+        self, score: str, kept: int | None, own: bool, seed: int = 0
+    ) -> tuple[Any, float | None]:
+        """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's
+        number at beta = 1.
+        """
         from emp_llm.options.recipe import Recipe, StructureRecipe
         from emp_llm.structure.choice import choose_units
         from emp_llm.structure.scores import unit_scores
 
-        units, random = self.plan.units, np.random.default_rng(seed)
+        units = self.plan.units
+        random = np.random.default_rng(seed)
         if score == "random":
             scores = [random.permutation(len(each)).astype(np.float64) + 1 for each in units]
         else:
             scores = unit_scores(units, score, self.sums.get)
         method = f"emp-{score}" if own or kept is None else "mass" if score == "random" else score
         sparsity = None if kept is None else 1 - kept / self.experts
-        recipe = Recipe(method=method, structure=StructureRecipe(structure="experts", keep_shapes=own), sparsity=sparsity)
+        recipe = Recipe(
+            method=method,
+            structure=StructureRecipe(structure="experts", keep_shapes=own),
+            sparsity=sparsity,
+        )
         return choose_units(units, scores, recipe)
 
-    def experts_removed(self, score: str, kept: int | None, own: bool, refit: bool, seed: int = 0) -> Entry:
+    def experts_removed(
+        self, score: str, kept: int | None, own: bool, refit: bool, seed: int = 0
+    ) -> Entry:
         """A point of experts."""
         from emp_llm.models.modules import weight_of
         from emp_llm.options.recipe import Recipe, StructureRecipe
@@ -100,13 +129,17 @@ class Study:
         from emp_llm.update.moved import MovedWeights
 
         choices, beta = self.chosen(score, kept, own, seed)
-        stays, moved = {choice.units: choice.kept for choice in choices}, MovedWeights()
+        stays = {choice.units: choice.kept for choice in choices}
+        moved = MovedWeights()
         if refit:
             recipe = Recipe(
-                method=score if score != "random" else "mass", structure=StructureRecipe(structure="experts"), refit=True
+                method=score if score != "random" else "mass",
+                structure=StructureRecipe(structure="experts"),
+                refit=True,
             )
             refit_experts(self.model, stays, self.tokens, recipe, moved)
-        before, new = {}, moved.weights()
+        before = {}
+        new = moved.weights()
         for units in stays:
             for target in units.outputs:
                 if target.name in new:
@@ -119,13 +152,23 @@ class Study:
             weight.copy_(values)
         parameters, size = size_of(self.plan, choices)
         lost = [
-            (self.sums[each.units.name][:2, each.gone].sum(1) / self.sums[each.units.name][:2].sum(1)).tolist()
+            (
+                self.sums[each.units.name][:2, each.gone].sum(1)
+                / self.sums[each.units.name][:2].sum(1)
+            ).tolist()
             for each in choices
         ]
         about = {"counts": [len(each.kept) for each in choices]}
         fits = [each for each in moved.records().values() if each.error_before]
         errors = [[each.error_before, each.error_after] for each in fits]
-        return about | {"beta": beta, "lost": lost, "parameters": parameters, "bytes": size, "errors": errors, "losses": losses}
+        return about | {
+            "beta": beta,
+            "lost": lost,
+            "parameters": parameters,
+            "bytes": size,
+            "errors": errors,
+            "losses": losses,
+        }
 
     def pruned(self, structure: str | None, method: str, **how: Any) -> Entry:
         """A point of `prune`, written and loaded again."""
@@ -134,46 +177,88 @@ class Study:
         from emp_llm.prune import prune
 
         o = self.options
-        how |= {"calibration": o.calibration, "samples": o.samples, "seqlen": o.seqlen, "quiet": True}
+        how |= {
+            "calibration": o.calibration,
+            "samples": o.samples,
+            "seqlen": o.seqlen,
+            "quiet": True,
+        }
         if structure == "neurons":
             how["width_multiple"] = 8  # bfloat16 on a CPU: rows of whole 16 bytes
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
-            report: Any = prune(str(self.folder), output=out, structure=structure, method=method, **how)
+            report: Any = prune(
+                str(self.folder), output=out, structure=structure, method=method, **how
+            )
             losses = self.losses(load_model(out, "cpu"))
         dense = sum(size for size, _ in self.plan.checkpoint.states.values())
         if report.structure is not None:
             cost = report.structure.pruned
-            return {"beta": report.recipe.beta, "parameters": cost.parameters, "bytes": cost.bytes, "losses": losses}
-        weights, zeros = report.targets.weights, report.targets.zeros
+            return {
+                "beta": report.recipe.beta,
+                "parameters": cost.parameters,
+                "bytes": cost.bytes,
+                "losses": losses,
+            }
+        weights = report.targets.weights
+        zeros = report.targets.zeros
         size = dense - 2 * weights + packed_bytes(weights, 2, zeros)
         parameters = _parameters(self) - zeros
-        return {"beta": report.recipe.beta, "parameters": parameters, "bytes": size, "losses": losses}
+        return {
+            "beta": report.recipe.beta,
+            "parameters": parameters,
+            "bytes": size,
+            "losses": losses,
+        }
 
 
 def points(study: Study, at_one: dict[str, int]) -> list[Name]:
-    """All points: ("experts", score, number that stays, counts, refit) or (structure, method, size, refit)."""
-    half, quarter = study.experts // 2, study.experts * 3 // 4
-    randoms, names = [f"random{seed}" for seed in range(SEEDS)], list[Name]()
+    """All points: ("experts", score, number that stays, counts, refit) or (structure, method,
+    size, refit).
+    """
+    half = study.experts // 2
+    quarter = study.experts * 3 // 4
+    randoms = [f"random{seed}" for seed in range(SEEDS)]
+    names = list[Name]()
     grid = sorted({quarter, half, *at_one.values()})
     curve = sorted({*grid, *(number * study.experts // 32 for number in CURVE)})
     names += [("experts", score, str(number), "one", "") for number in curve for score in SCORES]
     for number in grid:
-        names += [("experts", score, str(number), "own", "") for score in SCORES if number in (quarter, half, at_one[score])]
+        names += [
+            ("experts", score, str(number), "own", "")
+            for score in SCORES
+            if number in (quarter, half, at_one[score])
+        ]
     for size in (str(half), str(quarter), "beta1"):
-        names += [("layers", "cosine", size, ""), *(("neurons", "wanda", size, refit) for refit in ("", "refit"))]
+        names += [
+            ("layers", "cosine", size, ""),
+            *(("neurons", "wanda", size, refit) for refit in ("", "refit")),
+        ]
     for size in (f"bytes{half}", f"bytes{quarter}", "0.5", "2:4"):
-        names += [("weights", "wanda", size, ""), ("weights", "admm" if size == "2:4" else "emp-admm", size, "refit")]
+        names += [
+            ("weights", "wanda", size, ""),
+            ("weights", "admm" if size == "2:4" else "emp-admm", size, "refit"),
+        ]
     names += [("experts", score, str(number), "one", "") for number in curve for score in randoms]
     names += [("written", "reap", str(half), refit) for refit in ("", "refit")]
     for number in grid:
         names += [
-            ("experts", score, str(number), "one", "refit") for score in SCORES if number in (quarter, half, at_one[score])
+            ("experts", score, str(number), "one", "refit")
+            for score in SCORES
+            if number in (quarter, half, at_one[score])
         ]
     names += [("experts", randoms[0], str(number), "one", "refit") for number in (quarter, half)]
     if study.options.prompts is not None:
-        names += [("experts", "reap self", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")]
-    names += [("experts", score, str(number), "own", "refit") for number in (quarter, half) for score in SCORES]
+        names += [
+            ("experts", "reap self", str(number), "one", refit)
+            for number in (quarter, half)
+            for refit in ("", "refit")
+        ]
+    names += [
+        ("experts", score, str(number), "own", "refit")
+        for number in (quarter, half)
+        for score in SCORES
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -185,21 +270,35 @@ def run(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
         size = sum(size for size, _ in study.plan.checkpoint.states.values())
         every = {score: study.chosen(score, None, False)[0] for score in SCORES}
         at_one = {score: choices[0].record.kept for score, choices in every.items()}
-        shares = {score: [each.record.n_eff / study.experts for each in choices] for score, choices in every.items()}
-        mass = {score: [[each.record.s_eff, each.record.s_eff_bound] for each in choices] for score, choices in every.items()}
+        shares = {
+            score: [each.record.n_eff / study.experts for each in choices]
+            for score, choices in every.items()
+        }
+        mass = {
+            score: [[each.record.s_eff, each.record.s_eff_bound] for each in choices]
+            for score, choices in every.items()
+        }
         about = {"at_one": at_one, "n_eff": shares, "s_eff": mass, "experts": study.experts}
-        return about | {"parameters": _parameters(study), "bytes": size, "losses": study.losses(study.model)}
+        return about | {
+            "parameters": _parameters(study),
+            "bytes": size,
+            "losses": study.losses(study.model),
+        }
     if kind == "experts":
         score, number, counts, refit = rest
         if score.endswith(" self"):
             text = study.tokens, study.sums
             study.tokens, study.sums = study.on_own_text()
             try:
-                return study.experts_removed(score.removesuffix(" self"), int(number), counts == "own", bool(refit))
+                return study.experts_removed(
+                    score.removesuffix(" self"), int(number), counts == "own", bool(refit)
+                )
             finally:
                 study.tokens, study.sums = text
         seed = int(score[6:]) if score.startswith("random") else 0
-        return study.experts_removed(score.rstrip("012"), int(number), counts == "own", bool(refit), seed)
+        return study.experts_removed(
+            score.rstrip("012"), int(number), counts == "own", bool(refit), seed
+        )
     method, size, refit = rest
     how: dict[str, Any] = {"refit": True} if refit else {}
     if size == "beta1":
@@ -219,7 +318,9 @@ def _parameters(study: Study) -> int:
 
 def main(line: list[str] | None = None) -> None:
     """Run the study, or write its page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a mixture")
     parser.add_argument("--name", help="of the model on the page")
     parser.add_argument("--calibration", default="demo")
@@ -227,16 +328,27 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument(
-        "--prompts", type=Path, help="prompts for a text of the mixture's own, a JSON object with text in a line"
+        "--prompts",
+        type=Path,
+        help="prompts for a text of the mixture's own, a JSON object with text in a line",
     )
-    parser.add_argument("--text", nargs="+", default=["eval/demo/heldout.txt"], help="text files or recipes to judge on")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=["eval/demo/heldout.txt"],
+        help="text files or recipes to judge on",
+    )
     parser.add_argument("--text-name", nargs="+")
     parser.add_argument("--block", type=int, default=512)
     parser.add_argument("--limit", type=int, default=100, help="blocks of each text")
     parser.add_argument("--output", type=Path, default=Path("study.jsonl"))
     parser.add_argument("--write", type=Path, help="folder for the page and the figure")
     options = parser.parse_args(line)
-    known = [json.loads(text) for text in options.output.read_text().splitlines()] if options.output.exists() else []
+    known = (
+        [json.loads(text) for text in options.output.read_text().splitlines()]
+        if options.output.exists()
+        else []
+    )
     done = {tuple(entry["point"]): entry for entry in known}
     if options.write is not None:
         write_page(options.write, done)
@@ -251,16 +363,26 @@ def main(line: list[str] | None = None) -> None:
             start = time.perf_counter()
             entry: Entry = {"point": name} | _result(study, name, done)
             if name == ("dense",):
-                entry |= {"model": options.name or study.folder.name, "block": options.block, "blocks": options.limit}
+                entry |= {
+                    "model": options.name or study.folder.name,
+                    "block": options.block,
+                    "blocks": options.limit,
+                }
                 entry["texts"] = options.text_name or [Path(text).name for text in options.text]
                 tokens = f"{options.samples} sequences of {options.seqlen} tokens"
-                entry["calibration"] = f"{tokens} of {options.calibration_name or Path(options.calibration).name}"
+                entry["calibration"] = (
+                    f"{tokens} of {options.calibration_name or Path(options.calibration).name}"
+                )
             entry["seconds"] = round(time.perf_counter() - start, 1)
             done[name] = entry
             with options.output.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
-            said = entry.get("why") or " ".join(f"{math.exp(sum(each) / len(each)):.2f}" for each in entry["losses"])
-            print(f"{number}/{len(names)} {' '.join(name)}: {said}, {entry['seconds']} s", flush=True)
+            said = entry.get("why") or " ".join(
+                f"{math.exp(sum(each) / len(each)):.2f}" for each in entry["losses"]
+            )
+            print(
+                f"{number}/{len(names)} {' '.join(name)}: {said}, {entry['seconds']} s", flush=True
+            )
         if name == ("dense",):
             names += points(study, done[name]["at_one"])
 
@@ -283,51 +405,100 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
     rows: Rows
     folder.mkdir(parents=True, exist_ok=True)
     dense = done["dense",]
-    experts, at_one, texts = dense["experts"], dense["at_one"], dense["texts"]
-    quarter, half = experts * 3 // 4, experts // 2
+    experts = dense["experts"]
+    at_one = dense["at_one"]
+    texts = dense["texts"]
+    quarter = experts * 3 // 4
+    half = experts // 2
     perplexities = [
-        f"{math.exp(sum(each) / len(each)):.2f} on {text}" for text, each in zip(texts, dense["losses"], strict=True)
+        f"{math.exp(sum(each) / len(each)):.2f} on {text}"
+        for text, each in zip(texts, dense["losses"], strict=True)
     ]
     parts = [
         f"# Experts of {dense['model']}",
-        f"{dense['parameters']:,} parameters, {experts} experts in a layer. Calibrated on {dense['calibration']}. "
-        f"Perplexity of the dense model: {'; '.join(perplexities)} ({dense['blocks']} blocks of {dense['block']}). "
-        "Cells are increases over it, with paired standard errors over the blocks; a random choice is the mean of three.",
+        f"{dense['parameters']:,} parameters, {experts} experts in a layer. Calibrated on "
+        f"{dense['calibration']}. Perplexity of the dense model: {'; '.join(perplexities)} "
+        f"({dense['blocks']} blocks of {dense['block']}). Cells are increases over it, with paired "
+        "standard errors over the blocks; a random choice is the mean of three.",
         "## How many experts can go",
-        f"One number for all layers, no refit, {texts[0]}. Bold: the number at which EMP stops with β = 1 by this score.",
+        f"One number for all layers, no refit, {texts[0]}. Bold: the number at which EMP stops "
+        "with β = 1 by this score.",
     ]
     numbers = sorted({int(name[2]) for name in done if name[0] == "experts"}, reverse=True)
     rows = [["experts", "parameters", *SCORES, "random"]]
     for number in numbers:
         cells = [_cell(done, dense, ("experts", score, str(number), "one", "")) for score in SCORES]
-        cells = [f"**{cell}**" if at_one[score] == number else cell for score, cell in zip(SCORES, cells, strict=True)]
+        cells = [
+            f"**{cell}**" if at_one[score] == number else cell
+            for score, cell in zip(SCORES, cells, strict=True)
+        ]
         size = next(
-            each["parameters"] for name, each in done.items() if name[0] == "experts" and name[2:4] == (str(number), "one")
+            each["parameters"]
+            for name, each in done.items()
+            if name[0] == "experts" and name[2:4] == (str(number), "one")
         )
-        rows.append([str(number), f"{100 * size / dense['parameters']:.1f} %", *cells, _random(done, dense, number, "")])
-    parts += [markdown_table(rows, as_markdown=True), "![Damage by the number of experts](curve.svg)", "What β = 1 keeps:"]
+        rows.append(
+            [
+                str(number),
+                f"{100 * size / dense['parameters']:.1f} %",
+                *cells,
+                _random(done, dense, number, ""),
+            ]
+        )
+    parts += [
+        markdown_table(rows, as_markdown=True),
+        "![Damage by the number of experts](curve.svg)",
+        "What β = 1 keeps:",
+    ]
     rows = [
-        ["score", "experts", "N_eff/E by layer", "s_eff by layer", "bound of s_eff", *(f"increase, {text}" for text in texts)]
+        [
+            "score",
+            "experts",
+            "N_eff/E by layer",
+            "s_eff by layer",
+            "bound of s_eff",
+            *(f"increase, {text}" for text in texts),
+        ]
     ]
     for score in SCORES:
-        mass = [" ".join(f"{pair[place]:.2f}" for pair in dense["s_eff"][score]) for place in (0, 1)]
+        mass = [
+            " ".join(f"{pair[place]:.2f}" for pair in dense["s_eff"][score]) for place in (0, 1)
+        ]
         shares = " ".join(f"{share:.2f}" for share in dense["n_eff"][score])
         name = "experts", score, str(at_one[score]), "one", ""
         rows.append(
-            [score, str(at_one[score]), shares, *mass, *(_cell(done, dense, name, place) for place in range(len(texts)))]
+            [
+                score,
+                str(at_one[score]),
+                shares,
+                *mass,
+                *(_cell(done, dense, name, place) for place in range(len(texts))),
+            ]
         )
     parts += [markdown_table(rows, as_markdown=True), "## Scores, counts, refit"]
     parts.append(
-        "Equal parameters. Own: EMP's counts for each layer, with the same sum. This router has no bias, so they were measured "
-        "with routers closed in memory and cannot be written. The last column is the difference of own counts from one number, "
-        "both refitted."
+        "Equal parameters. Own: EMP's counts for each layer, with the same sum. This router has no "
+        "bias, so they were measured with routers closed in memory and cannot be written. The last "
+        "column is the difference of own counts from one number, both refitted."
     )
     for number in sorted({quarter, half, *at_one.values()}, reverse=True):
         for place, text in enumerate(texts if number in (quarter, half) else texts[:1]):
-            rows = [["score", "own counts", "one number", "own", "one number, refit", "own, refit", "own − one, refit"]]
+            rows = [
+                [
+                    "score",
+                    "own counts",
+                    "one number",
+                    "own",
+                    "one number, refit",
+                    "own, refit",
+                    "own − one, refit",
+                ]
+            ]
             for score in SCORES:
                 names: list[Name] = [
-                    ("experts", score, str(number), counts, refit) for refit in ("", "refit") for counts in ("one", "own")
+                    ("experts", score, str(number), counts, refit)
+                    for refit in ("", "refit")
+                    for counts in ("one", "own")
                 ]
                 if names[1] in done:
                     counts = " ".join(map(str, done[names[1]]["counts"]))
@@ -336,13 +507,23 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
                     rows.append([score, counts, *cells, gain])
             random = [_random(done, dense, number, refit, place) for refit in ("", "refit")]
             rows.append(["random", "", random[0], "", random[1], "", ""])
-            parts += [f"{number} of {experts} experts, {text}:", markdown_table(rows, as_markdown=True)]
+            parts += [
+                f"{number} of {experts} experts, {text}:",
+                markdown_table(rows, as_markdown=True),
+            ]
     parts.append("## Calibrated on the mixture's own text")
     parts.append(
-        "`--calibration self:PROMPTS`: the dense mixture continues the first words of articles of the calibration text, and "
-        "its experts are scored and refitted on what it writes, as many tokens. Experts by reap:"
+        "`--calibration self:PROMPTS`: the dense mixture continues the first words of articles of "
+        "the calibration text, and its experts are scored and refitted on what it writes, as many "
+        "tokens. Experts by reap:"
     )
-    rows = [["experts", "refit", *(f"{text}, {how}" for text in texts for how in ("given text", "own text"))]]
+    rows = [
+        [
+            "experts",
+            "refit",
+            *(f"{text}, {how}" for text in texts for how in ("given text", "own text")),
+        ]
+    ]
     for number in (quarter, half):
         for refit in ("", "refit"):
             of = [("experts", score, str(number), "one", refit) for score in ("reap", "reap self")]
@@ -351,7 +532,9 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
     parts.append(markdown_table(rows, as_markdown=True))
     parts.append("## Neurons, layers, weights")
     wanted: list[Name] = [
-        ("experts", "reap", str(number), "one", refit) for number in (quarter, half) for refit in ("", "refit")
+        ("experts", "reap", str(number), "one", refit)
+        for number in (quarter, half)
+        for refit in ("", "refit")
     ]
     wanted += [name for name in done if name[0] in ("neurons", "layers", "weights")]
     rows = [["removed", "parameters", "bytes", *texts]]
@@ -361,22 +544,34 @@ def write_page(folder: Path, done: dict[Name, Entry]) -> None:
             rows.append([_words(name), "", "", entry["why"], *[""] * (len(texts) - 1)])
             continue
         sizes = [f"{100 * entry[size] / dense[size]:.1f} %" for size in ("parameters", "bytes")]
-        rows.append([_words(name), *sizes, *(_cell(done, dense, name, place) for place in range(len(texts)))])
+        rows.append(
+            [
+                _words(name),
+                *sizes,
+                *(_cell(done, dense, name, place) for place in range(len(texts))),
+            ]
+        )
     parts.append(
-        "By size in bytes. Parameters and bytes are shares of the dense model's. Weights that were set to zero are no "
-        "parameters; their bytes are those of the packed format: a bitmask and the other weights."
+        "By size in bytes. Parameters and bytes are shares of the dense model's. Weights that were "
+        "set to zero are no parameters; their bytes are those of the packed format: a bitmask and "
+        "the other weights."
     )
     parts.append(markdown_table(rows, as_markdown=True))
     checked = []
     for refit in ("", "refit"):
-        one, other = done["written", "reap", str(half), refit], done["experts", "reap", str(half), "one", refit]
+        one = done["written", "reap", str(half), refit]
+        other = done["experts", "reap", str(half), "one", refit]
         checked.append(float(np.abs(np.subtract(one["losses"], other["losses"])).max()))
     minutes = sum(each["seconds"] for each in done.values()) / 60
     parts.append(
-        f"Checked: `prune` wrote the checkpoints with {half} experts by reap, without and with a refit. No block's loss "
-        f"differs from that of the model in memory by more than {checked[0]:.4f} and {checked[1]:.4f} (bfloat16)."
+        f"Checked: `prune` wrote the checkpoints with {half} experts by reap, without and with a "
+        "refit. No block's loss differs from that of the model in memory by more than "
+        f"{checked[0]:.4f} and {checked[1]:.4f} (bfloat16)."
     )
-    parts.append(f"Written by `scripts/study_experts.py`; {minutes:.0f} minutes on one core of a busy machine.")
+    parts.append(
+        f"Written by `scripts/study_experts.py`; {minutes:.0f} minutes on one core of a "
+        "busy machine."
+    )
     (folder / "study.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     _draw(folder / "curve.svg", done, dense)
 
@@ -385,7 +580,9 @@ def increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
     """The increase of the perplexity in percent, and its paired standard error."""
     changes = np.subtract(entry["losses"][place], base["losses"][place])
     mean = float(changes.mean())
-    return 100 * math.expm1(mean), 100 * math.exp(mean) * float(changes.std(ddof=1)) / math.sqrt(len(changes))
+    return 100 * math.expm1(mean), 100 * math.exp(mean) * float(changes.std(ddof=1)) / math.sqrt(
+        len(changes)
+    )
 
 
 def _cell(done: dict[Name, Entry], base: Entry, name: Name, place: int = 0) -> str:
@@ -417,7 +614,9 @@ def _words(name: Name) -> str:
 
 
 def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
-    """The increase of the perplexity by the number of experts, for each score; a ring is EMP's beta = 1."""
+    """The increase of the perplexity by the number of experts, for each score; a ring is EMP's
+    beta = 1.
+    """
     from emp_llm.reporting.figures import COLOURS, GREY, MARKERS, drawn, new_figure
 
     with new_figure(3.9) as figure:
@@ -425,13 +624,23 @@ def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
         for place, (axes, text) in enumerate(zip(panels, dense["texts"], strict=True)):
             for number, score in enumerate((*SCORES, "random")):
                 names = [
-                    name for name in done if name[0] == "experts" and name[1].rstrip("012") == score and name[3:] == ("one", "")
+                    name
+                    for name in done
+                    if name[0] == "experts"
+                    and name[1].rstrip("012") == score
+                    and name[3:] == ("one", "")
                 ]
                 by_number: dict[int, list[float]] = {dense["experts"]: [0.0]}
                 for name in names:
-                    by_number.setdefault(int(name[2]), []).append(increase(done[name], dense, place)[0])
+                    by_number.setdefault(int(name[2]), []).append(
+                        increase(done[name], dense, place)[0]
+                    )
                 at = sorted(by_number)
-                style = {"color": GREY if score == "random" else COLOURS[number], "marker": MARKERS[number], "label": score}
+                style = {
+                    "color": GREY if score == "random" else COLOURS[number],
+                    "marker": MARKERS[number],
+                    "label": score,
+                }
                 axes.plot(at, [sum(by_number[each]) / len(by_number[each]) for each in at], **style)
                 kept = dense["at_one"].get(score)
                 if kept in by_number:
@@ -444,7 +653,9 @@ def _draw(path: Path, done: dict[Name, Entry], dense: Entry) -> None:
             axes.set_xlabel("experts of a layer that stay")
         panels[0].set_ylabel("increase of the perplexity, %")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-        path.write_bytes(drawn(figure, "curve", f"{dense['model']}: experts removed; ring: EMP's β = 1", "").svg)
+        path.write_bytes(
+            drawn(figure, "curve", f"{dense['model']}: experts removed; ring: EMP's β = 1", "").svg
+        )
 
 
 if __name__ == "__main__":

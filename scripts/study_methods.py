@@ -1,13 +1,15 @@
-"""Every method at the same number of removed weights, each with and without a refit: perplexities with paired errors.
+"""Every method at the same number of removed weights, each with and without a refit: perplexities
+with paired errors.
 
-    python scripts/study_methods.py MODEL --calibration demo --text eval/demo/heldout.txt --output demo.jsonl
-    python scripts/study_methods.py --tables docs/methods docs/methods/*.jsonl
+    python scripts/study_methods.py MODEL --calibration demo --text eval/demo/heldout.txt --output
+    demo.jsonl python scripts/study_methods.py --tables docs/methods docs/methods/*.jsonl
 
-The first command adds one line of JSON for each point to its output and skips the points that it holds already, so it can be
-stopped and started again. The second writes the tables and the figure.
+The first command adds one line of JSON for each point to its output and skips the points that it
+holds already, so it can be stopped and started again. The second writes the tables and the figure.
 
-A budget is a sparsity of the targets, "beta1" (as many weights as EMP-magnitude removes at beta = 1), or "2:4". A method is
-that of `prune`, with an option after a plus: "wanda+owl", "emp-wanda+magnitude" (counts by magnitude), "emp-relative+own".
+A budget is a sparsity of the targets, "beta1" (as many weights as EMP-magnitude removes at beta =
+1), or "2:4". A method is that of `prune`, with an option after a plus: "wanda+owl",
+"emp-wanda+magnitude" (counts by magnitude), "emp-relative+own".
 """
 
 import argparse
@@ -46,14 +48,18 @@ class Point:
     @property
     def possible(self) -> bool:
         """Whether the method goes with the budget."""
-        return ":" not in self.budget or not (self.method.startswith("emp-") or self.method.endswith("+owl"))
+        return ":" not in self.budget or not (
+            self.method.startswith("emp-") or self.method.endswith("+owl")
+        )
 
     def recipe(self, sparsity: float | None) -> Any:
         """Its recipe; `sparsity` is that of the budget, None for N:M."""
         from emp_llm import Recipe
 
         method, _, option = self.method.partition("+")
-        how: dict[str, Any] = {"pattern": self.budget} if sparsity is None else {"sparsity": sparsity}
+        how: dict[str, Any] = (
+            {"pattern": self.budget} if sparsity is None else {"sparsity": sparsity}
+        )
         if option == "owl":
             how["shares"] = "owl"
         elif option:
@@ -87,9 +93,12 @@ class Study:
 
         folder = Path(options.model)
         self.name = options.name or folder.name
-        self.model, tokenizer = load_model(folder), load_tokenizer(folder)
+        self.model = load_model(folder)
+        tokenizer = load_tokenizer(folder)
         self.options = options
-        wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+        wanted = CalibrationOptions(
+            calibration=options.calibration, samples=options.samples, seqlen=options.seqlen
+        )
         self.tokens = read_text(wanted, tokenizer, self.model.config).tokens
         self.text = text_tokens(find_corpus(options.text), tokenizer)
         self._norms: Any = None
@@ -101,7 +110,9 @@ class Study:
         from emp_llm.in_memory.prune_model import prune_model
 
         if self._norms is None:
-            report = prune_model(copy.deepcopy(self.model), Recipe(method="wanda", targets="all-linear"), self.tokens)
+            report = prune_model(
+                copy.deepcopy(self.model), Recipe(method="wanda", targets="all-linear"), self.tokens
+            )
             self._norms = report.activations
         return self._norms
 
@@ -114,20 +125,25 @@ class Study:
             return None if ":" in point.budget else float(point.budget)
         if point.scope not in self._beta1:
             recipe = Recipe(method="emp-magnitude", targets=point.scope)
-            self._beta1[point.scope] = prune_model(copy.deepcopy(self.model), recipe).targets.sparsity_of_targets
+            self._beta1[point.scope] = prune_model(
+                copy.deepcopy(self.model), recipe
+            ).targets.sparsity_of_targets
         return self._beta1[point.scope]
 
     def losses(self, model: Any) -> list[float]:
         """The mean loss of each block of the text."""
         from emp_llm.evaluation.perplexity import perplexity
 
-        return list(perplexity(model, self.text, self.options.block, limit=self.options.limit).block_losses)
+        return list(
+            perplexity(model, self.text, self.options.block, limit=self.options.limit).block_losses
+        )
 
     def run(self, point: Point | None) -> dict[str, Any]:
         """The result of a point; None: the dense model."""
         from emp_llm.in_memory.prune_model import prune_model
 
-        start, entry = time.perf_counter(), self.about()
+        start = time.perf_counter()
+        entry = self.about()
         model = self.model if point is None else copy.deepcopy(self.model)
         if point is not None:
             recipe = point.recipe(self.sparsity(point))
@@ -136,30 +152,51 @@ class Study:
             start = time.perf_counter()
             report = prune_model(model, recipe, data, activations=norms)
             fits = report.record.fits.values()
-            entry |= vars(point) | {"sparsity": report.targets.sparsity_of_targets, "beta": report.record.recipe.beta}
-            entry["errors"] = [[f.error_before, f.error_after, f.held_out_before, f.held_out_after] for f in fits]
+            entry |= vars(point) | {
+                "sparsity": report.targets.sparsity_of_targets,
+                "beta": report.record.recipe.beta,
+            }
+            entry["errors"] = [
+                [f.error_before, f.error_after, f.held_out_before, f.held_out_after] for f in fits
+            ]
         entry["seconds"] = round(time.perf_counter() - start, 2)
         return entry | {"losses": self.losses(model)}
 
     def about(self) -> dict[str, Any]:
         """What all points share."""
         o = self.options
-        where = {"calibration": o.calibration_name or Path(o.calibration).name, "samples": len(self.tokens)}
-        return {"model": self.name, **where, "text": o.text_name or Path(o.text).name, "block": o.block}
+        where = {
+            "calibration": o.calibration_name or Path(o.calibration).name,
+            "samples": len(self.tokens),
+        }
+        return {
+            "model": self.name,
+            **where,
+            "text": o.text_name or Path(o.text).name,
+            "block": o.block,
+        }
 
 
 def main(line: list[str] | None = None) -> None:
     """Run the study, or write its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="model folder; with --tables, the first results file", nargs="?")
-    parser.add_argument("results", nargs="*", type=Path, help="further results files, with --tables")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", help="model folder; with --tables, the first results file", nargs="?"
+    )
+    parser.add_argument(
+        "results", nargs="*", type=Path, help="further results files, with --tables"
+    )
     parser.add_argument("--tables", type=Path, help="folder for the tables and the figure")
     parser.add_argument("--name", help="of the model in the tables")
     parser.add_argument("--calibration", default="demo")
     parser.add_argument("--calibration-name")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=512)
-    parser.add_argument("--text", default="eval/demo/heldout.txt", help="text file or recipe to judge on")
+    parser.add_argument(
+        "--text", default="eval/demo/heldout.txt", help="text file or recipe to judge on"
+    )
     parser.add_argument("--text-name")
     parser.add_argument("--block", type=int, default=512)
     parser.add_argument("--limit", type=int, help="blocks of the text")
@@ -181,9 +218,16 @@ def run_study(options: argparse.Namespace) -> None:
     """Run the points that the output does not hold yet."""
     study = Study(options)
     about = study.about()
-    known = [json.loads(text) for text in options.output.read_text().splitlines()] if options.output.exists() else []
+    known = (
+        [json.loads(text) for text in options.output.read_text().splitlines()]
+        if options.output.exists()
+        else []
+    )
     done = {tuple(entry.get(key) for key in _KEYS) for entry in known}
-    wanted: list[Point | None] = [None, *points(options.scopes, options.budgets, options.methods, options.refits)]
+    wanted: list[Point | None] = [
+        None,
+        *points(options.scopes, options.budgets, options.methods, options.refits),
+    ]
     for number, point in enumerate(wanted, 1):
         key = tuple((about | (vars(point) if point is not None else {})).get(key) for key in _KEYS)
         if key in done:

@@ -1,21 +1,28 @@
-"""Prune or quantise: perplexity, bytes and decoding speed of a model dense, quantised, packed and narrowed, on a CPU.
+"""Prune or quantise: perplexity, bytes and decoding speed of a model dense, quantised, packed and
+narrowed, on a CPU.
 
-    python scripts/study_quantise.py quality wiki-llama-5m --shared DIR    # minutes; "demo" needs no DIR
-    python scripts/study_quantise.py speed wiki-llama-5m --shared DIR      # after it; "large" is a random Llama
-    python scripts/study_quantise.py tables
+    python scripts/study_quantise.py quality wiki-llama-5m --shared DIR    # minutes; "demo" needs
+    no DIR python scripts/study_quantise.py speed wiki-llama-5m --shared DIR      # after it;
+    "large" is a random Llama python scripts/study_quantise.py tables
 
-The first two append to scripts/results/prune_or_quantise.jsonl; the third writes the tables beside it. All linear layers of the
-decoder blocks are quantised, pruned or narrowed; embeddings and head stay as they are.
+The first two append to scripts/results/prune_or_quantise.jsonl; the third writes the tables beside
+it. All linear layers of the decoder blocks are quantised, pruned or narrowed; embeddings and head
+stay as they are.
 
-- 8 bits, bitsandbytes: LLM.int8, with a scale for each output. 4 bits, bitsandbytes: NF4 in blocks of 64.
-- 8 bits, torch: `torch._weight_int8pack_mm`; weights are rounded to the nearest of 255 numbers, with a bfloat16 scale for each
-  output. 4 bits, torch: `torch._weight_int4pack_mm_for_cpu`; the nearest of 16 numbers from the least to the greatest weight of
-  each group of 64, with two bfloat16 numbers for each group. All four without data.
-- packed: `prune --method emp-admm --refit --targets all-linear`, and `pack`. zstd: `pack --zstd`, for shipping.
-- neurons: `prune --structure neurons --method wanda --refit`, to the parameters that have the bytes of a packed model.
+- 8 bits, bitsandbytes: LLM.int8, with a scale for each output. 4 bits, bitsandbytes: NF4 in blocks
+  of 64.
+- 8 bits, torch: `torch._weight_int8pack_mm`; weights are rounded to the nearest of 255 numbers,
+  with a bfloat16 scale for each output. 4 bits, torch: `torch._weight_int4pack_mm_for_cpu`; the
+  nearest of 16 numbers from the least to the greatest weight of each group of 64, with two bfloat16
+  numbers for each group. All four without data.
+- packed: `prune --method emp-admm --refit --targets all-linear`, and `pack`. zstd: `pack --zstd`,
+  for shipping.
+- neurons: `prune --structure neurons --method wanda --refit`, to the parameters that have the bytes
+  of a packed model.
 
-Each perplexity is of what runs: torch's bfloat16 products, the kernels of the quantised models, or the packed runtime. Speed:
-greedy decoding of one sequence after a prompt, all models in turn in one process; medians of the rounds.
+Each perplexity is of what runs: torch's bfloat16 products, the kernels of the quantised models, or
+the packed runtime. Speed: greedy decoding of one sequence after a prompt, all models in turn in one
+process; medians of the rounds.
 """
 
 import argparse
@@ -44,7 +51,10 @@ RESULTS = ROOT / "scripts" / "results" / "prune_or_quantise.jsonl"
 SPARSITIES = (0.4, 0.5, 0.6, 0.78)  # the last has the bytes of 4 bits
 NARROWED = (0.4, 0.5)  # packed models whose bytes are given to narrowed ones
 QUANTISED = ("8 bits, bitsandbytes", "8 bits, torch", "4 bits, bitsandbytes", "4 bits, torch")
-GROUP, SAMPLES, BLOCK, LIMIT = 64, 64, 512, 200
+GROUP = 64
+SAMPLES = 64
+BLOCK = 512
+LIMIT = 200
 PROMPT = 64
 LARGE = {  # 0.14 billion weights, 97 % of them in the blocks: more than a cache holds
     "vocab_size": 2048,
@@ -59,13 +69,27 @@ LARGE = {  # 0.14 billion weights, 97 % of them in the blocks: more than a cache
 
 def main(line: list[str] | None = None) -> None:
     """Measure, or write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["quality", "speed", "tables"])
-    parser.add_argument("model", nargs="?", choices=["demo", "wiki-llama-5m", "large"], default="demo")
-    parser.add_argument("--shared", type=Path, help="folder with models/wiki-llama-5m and datasets/ by Hub id")
-    parser.add_argument("--folder", type=Path, help="working folder, whose pruned models are kept; default: a temporary folder")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"calibration sequences; default: {SAMPLES}")
-    parser.add_argument("--limit", type=int, default=LIMIT, help=f"blocks of the text; default: {LIMIT}")
+    parser.add_argument(
+        "model", nargs="?", choices=["demo", "wiki-llama-5m", "large"], default="demo"
+    )
+    parser.add_argument(
+        "--shared", type=Path, help="folder with models/wiki-llama-5m and datasets/ by Hub id"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="working folder, whose pruned models are kept; default: a temporary folder",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help=f"calibration sequences; default: {SAMPLES}"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=LIMIT, help=f"blocks of the text; default: {LIMIT}"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -73,12 +97,15 @@ def main(line: list[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     options.results = options.results.resolve()
     if options.what == "tables":
-        text = tables([json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()])
+        text = tables(
+            [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
+        )
         options.results.with_suffix(".md").write_text(text, encoding="utf-8")
         print(text)
         return
     if options.model == "wiki-llama-5m":
-        os.chdir(options.shared / "datasets")  # load_dataset finds the data sets here by their Hub ids
+        # load_dataset finds the data sets here by their Hub ids.
+        os.chdir(options.shared / "datasets")
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)) / options.model
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +152,9 @@ def quality(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def ways(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], tuple[Any, int | None]]]:
+def ways(
+    options: argparse.Namespace, folder: Path
+) -> dict[str, Callable[[], tuple[Any, int | None]]]:
     """Name -> a function that returns the model, and the bytes of its packed shards if it has any.
 
     The models of "large" are random, and pruned by magnitude: they are for speed alone.
@@ -136,7 +165,10 @@ def ways(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], tu
         return {
             "dense, bfloat16": lambda: (copy.deepcopy(large()), None),
             **{name: partial(quantised, None, name) for name in QUANTISED},
-            **{f"packed, {sparsity:.0%} zeros": partial(sparse, sparsity) for sparsity in SPARSITIES},
+            **{
+                f"packed, {sparsity:.0%} zeros": partial(sparse, sparsity)
+                for sparsity in SPARSITIES
+            },
         }
     dense, calibration, _ = source_of(options)
 
@@ -146,8 +178,26 @@ def ways(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], tu
         pruned = folder / f"pruned-{sparsity}"
         made = [folder / f"{pruned.name}{end}" for end in ("-packed", "-zstd")]
         if not made[-1].exists():
-            run("prune", "--model", dense, "--method", "emp-admm", "--sparsity", sparsity, "--refit", "--targets", "all-linear",
-                "--calibration", calibration, "--samples", options.samples, "--seqlen", BLOCK, "--output", pruned)  # fmt: skip
+            run(
+                "prune",
+                "--model",
+                dense,
+                "--method",
+                "emp-admm",
+                "--sparsity",
+                sparsity,
+                "--refit",
+                "--targets",
+                "all-linear",
+                "--calibration",
+                calibration,
+                "--samples",
+                options.samples,
+                "--seqlen",
+                BLOCK,
+                "--output",
+                pruned,
+            )
             run("pack", pruned, made[0])
             run("pack", pruned, made[1], "--zstd")
         shipped = sum(path.stat().st_size for path in made[1].glob("*.safetensors"))
@@ -157,16 +207,38 @@ def ways(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], tu
         output = folder / f"neurons-{sparsity}"
         if not output.exists():
             size = bytes_of(packed(sparsity)[0]) // 2
-            run("prune", "--model", dense, "--structure", "neurons", "--method", "wanda", "--refit", "--parameters", size,
-                "--width-multiple", 8, "--calibration", calibration, "--samples", options.samples, "--seqlen", BLOCK,
-                "--output", output)  # fmt: skip
+            run(
+                "prune",
+                "--model",
+                dense,
+                "--structure",
+                "neurons",
+                "--method",
+                "wanda",
+                "--refit",
+                "--parameters",
+                size,
+                "--width-multiple",
+                8,
+                "--calibration",
+                calibration,
+                "--samples",
+                options.samples,
+                "--seqlen",
+                BLOCK,
+                "--output",
+                output,
+            )
         return load_model(output, "cpu"), None
 
     return {
         "dense, bfloat16": lambda: (load_model(dense, "cpu"), None),
         **{name: partial(quantised, dense, name) for name in QUANTISED},
         **{f"packed, {sparsity:.0%} zeros": partial(packed, sparsity) for sparsity in SPARSITIES},
-        **{f"neurons, the bytes of packed {sparsity:.0%}": partial(narrow, sparsity) for sparsity in NARROWED},
+        **{
+            f"neurons, the bytes of packed {sparsity:.0%}": partial(narrow, sparsity)
+            for sparsity in NARROWED
+        },
     }
 
 
@@ -187,7 +259,11 @@ def large() -> Any:
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Those of the decoder blocks, by name."""
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and ".layers." in name}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and ".layers." in name
+    }
 
 
 def quantised(folder: Path | None, way: str) -> tuple[Any, None]:
@@ -198,7 +274,9 @@ def quantised(folder: Path | None, way: str) -> tuple[Any, None]:
     if way == "8 bits, bitsandbytes":
         how |= {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
     elif way == "4 bits, bitsandbytes":
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        four = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
         how |= {"quantization_config": four, "device_map": "cpu"}
     with tempfile.TemporaryDirectory() as scratch:
         if folder is None:
@@ -232,7 +310,10 @@ class Eight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("scales", (weight.float().abs().amax(1) / 127).bfloat16())
-        self.register_buffer("words", (weight.float() / self.scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8))
+        self.register_buffer(
+            "words",
+            (weight.float() / self.scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -240,7 +321,9 @@ class Eight(nn.Module):
 
 
 class Four(nn.Module):
-    """Four bits for each weight, two numbers for each group of inputs: value = scale (word - 8) + middle."""
+    """Four bits for each weight, two numbers for each group of inputs: value = scale (word - 8)
+    + middle.
+    """
 
     words: Tensor
     scales: Tensor
@@ -248,21 +331,34 @@ class Four(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         groups = weight.float().view(weight.shape[0], -1, GROUP)
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        low = groups.amin(-1, keepdim=True)
+        high = groups.amax(-1, keepdim=True)
         scales = ((high - low) / 15).clamp(min=1e-8).bfloat16().float()
         middles = (low + 8 * scales).bfloat16().float()
-        words = ((groups - middles) / scales + 8).round().clamp(0, 15).to(torch.int32).view(weight.shape)
+        words = (
+            ((groups - middles) / scales + 8)
+            .round()
+            .clamp(0, 15)
+            .to(torch.int32)
+            .view(weight.shape)
+        )
         self.register_buffer("words", torch._convert_weight_to_int4pack_for_cpu(words, 1))
-        self.register_buffer("scales", torch.cat([scales, middles], -1).permute(1, 0, 2).contiguous().bfloat16())
+        self.register_buffer(
+            "scales", torch.cat([scales, middles], -1).permute(1, 0, 2).contiguous().bfloat16()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        return torch._weight_int4pack_mm_for_cpu(flat, self.words, GROUP, self.scales).view(*x.shape[:-1], -1)
+        return torch._weight_int4pack_mm_for_cpu(flat, self.words, GROUP, self.scales).view(
+            *x.shape[:-1], -1
+        )
 
 
 def bytes_of(model: Any) -> int:
     """The bytes of a model's weights in memory, with the scales of quantised ones."""
-    total: int = sum({each.data_ptr(): each.nbytes for each in [*model.parameters(), *model.buffers()]}.values())
+    total: int = sum(
+        {each.data_ptr(): each.nbytes for each in [*model.parameters(), *model.buffers()]}.values()
+    )
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             total += 4 * module.out_features  # a float32 scale for each, held in its state
@@ -304,22 +400,41 @@ def tables(entries: list[dict[str, Any]]) -> str:
     from emp_llm.common.tables import markdown_table
     from emp_llm.evaluation.comparison import Value, change_of
 
-    parts = ["# Prune or quantise?\n\n`python scripts/study_quantise.py tables`: its beginning says what each row is."]
+    parts = [
+        "# Prune or quantise?\n\n`python scripts/study_quantise.py tables`: its beginning "
+        "says what each row is."
+    ]
     for model in dict.fromkeys(entry["model"] for entry in entries):
         found: dict[str, dict[str, Any]] = {}
         for entry in entries:
             if entry["model"] == model:
                 found.setdefault(entry["way"], {}).update(entry)
-        base, values = found["dense, bfloat16"], {}
+        base = found["dense, bfloat16"]
+        values = {}
         for way, entry in found.items():
             if "losses" in entry:
                 losses = tuple(zip(entry["losses"], entry["tokens"], strict=True))
                 mean = sum(loss * count for loss, count in losses) / sum(entry["tokens"])
                 values[way] = Value(math.exp(mean), losses=losses)
-        rows = [["", "weights in memory", "", "to ship", "perplexity", "decode, tokens/s", "against dense"]]
+        rows = [
+            [
+                "",
+                "weights in memory",
+                "",
+                "to ship",
+                "perplexity",
+                "decode, tokens/s",
+                "against dense",
+            ]
+        ]
         for way, entry in found.items():
             shipped = f"{entry['shipped'] / base['bytes']:.1%}" if entry.get("shipped") else ""
-            cells = [way, f"{entry['bytes'] / 1e6:.2f} MB", f"{entry['bytes'] / base['bytes']:.1%}", shipped]
+            cells = [
+                way,
+                f"{entry['bytes'] / 1e6:.2f} MB",
+                f"{entry['bytes'] / base['bytes']:.1%}",
+                shipped,
+            ]
             if entry is base or way not in values:
                 cells.append(f"{values[way].value:.3f}" if way in values else "")
             else:
@@ -329,11 +444,16 @@ def tables(entries: list[dict[str, Any]]) -> str:
                 seconds = entry["decode_seconds"]
                 ratios = sorted(a / b for a, b in zip(base["decode_seconds"], seconds, strict=True))
                 rate = entry["new_tokens"] / statistics.median(seconds)
-                cells += [f"{rate:.1f}", f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
+                cells += [
+                    f"{rate:.1f}",
+                    f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                ]
             rows.append([*cells, *[""] * (len(rows[0]) - len(cells))])
         parts.append(f"## {model}\n\n{markdown_table(rows, as_markdown=True)}")
         if "machine" in base:
-            parts.append(f"Speed: {base['machine']}; {base['new_tokens']} new tokens after {PROMPT}.")
+            parts.append(
+                f"Speed: {base['machine']}; {base['new_tokens']} new tokens after {PROMPT}."
+            )
     return "\n\n".join(parts) + "\n"
 
 

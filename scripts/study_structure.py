@@ -1,11 +1,14 @@
-"""Heads and neurons removed by the rule, beside uniform ones at the same totals: size, speed, perplexity.
+"""Heads and neurons removed by the rule, beside uniform ones at the same totals: size, speed,
+perplexity.
 
-    python scripts/study_structure.py MODEL --calibration demo --text eval/demo/heldout.txt --write docs/structure/demo.md
+    python scripts/study_structure.py MODEL --calibration demo --text eval/demo/heldout.txt --write
+    docs/structure/demo.md
 
-Neurons, a layer at a time: zeros by the rule's own counts; zeros with as many neurons in every layer, scored in the same way;
-removed to one width; the same with a refit of the down projections. Heads: zeros by the rule, over all layers, and as many in
-every layer.
-Perplexities are increases over the dense model with paired standard errors over the blocks of the text.
+Neurons, a layer at a time: zeros by the rule's own counts; zeros with as many neurons in every
+layer, scored in the same way; removed to one width; the same with a refit of the down projections.
+Heads: zeros by the rule, over all layers, and as many in every layer.
+Perplexities are increases over the dense model with paired standard errors over the blocks of the
+text.
 """
 
 import argparse
@@ -22,7 +25,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def main(line: list[str] | None = None) -> None:
     """Run the rows and write their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--name")
     parser.add_argument("--calibration", default="demo")
@@ -34,7 +39,11 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="magnitude,wanda,taylor")
     parser.add_argument("--betas", default="1,0.8,0.6")
     parser.add_argument("--width-multiple", type=int, default=16)
-    parser.add_argument("--dtype", default="float32", help="float32: processors without bfloat16 instructions emulate it")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="float32: processors without bfloat16 instructions emulate it",
+    )
     parser.add_argument("--write", type=Path, help="Markdown page to write")
     options = parser.parse_args(line)
     start = time.perf_counter()
@@ -67,11 +76,24 @@ class StructureStudy:
         for method in self._options.methods.split(","):
             for beta in map(float, self._options.betas.split(",")):
                 name = f"{method}-{beta:g}"
-                rule = self._prune(f"{name}-rule", "neurons", f"emp-{method}", beta=beta, keep_shapes=True)
-                even = self._prune(f"{name}-even", "neurons", method, match=self._folder / f"{name}-rule", keep_shapes=True)
-                width: dict[str, Any] = {"beta": beta, "width_multiple": self._options.width_multiple}
+                rule = self._prune(
+                    f"{name}-rule", "neurons", f"emp-{method}", beta=beta, keep_shapes=True
+                )
+                even = self._prune(
+                    f"{name}-even",
+                    "neurons",
+                    method,
+                    match=self._folder / f"{name}-rule",
+                    keep_shapes=True,
+                )
+                width: dict[str, Any] = {
+                    "beta": beta,
+                    "width_multiple": self._options.width_multiple,
+                }
                 cut = self._prune(f"{name}-cut", "neurons", f"emp-{method}", **width)
-                fitted = self._prune(f"{name}-fit", "neurons", f"emp-{method}", refit=True, calibration=True, **width)
+                fitted = self._prune(
+                    f"{name}-fit", "neurons", f"emp-{method}", refit=True, calibration=True, **width
+                )
                 rows.append(["neurons", method, f"{beta:g}", *self._cells(rule, even, cut, fitted)])
         return rows
 
@@ -82,17 +104,29 @@ class StructureStudy:
             for beta in map(float, self._options.betas.split(",")):
                 name = f"heads-{method}-{beta:g}"
                 more: dict[str, Any] = {"head_unit": "query", "keep_shapes": True}
-                rule = self._prune(f"{name}-rule", "heads", f"emp-{method}", beta=beta, structure_group="all", **more)
-                even = self._prune(f"{name}-even", "heads", method, match=self._folder / f"{name}-rule", **more)
+                rule = self._prune(
+                    f"{name}-rule",
+                    "heads",
+                    f"emp-{method}",
+                    beta=beta,
+                    structure_group="all",
+                    **more,
+                )
+                even = self._prune(
+                    f"{name}-even", "heads", method, match=self._folder / f"{name}-rule", **more
+                )
                 rows.append(["heads", method, f"{beta:g}", *self._cells(rule, even, None, None)])
         return rows
 
-    def _prune(self, name: str, structure: Any, method: str, calibration: bool = False, **more: Any) -> Any:
+    def _prune(
+        self, name: str, structure: Any, method: str, calibration: bool = False, **more: Any
+    ) -> Any:
         """(report, losses) of one run; None if the rule keeps everything."""
         from emp_llm.common.errors import UserError
         from emp_llm.prune import prune
 
-        options, out = self._options, self._folder / name
+        options = self._options
+        out = self._folder / name
         if not method.endswith("magnitude") or calibration:
             more |= {"calibration": options.calibration, "samples": options.samples}
         match = more.get("match")
@@ -100,7 +134,13 @@ class StructureStudy:
             return None
         try:
             report = prune(
-                options.model, output=out, structure=structure, method=method, dtype=options.dtype, quiet=True, **more
+                options.model,
+                output=out,
+                structure=structure,
+                method=method,
+                dtype=options.dtype,
+                quiet=True,
+                **more,
             )
         except UserError as error:
             if "the rule keeps" in str(error):
@@ -113,7 +153,11 @@ class StructureStudy:
         from emp_llm.models.loading import load_model
 
         model = load_model(folder, "cpu", self._options.dtype)
-        return list(perplexity(model, self._text, self._options.block, limit=self._options.limit).block_losses)
+        return list(
+            perplexity(
+                model, self._text, self._options.block, limit=self._options.limit
+            ).block_losses
+        )
 
     def _cells(self, rule: Any, even: Any, cut: Any, fitted: Any) -> list[str]:
         cells = ["all"] if rule is None else [_kept(rule[0])]
@@ -135,11 +179,14 @@ class StructureStudy:
         ]
 
     def _increase(self, run: Any) -> str:
-        """The increase of the perplexity with its paired standard error; "-" for a run that removes nothing."""
+        """The increase of the perplexity with its paired standard error; "-" for a run that
+        removes nothing.
+        """
         if run is None:
             return "-"
         changes = [after - before for before, after in zip(self.dense, run[1], strict=True)]
-        mean, error = statistics.fmean(changes), statistics.stdev(changes) / math.sqrt(len(changes))
+        mean = statistics.fmean(changes)
+        error = statistics.stdev(changes) / math.sqrt(len(changes))
         return f"{100 * math.expm1(mean):+.2f} ± {100 * math.exp(mean) * error:.2f} %"
 
 
@@ -148,17 +195,31 @@ def _kept(report: Any) -> str:
     return f"{sum(each.kept for each in layers):,} of {sum(each.units for each in layers):,}"
 
 
-def page(options: argparse.Namespace, study: StructureStudy, rows: list[list[str]], seconds: float) -> str:
+def page(
+    options: argparse.Namespace, study: StructureStudy, rows: list[list[str]], seconds: float
+) -> str:
     """The table as a page."""
     from emp_llm.common.tables import markdown_table
 
-    head = ["units", "score", "β", "the rule keeps", "zeros by the rule", "uniform zeros", "one width", "parameters", "speed"]
-    name, text = options.name or Path(options.model).name, options.text_name or Path(options.text).name
+    head = [
+        "units",
+        "score",
+        "β",
+        "the rule keeps",
+        "zeros by the rule",
+        "uniform zeros",
+        "one width",
+        "parameters",
+        "speed",
+    ]
+    name = options.name or Path(options.model).name
+    text = options.text_name or Path(options.text).name
     dense = math.exp(statistics.fmean(study.dense))
     return (
-        f"# Heads and neurons of {name}\n\nDense perplexity on {text}, blocks of {options.block}: {dense:.3f}. Calibrated on "
-        f"{options.samples} sequences of {options.calibration}; {options.dtype}. Perplexities are increases with paired "
-        "standard errors. Speed: of a prompt of 512 tokens, measured, and what the FLOPs promise.\n\n"
+        f"# Heads and neurons of {name}\n\nDense perplexity on {text}, blocks of {options.block}: "
+        f"{dense:.3f}. Calibrated on {options.samples} sequences of {options.calibration}; "
+        f"{options.dtype}. Perplexities are increases with paired standard errors. Speed: of a "
+        "prompt of 512 tokens, measured, and what the FLOPs promise.\n\n"
         + markdown_table([[*head, "removed", "removed, refit"], *rows], as_markdown=True)
         + f"\n\n{seconds:.0f} seconds.\n"
     )

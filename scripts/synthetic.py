@@ -1,4 +1,6 @@
-"""A synthetic checkpoint of any size: a Llama of random bfloat16 weights, with the layer shapes of a 7B model."""
+"""A synthetic checkpoint of any size: a Llama of random bfloat16 weights, with the layer shapes
+of a 7B model.
+"""
 
 import json
 import math
@@ -6,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
+HIDDEN = 4096
+INTERMEDIATE = 11008
+VOCABULARY = 32000
 _PIECE = 1 << 24  # random weights in memory
 
 
@@ -15,7 +19,8 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
 
     Args:
         folder: is created.
-        gigabytes: the size is at least this: the embeddings and the head (0.5 GB) and as many blocks of 0.4 GB as needed.
+        gigabytes: the size is at least this: the embeddings and the head (0.5 GB) and as many
+            blocks of 0.4 GB as needed.
         shards: the number of files.
 
     Returns:
@@ -32,7 +37,11 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
     }
-    ends = {"model.embed_tokens": (VOCABULARY, HIDDEN), "lm_head": (VOCABULARY, HIDDEN), "model.norm": (HIDDEN,)}
+    ends = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "lm_head": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+    }
     bytes_per_layer = 2 * sum(math.prod(shape) for shape in layer.values())
     bytes_of_ends = 2 * sum(math.prod(shape) for shape in ends.values())
     layers = max(1, math.ceil((gigabytes * 1e9 - bytes_of_ends) / bytes_per_layer))
@@ -47,7 +56,9 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         weight_map |= dict.fromkeys(part, file)
         _write_shard(folder / file, {name: shapes[name] for name in part})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -68,7 +79,11 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     offset = 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # aligns the weights, as the safetensors library does

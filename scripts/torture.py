@@ -1,18 +1,21 @@
-"""Kills and faults at random moments of small runs. Each disturbed run is repeated, and must end with the bytes of an
-undisturbed run.
+"""Kills and faults at random moments of small runs. Each disturbed run is repeated, and must end
+with the bytes of an undisturbed run.
 
-    python scripts/torture.py [--kills 200] [--every 1] [--only CASE] [--kinds KIND] [--folder DIR] [--write]
+    python scripts/torture.py [--kills 200] [--every 1] [--only CASE] [--kinds KIND] [--folder DIR]
+    [--write]
 
-A quick run: --kills 24 --every 12. Runs are forks of this process, which saves the time of their imports, with one thread of
-torch. For each of some prunes and calibrations:
+A quick run: --kills 24 --every 12. Runs are forks of this process, which saves the time of their
+imports, with one thread of torch. For each of some prunes and calibrations:
 
-- SIGKILL, SIGTERM and SIGINT are sent after a random time, and SIGKILL at random calls of write, sync and rename functions;
+- SIGKILL, SIGTERM and SIGINT are sent after a random time, and SIGKILL at random calls of write,
+  sync and rename functions;
 - every such call, and every read, fails once with EIO and once with ENOSPC;
-- the disk is too small, in several sizes, until the second run (a tmpfs of limited size; for root only).
+- the disk is too small, in several sizes, until the second run (a tmpfs of limited size; for root
+  only).
 
-Afterwards the output must be missing, unchanged or complete, and a fault must be reported as a UserError. Then the same command
-runs undisturbed, and its files are compared byte by byte with those of an undisturbed run, except for the times of the stages
-in the report.
+Afterwards the output must be missing, unchanged or complete, and a fault must be reported as a
+UserError. Then the same command runs undisturbed, and its files are compared byte by byte with
+those of an undisturbed run, except for the times of the stages in the report.
 """
 
 import argparse
@@ -49,7 +52,8 @@ from emp_llm.prune import prune
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
-# The calls that are counted, failed and killed at: (module, function). The copy of a small file counts as one call.
+# The calls that are counted, failed and killed at: (module, function). The copy of a small file
+# counts as one call.
 _WRITES = [(os, name) for name in ("pwrite", "fsync", "replace", "mkdir", "ftruncate")]
 _WRITES += [(shutil, "copyfile"), (Path, "write_bytes"), (torch, "save")]  # type: ignore[list-item]
 _READS = [(os, name) for name in ("preadv", "pread")]
@@ -75,8 +79,17 @@ class Case:
 
 def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -> list[Case]:
     """The runs to torture, on a model folder."""
-    data_free: dict[str, Any] = {"model": str(model), "method": "emp-magnitude", "targets": "all-linear"}
-    blocks: dict[str, Any] = {"model": str(model), "calibration": text, "samples": samples, "seqlen": seqlen}
+    data_free: dict[str, Any] = {
+        "model": str(model),
+        "method": "emp-magnitude",
+        "targets": "all-linear",
+    }
+    blocks: dict[str, Any] = {
+        "model": str(model),
+        "calibration": text,
+        "samples": samples,
+        "seqlen": seqlen,
+    }
     blocks |= {"device_map": "cpu", "execution": "blocks", "hidden_states": "disk"}
     heals = {name: value for name, value in blocks.items() if name not in ("model", "execution")}
     heals |= {"folder": model.with_name("pruned"), "dense": str(model), "heal_steps": 4}
@@ -86,14 +99,21 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
         Case("prune, all targets as one", prune, data_free | {"group": "all"}),
         Case("prune with calibration", prune, blocks | {"method": "emp-wanda"}),
         Case("prune with a refit", prune, blocks | {"method": "wanda", "refit": True}),
-        Case("prune with healing", prune, blocks | {"method": "wanda", "heal": True, "heal_steps": 4}, room=10),
+        Case(
+            "prune with healing",
+            prune,
+            blocks | {"method": "wanda", "heal": True, "heal_steps": 4},
+            room=10,
+        ),
         Case("heal", heal, heals, room=10),
         Case("calibrate", calibrate, blocks),
     ]
 
 
 def make_runs_fine_grained() -> None:
-    """Give small runs many moments: small chunks of rows, a slow disk, and the state of a calibration after each block."""
+    """Give small runs many moments: small chunks of rows, a slow disk, and the state of a
+    calibration after each block.
+    """
     write = os.pwrite
 
     def slow(*arguments: Any) -> int:
@@ -103,15 +123,22 @@ def make_runs_fine_grained() -> None:
     os.pwrite = slow
     row_chunks = Matrix.row_chunks
     Matrix.row_chunks = lambda self, weights: row_chunks(self, min(weights, 20_000))  # type: ignore[method-assign]
-    passes._SECONDS, passes._RATIO = 0.0, 0
+    passes._SECONDS = 0.0
+    passes._RATIO = 0
 
 
 def snapshot(folder: Path) -> Bytes:
-    """All files of a finished output (a folder or a file) by name; the report without the times of its stages."""
+    """All files of a finished output (a folder or a file) by name; the report without the times
+    of its stages.
+    """
     out = folder / "out"
     if out.is_file():
         return {"out": out.read_bytes()}
-    files = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
     if "emp_report.json" in files:
         report = json.loads(files["emp_report.json"])
         del report["stages"]
@@ -121,10 +148,15 @@ def snapshot(folder: Path) -> Bytes:
 
 @contextmanager
 def at_call(number: int, act: Callable[[], object], reads: bool = False) -> Iterator[Counter[str]]:
-    """Call `act` before the n-th writing call; `reads`: reading calls count too. Yields the number of calls as "calls"."""
+    """Call `act` before the n-th writing call; `reads`: reading calls count too. Yields the
+    number of calls as "calls".
+    """
     counts: Counter[str] = Counter()
     guard = threading.Lock()
-    before = [(module, name, getattr(module, name)) for module, name in _WRITES + (_READS if reads else [])]
+    before = [
+        (module, name, getattr(module, name))
+        for module, name in _WRITES + (_READS if reads else [])
+    ]
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -152,18 +184,22 @@ def fail(code: int) -> None:
 
 
 def in_fork(work: Callable[[], object], log: Path) -> int:
-    """Start some work in a fork and return its process id. Its output goes to a file; it exits with 0, 2 (UserError) or 1."""
+    """Start some work in a fork and return its process id. Its output goes to a file; it exits
+    with 0, 2 (UserError) or 1.
+    """
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        torch.set_num_threads(1)  # a fork has none of this process's threads, and would wait for them
+        # A fork has none of this process's threads, and would wait for them.
+        torch.set_num_threads(1)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+        # Background jobs of a shell ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         work()
         code = 0
     except UserError as error:
@@ -191,11 +227,17 @@ def check_output(folder: Path, old: Bytes | None, complete: Bytes) -> str | None
     """The problem with the output of a disturbed run; None without a problem."""
     if not (folder / "out").exists():
         return None if old is None else "the older output is gone"
-    return None if snapshot(folder) in (complete, old) else "an incomplete output under its final name"
+    return (
+        None
+        if snapshot(folder) in (complete, old)
+        else ("an incomplete output under its final name")
+    )
 
 
 def check_rerun(case: Case, folder: Path, complete: Bytes) -> str | None:
-    """Run again undisturbed, unless the output is complete; returns the problem with the result, or None."""
+    """Run again undisturbed, unless the output is complete; returns the problem with the result,
+    or None.
+    """
     if not (folder / "out").exists():
         try:
             case.run(folder)
@@ -205,14 +247,18 @@ def check_rerun(case: Case, folder: Path, complete: Bytes) -> str | None:
         if left:
             return f"left behind: {left}"
     files = snapshot(folder)
-    different = [name for name in complete.keys() | files.keys() if complete.get(name) != files.get(name)]
+    different = [
+        name for name in complete.keys() | files.keys() if complete.get(name) != files.get(name)
+    ]
     return f"other bytes: {sorted(different)}" if different else None
 
 
 def disturb_and_rerun(
     case: Case, folder: Path, complete: Bytes, disturb: Callable[[Path], str | None]
 ) -> tuple[str | None, bool]:
-    """A disturbed run in an empty folder, then another run: (the problem or None, whether there was work to resume)."""
+    """A disturbed run in an empty folder, then another run: (the problem or None, whether there
+    was work to resume).
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     problem = disturb(folder) or check_output(folder, None, complete)
@@ -222,17 +268,29 @@ def disturb_and_rerun(
 
 def has_work(folder: Path) -> bool:
     """Whether a disturbed run left finished work."""
-    notes = (".out.partial/manifest.json", ".out.calibration/state.safetensors", ".out.progress/state.safetensors")
+    notes = (
+        ".out.partial/manifest.json",
+        ".out.calibration/state.safetensors",
+        ".out.progress/state.safetensors",
+    )
     return any((folder / note).is_file() for note in notes)
 
 
-def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: int) -> Callable[[Path], str | None]:
-    """A run that gets a signal after a time, counted from its start or (`at_work`) from its first folder."""
+def killed_after(
+    case: Case, at_work: bool, seconds: float, number: int, code: int
+) -> Callable[[Path], str | None]:
+    """A run that gets a signal after a time, counted from its start or (`at_work`) from its
+    first folder.
+    """
 
     def disturb(folder: Path) -> str | None:
         child = in_fork(lambda: case.run(folder), folder / "log")
         until = time.monotonic() + 60
-        while at_work and not any(path.is_dir() for path in folder.iterdir()) and time.monotonic() < until:
+        while (
+            at_work
+            and not any(path.is_dir() for path in folder.iterdir())
+            and time.monotonic() < until
+        ):
             time.sleep(0.001)
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -241,7 +299,11 @@ def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: i
         ending = exit_code(child)
         if time.monotonic() - sent > 3:
             return f"took {time.monotonic() - sent:.1f} s to stop"
-        return None if ending in (0, code, -number) else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
+        return (
+            None
+            if ending in (0, code, -number)
+            else (f"exit code {ending}: {(folder / 'log').read_text()[-300:]}")
+        )
 
     return disturb
 
@@ -255,7 +317,11 @@ def killed_at(case: Case, call: int) -> Callable[[Path], str | None]:
 
     def disturb(folder: Path) -> str | None:
         code = exit_code(in_fork(lambda: work(folder), folder / "log"))
-        return None if code in (0, -signal.SIGKILL) else f"exit code {code}: {(folder / 'log').read_text()[-300:]}"
+        return (
+            None
+            if code in (0, -signal.SIGKILL)
+            else (f"exit code {code}: {(folder / 'log').read_text()[-300:]}")
+        )
 
     return disturb
 
@@ -269,13 +335,21 @@ def faulty_at(case: Case, call: int, code: int) -> Callable[[Path], str | None]:
 
     def disturb(folder: Path) -> str | None:
         ending = exit_code(in_fork(lambda: work(folder), folder / "log"))
-        return None if ending in (0, 2) else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
+        return (
+            None
+            if ending in (0, 2)
+            else (f"exit code {ending}: {(folder / 'log').read_text()[-300:]}")
+        )
 
     return disturb
 
 
-def run_on_small_disk(case: Case, folder: Path, complete: Bytes, share: float) -> tuple[str | None, bool]:
-    """As `disturb_and_rerun`: first on a file system with room for a share of the output, then on a larger one."""
+def run_on_small_disk(
+    case: Case, folder: Path, complete: Bytes, share: float
+) -> tuple[str | None, bool]:
+    """As `disturb_and_rerun`: first on a file system with room for a share of the output, then
+    on a larger one.
+    """
     folder.mkdir(exist_ok=True)
     size = int(share * sum(len(content) for content in complete.values()))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
@@ -288,7 +362,9 @@ def run_on_small_disk(case: Case, folder: Path, complete: Bytes, share: float) -
         ending = exit_code(in_fork(work, folder.with_name("log")))
         messages = folder.with_name("log").read_text()
         problem = check_output(folder, None, complete)
-        if (ending == 2 and "disk is full" not in messages and "no space left" not in messages) or ending not in (0, 2):
+        if (
+            ending == 2 and "disk is full" not in messages and "no space left" not in messages
+        ) or ending not in (0, 2):
             problem = f"exit code {ending}: {messages[-300:]}"
         resumed = has_work(folder)
         subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
@@ -299,7 +375,9 @@ def run_on_small_disk(case: Case, folder: Path, complete: Bytes, share: float) -
 
 
 def undisturbed(case: Case, folder: Path) -> tuple[Bytes, int, int, float]:
-    """An undisturbed run: its files, the number of writing calls, that of writing and reading calls, and its seconds."""
+    """An undisturbed run: its files, the number of writing calls, that of writing and reading
+    calls, and its seconds.
+    """
     case.run(folder)
     complete = snapshot(folder)
     counts = []
@@ -322,21 +400,36 @@ def sharded_demo(folder: Path) -> Path:
 
     logging.set_verbosity_error()  # four of six blocks are left out, which it reports
     logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="auto", num_hidden_layers=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype="auto", num_hidden_layers=2
+    )
     model.save_pretrained(folder, max_shard_size="1MB")
     transformers.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
     return folder
 
 
 def disturbances(
-    case: Case, arguments: argparse.Namespace, rng: random.Random, writes: int, calls: int, seconds: float
+    case: Case,
+    arguments: argparse.Namespace,
+    rng: random.Random,
+    writes: int,
+    calls: int,
+    seconds: float,
 ) -> Iterator[tuple[str, Sequence[Callable[[Path], str | None] | float]]]:
-    """(kind, disturbances) of a case; a number is the share of the output for which the disk has room."""
-    for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
+    """(kind, disturbances) of a case; a number is the share of the output for which the disk has
+    room.
+    """
+    for name, number, code, share in (
+        ("SIGKILL", 9, -9, 1),
+        ("SIGTERM", 15, 143, 4),
+        ("SIGINT", 2, 130, 4),
+    ):
         yield (
             f"{name}, at random times",
             [
-                killed_after(case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code)
+                killed_after(
+                    case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code
+                )
                 for i in range(arguments.kills // share)
             ],
         )
@@ -344,12 +437,17 @@ def disturbances(
     yield f"SIGKILL, at random calls of {writes}", [killed_at(case, call) for call in picked]
     for first, code in enumerate((errno.EIO, errno.ENOSPC)):
         every = range(1 + first, calls + 1, arguments.every)
-        yield f"{errno.errorcode[code]}, at calls of {calls}", [faulty_at(case, call, code) for call in every]
+        yield (
+            (f"{errno.errorcode[code]}, at calls of {calls}"),
+            [faulty_at(case, call, code) for call in every],
+        )
     if os.geteuid() == 0:
         yield "small disk (tmpfs)", [case.room * (i + 1) / 22 for i in range(21)]
 
 
-def torture(case: Case, arguments: argparse.Namespace, rng: random.Random, scratch: Path) -> Iterator[tuple[str, list[str]]]:
+def torture(
+    case: Case, arguments: argparse.Namespace, rng: random.Random, scratch: Path
+) -> Iterator[tuple[str, list[str]]]:
     """Disturb a case in all ways; yields (row of the table, problems) of each kind."""
     folder = scratch / "complete"
     folder.mkdir()
@@ -368,24 +466,38 @@ def torture(case: Case, arguments: argparse.Namespace, rng: random.Random, scrat
             work += resumed
             if problem is not None:
                 problems.append(f"{case.name}, {kind}, number {number}: {problem}")
-        yield f"| {case.name} | {kind} | {len(chosen)} | {work} | {len(chosen) - len(problems)} |", problems
+        yield (
+            (f"| {case.name} | {kind} | {len(chosen)} | {work} | {len(chosen) - len(problems)} |"),
+            problems,
+        )
 
 
 def main(line: list[str] | None = None) -> None:
     """Torture, print the table, and write it if asked; the exit code is 1 if there are problems."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs per run; other signals a quarter of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=200, help="SIGKILLs per run; other signals a quarter of them"
+    )
     parser.add_argument("--every", type=int, default=1, help="fail every N-th call")
     parser.add_argument("--folder", help="working folder; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only runs with this text in their name")
-    parser.add_argument("--kinds", default="", help="only disturbances with this text in their name")
-    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/torture.md")
+    parser.add_argument(
+        "--kinds", default="", help="only disturbances with this text in their name"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to scripts/results/torture.md"
+    )
     arguments = parser.parse_args(line)
     torch.set_num_threads(1)
     make_runs_fine_grained()
     rng = random.Random(arguments.seed)
-    lines = ["| run | disturbance | times | had work to resume | same bytes in the end |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| run | disturbance | times | had work to resume | same bytes in the end |",
+        "|---|---|---:|---:|---:|",
+    ]
     problems: list[str] = []
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
@@ -402,7 +514,10 @@ def main(line: list[str] | None = None) -> None:
     about = f"{(time.monotonic() - start) / 60:.0f} minutes on {processor()}"
     print(f"\n{about}; {len(problems)} problems\n\n{table}")
     if arguments.write:
-        text = f"# Kills and faults\n\n`python scripts/torture.py {options} --write`: {about}.\n\n{table}\n"
+        text = (
+            f"# Kills and faults\n\n`python scripts/torture.py {options} --write`: "
+            f"{about}.\n\n{table}\n"
+        )
         (Path(__file__).parent / "results" / "torture.md").write_text(text, encoding="utf-8")
     sys.exit(1 if problems else 0)
 

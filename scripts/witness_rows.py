@@ -1,7 +1,8 @@
-"""The rows of the witness's table: prune commands and their perplexities, against the dense model and against Wanda.
+"""The rows of the witness's table: prune commands and their perplexities, against the dense model
+and against Wanda.
 
-`train_witness.py` runs them on the model that it trains. Any model in FOLDER/model with FOLDER/calibration.txt and
-FOLDER/heldout.toml has the same table.
+`train_witness.py` runs them on the model that it trains. Any model in FOLDER/model with
+FOLDER/calibration.txt and FOLDER/heldout.toml has the same table.
 """
 
 import shlex
@@ -47,12 +48,17 @@ FURTHER_ROWS = (
     "--method emp-wanda --refit",
 )
 ROWS = tuple(
-    f"{row} --targets {targets}" for rows in (MAIN_ROWS, FURTHER_ROWS) for targets in ("mlp", "all-linear") for row in rows
+    f"{row} --targets {targets}"
+    for rows in (MAIN_ROWS, FURTHER_ROWS)
+    for targets in ("mlp", "all-linear")
+    for row in rows
 )
 
 
 class Measured(NamedTuple):
-    """A row: its options, the share of the targets that was removed, its perplexity, and the seconds it took."""
+    """A row: its options, the share of the targets that was removed, its perplexity, and the
+    seconds it took.
+    """
 
     options: str
     sparsity: float
@@ -67,7 +73,11 @@ class Measured(NamedTuple):
     @property
     def plain_wanda(self) -> bool:
         """Whether it is Wanda with uniform rows, without a refit."""
-        return self.options.startswith("--method wanda ") and "--refit" not in self.options and "--pattern" not in self.options
+        return (
+            self.options.startswith("--method wanda ")
+            and "--refit" not in self.options
+            and "--pattern" not in self.options
+        )
 
 
 class Budget:
@@ -82,7 +92,9 @@ class Budget:
         self._longest = 0.0
 
     def allows_another(self) -> bool:
-        """Whether a row as long as the longest so far would end in time. The first row is always allowed."""
+        """Whether a row as long as the longest so far would end in time. The first row is always
+        allowed.
+        """
         return not self._longest or time.perf_counter() + self._longest < self._end
 
     def took(self, seconds: float) -> None:
@@ -91,7 +103,9 @@ class Budget:
 
 
 def write_texts(folder: Path, articles: list[str], held_out: list[str], seqlen: int) -> None:
-    """Write the calibration text, the held-out text and the suite. Articles are separated by empty lines."""
+    """Write the calibration text, the held-out text and the suite. Articles are separated by
+    empty lines.
+    """
     (folder / "calibration.txt").write_text("\n\n".join(articles[:2000]) + "\n", encoding="utf-8")
     (folder / "heldout.txt").write_text("\n\n".join(held_out) + "\n", encoding="utf-8")
     about = 'about = "Wikipedia articles that are not in the training text."'
@@ -100,7 +114,13 @@ def write_texts(folder: Path, articles: list[str], held_out: list[str], seqlen: 
 
 
 def rows_of_the_table(
-    folder: Path, samples: int, seqlen: int, blocks: int | None, device: str, about: str, budget: Budget
+    folder: Path,
+    samples: int,
+    seqlen: int,
+    blocks: int | None,
+    device: str,
+    about: str,
+    budget: Budget,
 ) -> Iterator[str]:
     """The page, again after each row.
 
@@ -115,9 +135,23 @@ def rows_of_the_table(
     suite = str(folder / "heldout.toml") + (f",limit={blocks}" if blocks else "")
     dense = folder / "dense.json"
     place = ["--device-map", "cuda:0" if device == "cuda" else device, "--quiet"]
-    line = ["--model", str(folder / "model"), "--suite", suite, "--output", str(dense), "--overwrite", *place]
+    line = [
+        "--model",
+        str(folder / "model"),
+        "--suite",
+        suite,
+        "--output",
+        str(dense),
+        "--overwrite",
+        *place,
+    ]
     evaluate(**parse(evaluate, line, "evaluate"))
-    common = ["--calibration", f"{folder / 'calibration.txt'},samples={samples},seqlen={seqlen}", "--evaluate", suite]
+    common = [
+        "--calibration",
+        f"{folder / 'calibration.txt'},samples={samples},seqlen={seqlen}",
+        "--evaluate",
+        suite,
+    ]
     common += ["--baseline", str(dense), *place]
     found: list[Measured] = []
     for options in ROWS:
@@ -129,10 +163,19 @@ def rows_of_the_table(
 
 
 def measured(folder: Path, options: str, common: list[str]) -> tuple[Measured, Value]:
-    """Prune, evaluate, and delete the checkpoint; returns the row and the perplexity of the dense model."""
+    """Prune, evaluate, and delete the checkpoint; returns the row and the perplexity of the
+    dense model.
+    """
     output = folder / "pruned"
     shutil.rmtree(output, ignore_errors=True)
-    line = ["--model", str(folder / "model"), "--output", str(output), *shlex.split(options), *common]
+    line = [
+        "--model",
+        str(folder / "model"),
+        "--output",
+        str(output),
+        *shlex.split(options),
+        *common,
+    ]
     start = time.perf_counter()
     report = prune(**parse(prune, line, "prune"))
     seconds = time.perf_counter() - start
@@ -160,11 +203,14 @@ def page(about: str, base: Value, found: list[Measured], samples: int, seqlen: i
     extent = "the first blocks of held-out articles" if base.partial else "held-out articles"
     return (
         "# A witness of 100 million parameters\n\n"
-        "A Llama trained on Wikipedia text and pruned, by `python scripts/train_witness.py`. Calibration: "
-        f"{samples} × {seqlen} tokens of the training text. Perplexities: of {extent}, with paired standard errors. "
-        "*Of Wanda's increase*: the increase of the perplexity, as a share of that of uniform Wanda with the same targets and "
-        "as many weights removed. *Seconds*: calibration, pruning and evaluation."
-        f"{f' {left} of {len(ROWS)} rows did not fit in the time.' if left else ''}\n\n" + "\n".join(lines) + f"\n\n{about}\n"
+        "A Llama trained on Wikipedia text and pruned, by `python scripts/train_witness.py`. "
+        f"Calibration: {samples} × {seqlen} tokens of the training text. Perplexities: of "
+        f"{extent}, with paired standard errors. *Of Wanda's increase*: the increase of the "
+        "perplexity, as a share of that of uniform Wanda with the same targets and as many weights "
+        "removed. *Seconds*: calibration, pruning and "
+        f"evaluation.{f' {left} of {len(ROWS)} rows did not fit in the time.' if left else ''}\n\n"
+        + "\n".join(lines)
+        + f"\n\n{about}\n"
     )
 
 
@@ -174,10 +220,12 @@ def _line(row: Measured, base: Value, found: list[Measured]) -> str:
     wanda = [
         other.value.value - base.value
         for other in found
-        if other.targets == row.targets and other.plain_wanda and abs(other.sparsity - row.sparsity) < 5e-3
+        if other.targets == row.targets
+        and other.plain_wanda
+        and abs(other.sparsity - row.sparsity) < 5e-3
     ]
     share = f"{(row.value.value - base.value) / wanda[0]:.2f}" if wanda and wanda[0] > 0 else ""
     return (
-        f"| `{row.options}` | {row.sparsity:.2%} | {formatted(row.value.value)} | {change.value:+.2f}{error} % | {share} "
-        f"| {row.seconds:.0f} |"
+        f"| `{row.options}` | {row.sparsity:.2%} | {formatted(row.value.value)} | "
+        f"{change.value:+.2f}{error} % | {share} | {row.seconds:.0f} |"
     )

@@ -1,4 +1,5 @@
-"""Write the JSON Schema of every file format of emp-llm to docs/schemas, from the declarations that write and read the files.
+"""Write the JSON Schema of every file format of emp-llm to docs/schemas, from the declarations that
+write and read the files.
 
     python scripts/write_schemas.py [--check]
 
@@ -73,7 +74,9 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def schema_text(name: str) -> str:
-    """The schema as a file. msgspec before 0.22 has the alternatives of a field in another order; here null is the last."""
+    """The schema as a file. msgspec before 0.22 has the alternatives of a field in another
+    order; here null is the last.
+    """
 
     def ordered(part: dict[str, Any]) -> dict[str, Any]:
         if "anyOf" in part:
@@ -85,7 +88,9 @@ def schema_text(name: str) -> str:
 
 def main(line: list[str] | None = None) -> None:
     """Write the schemas, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     check: bool = parser.parse_args(line).check
     different = []
@@ -94,7 +99,10 @@ def main(line: list[str] | None = None) -> None:
         if not path.is_file() or path.read_text() != schema_text(name):
             different.append(path.name)
     if check:
-        print("\n".join(f"{name}: differs from its declaration" for name in different) or "all schemas are up to date")
+        print(
+            "\n".join(f"{name}: differs from its declaration" for name in different)
+            or "all schemas are up to date"
+        )
         sys.exit(1 if different else 0)
     FOLDER.mkdir(exist_ok=True)
     for name in FORMATS:

@@ -2,9 +2,10 @@
 
     python scripts/zoo.py [--only NAME ...] [--output FILE]
 
-The models are built here: families of transformers with random weights, several towers, encoder-decoder models, quantised
-checkpoints, and broken ones. A cell holds the share of the targets that was removed, a perplexity, "ok", or the number of a
-message below the table. A traceback instead of a message is a defect; then the exit code is 1.
+The models are built here: families of transformers with random weights, several towers,
+encoder-decoder models, quantised checkpoints, and broken ones. A cell holds the share of the
+targets that was removed, a perplexity, "ok", or the number of a message below the table. A
+traceback instead of a message is a defect; then the exit code is 1.
 """
 
 import argparse
@@ -31,7 +32,10 @@ from emp_llm.models.loading import load_model
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 multimodal, test_fp8, tiny = (import_module(name) for name in ("multimodal", "test_fp8", "tiny"))
 
-TEXT = "".join(f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
+TEXT = "".join(
+    f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n"
+    for i in range(450)
+)
 Build = Callable[[Path], object]
 
 
@@ -76,8 +80,12 @@ def _as_gguf(folder: Path) -> None:
 def _as_adapter(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
-    save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"})
+    )
+    save_file(
+        {"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors"
+    )
 
 
 def _without_tokenizer(folder: Path) -> None:
@@ -100,7 +108,9 @@ def _four_bits(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         dense = tiny.make_model(Path(scratch) / "dense")
         how = transformers.BitsAndBytesConfig(load_in_4bit=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(dense, quantization_config=how, device_map="cpu")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            dense, quantization_config=how, device_map="cpu"
+        )
         model.save_pretrained(folder)
         tiny.make_tokenizer().save_pretrained(folder)
 
@@ -124,18 +134,37 @@ ZOO: dict[str, Build] = {
     "no tokenizer": _changed(_without_tokenizer),
     "a truncated shard": _changed(_truncated),
     "a missing weight": _weights(lambda tensors: tensors.pop(UP)),
-    "a weight of another shape": _weights(lambda tensors: tensors.update({UP: tensors[UP][:8].clone()})),
+    "a weight of another shape": _weights(
+        lambda tensors: tensors.update({UP: tensors[UP][:8].clone()})
+    ),
     "NaN in a weight": _weights(lambda tensors: tensors[UP][3].fill_(torch.nan)),
     "a row of zeros": _weights(lambda tensors: tensors[UP][3].fill_(0)),
     "an empty folder": lambda folder: folder.mkdir(),
 }
-COMMANDS = ("prune, emp-magnitude", "prune, emp-wanda", "measure", "verify", "pack", "evaluate", "prune_model")
+COMMANDS = (
+    "prune, emp-magnitude",
+    "prune, emp-wanda",
+    "measure",
+    "verify",
+    "pack",
+    "evaluate",
+    "prune_model",
+)
 
 
 def main(line: list[str] | None = None) -> None:
     """Build the models, run the commands, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(ZOO), default=list(ZOO), help="models; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=list(ZOO),
+        default=list(ZOO),
+        help="models; default: all",
+    )
     parser.add_argument("--output", type=Path, help="Markdown file to write as well")
     arguments = parser.parse_args(line)
     messages: dict[str, int] = {}
@@ -173,11 +202,20 @@ def _silence() -> Iterator[None]:
 
 def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
     """The cells of a model's row. New messages are added to `messages`, with their numbers."""
-    model, text, out = scratch / "model", scratch / "text.txt", scratch / "out"
+    model = scratch / "model"
+    text = scratch / "text.txt"
+    out = scratch / "out"
     ZOO[name](model)
     text.write_text(TEXT)
-    (scratch / "suite.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\nsamples = 20\n')
-    given: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    (scratch / "suite.toml").write_text(
+        '[perplexity]\nfile = "text.txt"\nseqlen = 64\nsamples = 20\n'
+    )
+    given: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
 
     def cell(work: Callable[[], str]) -> str:
         try:
@@ -186,7 +224,10 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
             message = str(error).replace(f"{scratch}/", "").replace(str(scratch), "")
             return f"[{messages.setdefault(message, len(messages) + 1)}]"
         except Exception as error:
-            return f"DEFECT {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
+            return (
+                f"DEFECT {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:80] if str(error) else ''}"
+            )
 
     def pruned(method: str) -> str:
         report = prune(model=str(model), method=method, output=out / method, **given)
@@ -197,7 +238,8 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
             loaded = load_model(model, "cpu")
         except Exception:  # said in the column before, or by transformers alone
             return "not loadable"
-        return f"{100 * prune_model(loaded, Recipe(method='emp-magnitude')).targets.sparsity_of_targets:.1f} %"
+        done = prune_model(loaded, Recipe(method="emp-magnitude"))
+        return f"{100 * done.targets.sparsity_of_targets:.1f} %"
 
     def measured() -> str:
         record = measure(str(model), criteria="magnitude", output=scratch / "measure.json")
@@ -209,13 +251,21 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
 
     def evaluated() -> str:
         folder = out / "emp-magnitude" if (out / "emp-magnitude").is_dir() else model
-        found: Any = evaluate(str(folder), suite=str(scratch / "suite.toml"), output=scratch / "results.json", device_map="cpu")
+        found: Any = evaluate(
+            str(folder),
+            suite=str(scratch / "suite.toml"),
+            output=scratch / "results.json",
+            device_map="cpu",
+        )
         return f"perplexity {found.results.perplexity.perplexity:.0f}"
 
     work = [lambda: pruned("emp-magnitude"), lambda: pruned("emp-wanda"), measured]
     cells = [cell(each) for each in work]
     if (out / "emp-magnitude").is_dir():
-        cells += [cell(verified), cell(lambda: "ok" if pack(out / "emp-magnitude", scratch / "packed") else "")]
+        cells += [
+            cell(verified),
+            cell(lambda: "ok" if pack(out / "emp-magnitude", scratch / "packed") else ""),
+        ]
     else:
         cells += ["", ""]
     cells += [cell(evaluated), cell(in_memory)]

@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for GPUs of two generations, on a machine without one. test_runtime_cuda runs it.
+"""Compiles the Triton kernels for GPUs of two generations, on a machine without one.
+test_runtime_cuda runs it.
 
 A stand-in for the driver names the GPU. The kernels are compiled and not run.
 """
@@ -57,7 +58,9 @@ if __name__ == "__main__":
         texts = compiled_by(capability, partial(cuda_kernel.multiply, matrix, x))
         assert re.search(r"\b(fma\.rn|add)(\.rn)?\.f32\b", texts[0]), "sums are float32"
         if tokens == 1:
-            texts += compiled_by(capability, partial(cuda_kernel.expand_rows, matrix, 0, 1000, dtype))
+            texts += compiled_by(
+                capability, partial(cuda_kernel.expand_rows, matrix, 0, 1000, dtype)
+            )
         for ptx in texts:
             if NEW:  # the compiler of 3.2 keeps the arithmetic
                 assert "popc.b64" in ptx or "popc.b32" in ptx, "bits are counted by an instruction"

@@ -1,4 +1,6 @@
-"""Fixtures: tiny models created once, the folder with real models and data, and a way to run commands as a user does."""
+"""Fixtures: tiny models created once, the folder with real models and data, and a way to run
+commands as a user does.
+"""
 
 import gc
 import io
@@ -16,7 +18,8 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which other packages do as well
+    # Read when triton is imported, which other packages do as well.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from runs import make_runs
 from suites import make_evaluable_model, make_suite
@@ -30,8 +33,8 @@ from emp_llm.prune import prune
 pytest_plugins = ["hub_fixtures"]
 SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-# Modules with slow tests start first, so that no worker ends long after the other. Those with a client of the Hub are
-# neighbours, so that one worker runs them with one client.
+# Modules with slow tests start first, so that no worker ends long after the other. Those with a
+# client of the Hub are neighbours, so that one worker runs them with one client.
 FIRST = (
     "test_on_slurm",
     "test_ranks",
@@ -47,7 +50,9 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    items.sort(
+        key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST)
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,13 +60,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither read nor fill the user's cache."""
     os.environ["EMP_LLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
-    UserError.in_shell = True  # messages are those of commands, with flags; test_bad_input has those of Python
+    # Messages are those of commands, with flags; test_bad_input has those of Python.
+    UserError.in_shell = True
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_flushes() -> Iterator[None]:
-    """Nothing is flushed to the disk within this process, which takes milliseconds a call: no test cuts the power."""
+    """Nothing is flushed to the disk within this process, which takes milliseconds a call: no
+    test cuts the power.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # as fsync, it refuses a file that is not open
         yield
@@ -69,14 +77,18 @@ def _no_flushes() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_imported_objects() -> None:
-    """Exclude the objects of imported libraries from garbage collections, which runs do to free their models."""
+    """Exclude the objects of imported libraries from garbage collections, which runs do to free
+    their models.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny model by family name; created on first use. Read-only: copy it before changing it."""
+    """Folder of a tiny model by family name; created on first use. Read-only: copy it before
+    changing it.
+    """
     return cache(lambda family: make_model(tmp_path_factory.mktemp("models") / family, family))
 
 
@@ -85,27 +97,41 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibration text of about 20,000 bytes."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(
-        "".join(f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
+        "".join(
+            f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n"
+            for i in range(450)
+        )
     )
     return path
 
 
 @pytest.fixture(scope="session")
-def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def norms(
+    models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Activations file of a tiny model by family name; created on first use."""
     folder = tmp_path_factory.mktemp("norms")
 
     @cache
     def file(family: str) -> Path:
         path = folder / f"{family}.safetensors"
-        calibrate(model=models(family), output=path, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
+        calibrate(
+            model=models(family),
+            output=path,
+            calibration=str(text),
+            samples=4,
+            seqlen=64,
+            device_map="cpu",
+        )
         return path
 
     return file
 
 
 @pytest.fixture(scope="session")
-def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def pruned(
+    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Folder of a family's tiny model, pruned by magnitude; created on first use. Read-only."""
 
     @cache
@@ -120,17 +146,23 @@ def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def evaluable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """As `models`, with a tokenizer for lm-eval."""
-    return cache(lambda family: make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family))
+    return cache(
+        lambda family: make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family)
+    )
 
 
 @pytest.fixture(scope="session")
 def task_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A suite file with a short text and three small tasks; `short.toml` beside it has the text alone."""
+    """A suite file with a short text and three small tasks; `short.toml` beside it has the text
+    alone.
+    """
     return make_suite(tmp_path_factory.mktemp("suite"))
 
 
 @pytest.fixture(scope="session")
-def runs(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Folder of evaluated runs of the tiny Llama, by the names `runs.NAMES`. Read-only."""
     return make_runs(models, text, tmp_path_factory.mktemp("runs"))
 
@@ -145,12 +177,18 @@ def shared() -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a command as a subprocess in an empty folder: run("prune", "--model", ...). Slow: prefer `command`."""
+    """Run a command as a subprocess in an empty folder: run("prune", "--model", ...). Slow:
+    prefer `command`.
+    """
 
-    def call(name: str, *arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+    def call(
+        name: str, *arguments: object, cwd: Path = tmp_path
+    ) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
         environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
 
     return call
 
@@ -159,15 +197,20 @@ def run(tmp_path: Path) -> Run:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command line within this process, in an empty folder: command("prune", "--model", ...).
 
-    Exit code, output and messages are those of the process that `run` would start. The Hub is as the test left it.
+    Exit code, output and messages are those of the process that `run` would start. The Hub is as
+    the test left it.
     """
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
         line = [str(argument) for argument in arguments]
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        root, before = logging.getLogger(), signal.getsignal(signal.SIGTERM)
-        handlers, root.handlers = root.handlers, []
+        out = io.StringIO()
+        err = io.StringIO()
+        code = 0
+        root = logging.getLogger()
+        before = signal.getsignal(signal.SIGTERM)
+        handlers = root.handlers
+        root.handlers = []
         level = root.level
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "argv", ["emp-llm", *line])

@@ -1,4 +1,6 @@
-"""A client of the loopback Hub in a process of its own, because huggingface_hub reads the Hub's address when it is imported."""
+"""A client of the loopback Hub in a process of its own, because huggingface_hub reads the Hub's
+address when it is imported.
+"""
 
 import json
 import os
@@ -13,8 +15,17 @@ from hub_server import Hub
 
 def environment(endpoint: str, home: Path, token: str | None, **more: str) -> dict[str, str]:
     """The environment of a process that uses a loopback Hub and nothing of the user's."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_DATASETS_CACHE")}
-    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "COLUMNS": "200"}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_DATASETS_CACHE")
+    }
+    clean |= {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "COLUMNS": "200",
+    }
     return clean | ({"HF_TOKEN": token} if token else {}) | more
 
 
@@ -40,11 +51,17 @@ class Client:
         )
 
     def call(self, function: str, token: str | None = "", /, **arguments: Any) -> dict[str, Any]:
-        """The "result" of a function, or the sentence of its UserError ("error"), and the messages that it logged ("log")."""
+        """The "result" of a function, or the sentence of its UserError ("error"), and the
+        messages that it logged ("log").
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         changes = {"HF_TOKEN": self._token if token == "" else token}
-        print(json.dumps([function, arguments, changes], default=str), file=self._process.stdin, flush=True)
+        print(
+            json.dumps([function, arguments, changes], default=str),
+            file=self._process.stdin,
+            flush=True,
+        )
         line = self._process.stdout.readline()
         for secret in (self._token, token):
             assert not secret or secret not in line, "a token was shown"
@@ -69,7 +86,11 @@ class Client:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder by its path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def held(hub: Hub, name: str, branch: str = "main") -> dict[str, bytes]:

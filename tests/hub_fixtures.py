@@ -1,4 +1,6 @@
-"""Fixtures of the tests that push: a loopback Hub, a client of it, and a pruned checkpoint; made once, when first asked for."""
+"""Fixtures of the tests that push: a loopback Hub, a client of it, and a pruned checkpoint; made
+once, when first asked for.
+"""
 
 import json
 import shutil
@@ -14,8 +16,12 @@ from tiny import make_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 
-READER, STRANGER = "hf_markedtokenofareader", "hf_markedtokenofastranger"
-SOURCE_CARD = "---\nlicense: llama3.2\nlicense_link: LICENSE\nlanguage: [en]\ntags: [facebook]\n---\n# Dense\n"
+READER = "hf_markedtokenofareader"
+STRANGER = "hf_markedtokenofastranger"
+SOURCE_CARD = (
+    "---\nlicense: llama3.2\nlicense_link: LICENSE\nlanguage: [en]\ntags: "
+    "[facebook]\n---\n# Dense\n"
+)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +44,13 @@ def hub_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def _hub_pruned(tmp_path_factory: pytest.TempPathFactory, hub_dense: Path, hub_suite: Path) -> Path:
     folder = tmp_path_factory.mktemp("pruned") / "pruned"
-    prune(model=hub_dense, method="emp-magnitude", output=folder, evaluate=str(hub_suite), device_map="cpu")
+    prune(
+        model=hub_dense,
+        method="emp-magnitude",
+        output=folder,
+        evaluate=str(hub_suite),
+        device_map="cpu",
+    )
     return folder
 
 
@@ -50,10 +62,15 @@ def checkpoint(tmp_path: Path, _hub_pruned: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def _repositories(
-    hub_dense: Path, _hub_pruned: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    hub_dense: Path,
+    _hub_pruned: Path,
+    models: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("repositories")
-    tiny, pickles, lamps, questions, gguf = (folder / name for name in ("tiny", "pickles", "lamps", "questions", "gguf"))
+    tiny, pickles, lamps, questions, gguf = (
+        folder / name for name in ("tiny", "pickles", "lamps", "questions", "gguf")
+    )
     shutil.copytree(models("llama"), tiny)
     (tiny / "original").mkdir()
     (tiny / "original" / "consolidated.00.pth").write_bytes(b"pickle")
@@ -65,7 +82,9 @@ def _repositories(
         (repository / "pytorch_model.bin").write_bytes(b"pickle")
     rows = [{"text": f"Lamp {i} is lit at {i % 24}."} for i in range(300)]
     (lamps / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    asked = [{"question": f"{i} and {i} is", "options": ["a", "b"], "answer": i % 2} for i in range(8)]
+    asked = [
+        {"question": f"{i} and {i} is", "options": ["a", "b"], "answer": i % 2} for i in range(8)
+    ]
     (questions / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in asked))
     pack(_hub_pruned, folder / "packed")
     return {
@@ -83,14 +102,20 @@ def _repositories(
 
 @pytest.fixture(scope="session")
 def _hub(_repositories: dict[str, Path]) -> Iterator[Hub]:
-    users = {TOKEN: User("user", organizations=("team",)), READER: User("user", "read"), STRANGER: User("stranger")}
+    users = {
+        TOKEN: User("user", organizations=("team",)),
+        READER: User("user", "read"),
+        STRANGER: User("stranger"),
+    }
     with hub_server(_repositories, gated=("someone/gated",), users=users) as server:
         yield server
 
 
 @pytest.fixture
 def hub(_hub: Hub) -> Hub:
-    """A Hub with models and data sets of user and someone, and whatever earlier tests pushed; without faults."""
+    """A Hub with models and data sets of user and someone, and whatever earlier tests pushed;
+    without faults.
+    """
     _hub.put.clear()
     _hub.faults.clear()
     _hub.seen.clear()

@@ -1,4 +1,6 @@
-"""The process behind `hub_client.Client`: it reads calls as lines of JSON, makes them, and answers each with a line."""
+"""The process behind `hub_client.Client`: it reads calls as lines of JSON, makes them, and
+answers each with a line.
+"""
 
 import io
 import json
@@ -26,9 +28,12 @@ from emp_llm.push import push
 
 def command(line: list[str], folder: str) -> dict[str, Any]:
     """Exit code and output of a command line in a folder."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     root = logging.getLogger()
-    handlers, root.handlers = root.handlers, []
+    handlers = root.handlers
+    root.handlers = []
     before = os.getcwd()
     os.chdir(folder)
     sys.argv = ["emp-llm", *line]
@@ -50,7 +55,10 @@ def weights(name: str, revision: str | None = None) -> dict[str, str]:
 
     AutoTokenizer.from_pretrained(name, revision=revision)
     state = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto").state_dict()
-    raw = {key: value.contiguous().flatten().view(torch.uint8).numpy().tobytes() for key, value in state.items()}
+    raw = {
+        key: value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for key, value in state.items()
+    }
     return {key: sha256(content).hexdigest() for key, content in raw.items()}
 
 
@@ -69,7 +77,8 @@ def answer_to(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The result of a call, or its error, and what was logged meanwhile."""
     log = io.StringIO()
     handler = logging.StreamHandler(log)
-    root, hub = logging.getLogger(), hub_logging.get_logger().handlers[0]
+    root = logging.getLogger()
+    hub = hub_logging.get_logger().handlers[0]
     assert isinstance(hub, logging.StreamHandler)
     stream = hub.setStream(log)
     root.addHandler(handler)
@@ -85,7 +94,9 @@ def answer_to(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def shorten_waits() -> None:
-    """Let the client wait for less before it repeats a request. test_hub checks how long emp-llm waits."""
+    """Let the client wait for less before it repeats a request. test_hub checks how long emp-llm
+    waits.
+    """
     whole = time.sleep
     time.sleep = lambda seconds: whole(min(seconds, 0.05))
 
@@ -93,7 +104,8 @@ def shorten_waits() -> None:
 def main() -> None:
     shorten_waits()
     UserError.in_shell = True  # as in the tests themselves
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     hub_logging.get_logger().propagate = False  # as for a command
     for noisy in cli._NOISY:

@@ -1,5 +1,6 @@
-"""A loopback server that speaks the Hub's HTTP protocol as huggingface_hub uses it: models and data sets are downloaded from
-it, repositories made, large files uploaded, commits and branches made. It has no xet: run clients with HF_HUB_DISABLE_XET=1.
+"""A loopback server that speaks the Hub's HTTP protocol as huggingface_hub uses it: models and data
+sets are downloaded from it, repositories made, large files uploaded, commits and branches made. It
+has no xet: run clients with HF_HUB_DISABLE_XET=1.
 """
 
 import base64
@@ -17,7 +18,18 @@ from urllib.parse import unquote
 
 import yaml
 from hub_store import COMMIT as COMMIT
-from hub_store import Commit, Refused, Repository, User, blob_id, entry, is_large, new_repository, repository_of, sha256
+from hub_store import (
+    Commit,
+    Refused,
+    Repository,
+    User,
+    blob_id,
+    entry,
+    is_large,
+    new_repository,
+    repository_of,
+    sha256,
+)
 
 TOKEN = "hf_notarealtokennotarealtoken"
 CUT = 0  # a status that is none: the connection is closed without an answer
@@ -112,9 +124,13 @@ def _may(user: User | None, name: str) -> bool:
 
 @contextmanager
 def hub_server(
-    repositories: dict[str, Path] | None = None, gated: tuple[str, ...] = (), users: dict[str, User] | None = None
+    repositories: dict[str, Path] | None = None,
+    gated: tuple[str, ...] = (),
+    users: dict[str, User] | None = None,
 ) -> Iterator[Hub]:
-    """Serve folders as repositories, of models and of data sets alike, and what is pushed; for a while."""
+    """Serve folders as repositories, of models and of data sets alike, and what is pushed; for a
+    while.
+    """
     made = {name: repository_of(name, folder) for name, folder in (repositories or {}).items()}
     hub = Hub(made, {TOKEN: User("user")} if users is None else users, gated)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
@@ -147,7 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = "/" + "/".join(parts)
         self.hub.asked.append(path)
         self.body = self._read()
-        headers = "\n".join(f"{key}: {value}" for key, value in self.headers.items() if key.lower() != "authorization")
+        headers = "\n".join(
+            f"{key}: {value}"
+            for key, value in self.headers.items()
+            if key.lower() != "authorization"
+        )
         self.hub.seen += [headers.encode(), b"" if self.command == "PUT" else self.body]
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         self.token = token if scheme == "Bearer" else None
@@ -156,7 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 answer = self._route(parts)
             except Refused as error:
-                answer = error.status, {"error": error.message}, {"X-Error-Code": error.code, "X-Error-Message": error.message}
+                answer = (
+                    error.status,
+                    {"error": error.message},
+                    {"X-Error-Code": error.code, "X-Error-Message": error.message},
+                )
         if fault is not None:
             fault.reached.set()
             if fault.hold:
@@ -209,7 +233,16 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(401, "Invalid username or password.")
             organizations = [{"name": name} for name in user.organizations]
             token = {"displayName": "test", "role": user.role}
-            return 200, {"type": "user", "name": user.name, "orgs": organizations, "auth": {"accessToken": token}}, {}
+            return (
+                200,
+                {
+                    "type": "user",
+                    "name": user.name,
+                    "orgs": organizations,
+                    "auth": {"accessToken": token},
+                },
+                {},
+            )
         if what not in ("validate-yaml", "repos/create"):  # telemetry, for one
             raise Refused(404, f"no such page: {self.path}")
         asked = json.loads(self.body)
@@ -223,13 +256,18 @@ class _Handler(BaseHTTPRequestHandler):
         about = {"url": f"{self.hub.endpoint}/{name}", "name": name}
         if name in self.hub.repositories:
             return 409, about | {"error": "You already created this model repo"}, {}
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))  # the client's older versions ask so
+        # The client's older versions ask so.
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self.hub.repositories[name] = new_repository(name, private)
         return 200, about, {}
 
     def _repository(self, name: str, rest: list[str]) -> tuple[int, object, dict[str, str]]:
         if rest[:1] in (["preupload"], ["commit"], ["branch"]):
-            return 200, self._write(self.hub.writer(name, self.token), rest[0], "/".join(rest[1:])), {}
+            return (
+                200,
+                self._write(self.hub.writer(name, self.token), rest[0], "/".join(rest[1:])),
+                {},
+            )
         repository = self.hub.reader(name, self.token)
         if rest[:1] == ["refs"]:
             refs = [
@@ -243,8 +281,23 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["tree"]:
             return 200, self._tree(commit, "/".join(rest[2:])), {}
         if rest[:1] == ["paths-info"]:
-            return 200, [entry(path, commit.files[path]) for path in json.loads(self.body)["paths"] if path in commit.files], {}
-        about = {"id": name, "sha": commit.oid, "private": repository.private, "tags": [], "downloads": 0, "likes": 0}
+            return (
+                200,
+                [
+                    entry(path, commit.files[path])
+                    for path in json.loads(self.body)["paths"]
+                    if path in commit.files
+                ],
+                {},
+            )
+        about = {
+            "id": name,
+            "sha": commit.oid,
+            "private": repository.private,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+        }
         about["siblings"] = [{"rfilename": path} for path in sorted(commit.files)]
         card = commit.files.get("README.md", b"").decode().split("---\n")
         if len(card) > 2:
@@ -256,14 +309,20 @@ class _Handler(BaseHTTPRequestHandler):
         inside = [path for path in sorted(commit.files) if path.startswith(prefix)]
         if not inside:
             raise Refused(404, f"{under} does not exist", "EntryNotFound")
-        folders = {str(parent) for path in inside for parent in Path(path[len(prefix) :]).parents} - {"."}
+        folders = {
+            str(parent) for path in inside for parent in Path(path[len(prefix) :]).parents
+        } - {"."}
         deep = "recursive=true" in self.query.lower()
         listed: list[dict[str, object]] = [
             {"type": "directory", "path": prefix + folder, "oid": blob_id(folder.encode())}
             for folder in sorted(folders)
             if deep or "/" not in folder
         ]
-        return listed + [entry(path, commit.files[path]) for path in inside if deep or "/" not in path[len(prefix) :]]
+        return listed + [
+            entry(path, commit.files[path])
+            for path in inside
+            if deep or "/" not in path[len(prefix) :]
+        ]
 
     def _write(self, repository: Repository, what: str, revision: str) -> object:
         if what == "branch":
@@ -274,16 +333,24 @@ class _Handler(BaseHTTPRequestHandler):
             return {}
         if what == "preupload":
             files = repository.at(revision).files
-            return {"files": [self._upload_mode(asked, files) for asked in json.loads(self.body)["files"]]}
+            return {
+                "files": [
+                    self._upload_mode(asked, files) for asked in json.loads(self.body)["files"]
+                ]
+            }
         lines = [json.loads(line) for line in self.body.splitlines()]
         for line in lines:
             if line["key"] == "file":
                 line["value"]["content"] = base64.b64decode(line["value"]["content"])
         commit = repository.commit(revision, lines[0]["value"], lines[1:])
-        return {"commitUrl": f"{self.hub.endpoint}/{repository.name}/commit/{commit.oid}", "commitOid": commit.oid}
+        return {
+            "commitUrl": f"{self.hub.endpoint}/{repository.name}/commit/{commit.oid}",
+            "commitOid": commit.oid,
+        }
 
     def _upload_mode(self, asked: dict[str, Any], files: dict[str, bytes]) -> dict[str, object]:
-        path, large = asked["path"], is_large(asked["path"], asked["size"])
+        path = asked["path"]
+        large = is_large(asked["path"], asked["size"])
         answer: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular"}
         if path in files:
             answer["oid"] = sha256(files[path]) if large else blob_id(files[path])
@@ -291,7 +358,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _batch(self, name: str) -> object:
         repository = self.hub.writer(name, self.token)
-        return {"transfer": "basic", "objects": [self._object(repository, each) for each in json.loads(self.body)["objects"]]}
+        return {
+            "transfer": "basic",
+            "objects": [
+                self._object(repository, each) for each in json.loads(self.body)["objects"]
+            ],
+        }
 
     def _object(self, repository: Repository, asked: dict[str, Any]) -> dict[str, object]:
         oid = asked["oid"]

@@ -1,4 +1,6 @@
-"""What a loopback Hub holds: repositories with branches of commits, large files by their SHA-256, and who may write."""
+"""What a loopback Hub holds: repositories with branches of commits, large files by their
+SHA-256, and who may write.
+"""
 
 import hashlib
 import threading
@@ -6,16 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"  # of repositories that are folders
-LARGE = (".safetensors", ".bin", ".png", ".gguf")  # what a new repository's .gitattributes gives to LFS
-ATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LARGE).encode()
+# What a new repository's .gitattributes gives to LFS.
+LARGE = (".safetensors", ".bin", ".png", ".gguf")
+ATTRIBUTES = "".join(
+    f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LARGE
+).encode()
 
 
 class Refused(Exception):
-    """An answer other than 200: status, code and message as the Hub puts them into headers and body."""
+    """An answer other than 200: status, code and message as the Hub puts them into headers and
+    body.
+    """
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status = status
+        self.message = message
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,9 @@ class Repository:
         return self.branches[branch][-1]
 
     def commit(self, branch: str, header: dict[str, str], lines: list[dict[str, object]]) -> Commit:
-        """Add a commit: files and deletions as the lines of the commit endpoint's body have them, decoded."""
+        """Add a commit: files and deletions as the lines of the commit endpoint's body have
+        them, decoded.
+        """
         with self.lock:
             if branch not in self.branches:
                 raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
@@ -70,12 +81,16 @@ class Repository:
             files = dict(last.files)
             for line in lines:
                 _apply(line["key"], line["value"], files, self.large)  # type: ignore[arg-type]
-            oid = hashlib.sha1(f"{last.oid} {header['summary']} {len(self.branches[branch])}".encode()).hexdigest()
+            oid = hashlib.sha1(
+                f"{last.oid} {header['summary']} {len(self.branches[branch])}".encode()
+            ).hexdigest()
             self.branches[branch].append(Commit(oid, header["summary"], files))
             return self.head(branch)
 
 
-def _apply(key: str, value: dict[str, object], files: dict[str, bytes], large: dict[str, bytes]) -> None:
+def _apply(
+    key: str, value: dict[str, object], files: dict[str, bytes], large: dict[str, bytes]
+) -> None:
     path = str(value["path"])
     if key == "file":
         files[path] = value["content"]  # type: ignore[assignment]
@@ -93,13 +108,19 @@ def _apply(key: str, value: dict[str, object], files: dict[str, bytes], large: d
 
 def repository_of(name: str, folder: Path) -> Repository:
     """A repository with the files of a folder, in one commit."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return Repository(name, branches={"main": [Commit(COMMIT, "files", files)]})
 
 
 def new_repository(name: str, private: bool) -> Repository:
     """As the Hub makes one: with a .gitattributes."""
-    first = Commit(hashlib.sha1(name.encode()).hexdigest(), "initial commit", {".gitattributes": ATTRIBUTES})
+    first = Commit(
+        hashlib.sha1(name.encode()).hexdigest(), "initial commit", {".gitattributes": ATTRIBUTES}
+    )
     return Repository(name, private, {"main": [first]})
 
 
@@ -119,8 +140,19 @@ def blob_id(content: bytes) -> str:
 
 def entry(path: str, content: bytes) -> dict[str, object]:
     """A file as a tree lists it."""
-    listed: dict[str, object] = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content)}
+    listed: dict[str, object] = {
+        "type": "file",
+        "path": path,
+        "size": len(content),
+        "oid": blob_id(content),
+    }
     if is_large(path, len(content)):
-        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256(content)}\nsize {len(content)}\n".encode()
-        listed |= {"oid": blob_id(pointer), "lfs": {"oid": sha256(content), "size": len(content), "pointerSize": len(pointer)}}
+        pointer = (
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256(content)}\nsize "
+            f"{len(content)}\n"
+        ).encode()
+        listed |= {
+            "oid": blob_id(pointer),
+            "lfs": {"oid": sha256(content), "size": len(content), "pointerSize": len(pointer)},
+        }
     return listed

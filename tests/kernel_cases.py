@@ -23,7 +23,9 @@ def ratio(sparsity: float) -> Budget:
 
 
 def total(removed: int, of: int, offset: int = 17) -> Budget:
-    return lambda shape: KeepRule(counts=spread_counts(np.full(shape[0], shape[1]), removed, of, offset))
+    return lambda shape: KeepRule(
+        counts=spread_counts(np.full(shape[0], shape[1]), removed, of, offset)
+    )
 
 
 def pattern(n: int, m: int) -> Budget:
@@ -44,11 +46,24 @@ BUDGETS: list[Budget] = [
     pattern(4, 8),
     pattern(3, 5),
 ]
-KINDS = ("normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy", "neighbours")
-# (kind, shape, budget): one column, none kept, all kept, rows of zeros, less than one kept; and numbers that rounding takes
-# below an integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
+KINDS = (
+    "normal",
+    "ties",
+    "uniform",
+    "zeros",
+    "negative zeros",
+    "subnormal",
+    "huge",
+    "heavy",
+    "neighbours",
+)
+# (kind, shape, budget): one column, none kept, all kept, rows of zeros, less than one kept; and
+# numbers that rounding takes below an integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
 EDGES: list[tuple[str, tuple[int, int], Budget]] = [
-    *(("normal", (3, 1), budget) for budget in (effective(), ratio(0.5), total(2, 4), total(3999, 4000))),
+    *(
+        ("normal", (3, 1), budget)
+        for budget in (effective(), ratio(0.5), total(2, 4), total(3999, 4000))
+    ),
     *((kind, (2, 64), total(3999, 4000)) for kind in ("ties", "zeros")),
     ("ties", (1, 64), ratio(0.0)),
     ("zeros", (2, 70), effective(0.3)),
@@ -67,7 +82,11 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
     elif kind == "uniform":
         values = torch.full(shape, 0.3)
     elif kind == "zeros":
-        values = values * (torch.rand(shape, generator=generator) < 0.2) * (torch.arange(shape[0])[:, None] % 2)
+        values = (
+            values
+            * (torch.rand(shape, generator=generator) < 0.2)
+            * (torch.arange(shape[0])[:, None] % 2)
+        )
     elif kind == "negative zeros":
         values = torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, values)
     elif kind == "subnormal":
@@ -76,9 +95,16 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
         values = values.clamp(-3, 3) * (1e38 if dtype != torch.float16 else 2e4)
     elif kind == "heavy":
         values = values.clamp(-4.8, 4.8) ** 7  # within float16
-    elif kind == "neighbours":  # float32 numbers with equal upper halves, and the smallest and largest lower halves
-        lower = torch.tensor([0, 1, 0xFFFE, 0xFFFF])[torch.randint(0, 4, shape, generator=generator)]
-        values = (lower + (torch.randint(0x3F80, 0x3F82, shape, generator=generator) << 16)).int().view(torch.float32)
+    # float32 numbers with equal upper halves, and the smallest and largest lower halves.
+    elif kind == "neighbours":
+        lower = torch.tensor([0, 1, 0xFFFE, 0xFFFF])[
+            torch.randint(0, 4, shape, generator=generator)
+        ]
+        values = (
+            (lower + (torch.randint(0x3F80, 0x3F82, shape, generator=generator) << 16))
+            .int()
+            .view(torch.float32)
+        )
     return values.to(dtype)
 
 
@@ -99,10 +125,18 @@ def prune_plainly(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFi
     return apply_selection(weight, select_rows(scores, rule))
 
 
-def prune_rows(weight: Tensor, norms: Tensor | None, rule: KeepRule, compiled: bool = True) -> RowFigures:
-    """By the compiled kernel or numpy where they take the dtype and the rule, else by the reference; in place."""
+def prune_rows(
+    weight: Tensor, norms: Tensor | None, rule: KeepRule, compiled: bool = True
+) -> RowFigures:
+    """By the compiled kernel or numpy where they take the dtype and the rule, else by the
+    reference; in place.
+    """
     name = rows._name(weight)
     if not rows.words_supported(name, rule):
         return prune_plainly(weight, norms, rule)
     factors = None if norms is None else norms.numpy()
-    return RowFigures(*map(torch.from_numpy, rows.prune_words(rows.words_of(weight), name, factors, rule, compiled)))
+    return RowFigures(
+        *map(
+            torch.from_numpy, rows.prune_words(rows.words_of(weight), name, factors, rule, compiled)
+        )
+    )

@@ -1,4 +1,5 @@
-"""Several ranks of a command, started as torchrun starts them, but in forks of this process, which has imported everything.
+"""Several ranks of a command, started as torchrun starts them, but in forks of this process, which
+has imported everything.
 
 A process of its own costs ten seconds of imports for each rank; a fork costs none.
 """
@@ -74,12 +75,24 @@ def launch(
 
     def run(index: int) -> None:
         """One rank: torchrun's environment, its own log, then the command."""
-        torch.set_num_threads(1)  # torch makes a new pool in a fork; if several threads ask for it at once, one finds none
-        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200", TOKENIZERS_PARALLELISM="false")
+        # Torch makes a new pool in a fork; if several threads ask for it at once, one finds none.
+        torch.set_num_threads(1)
+        os.environ.update(
+            RANK=str(index),
+            LOCAL_RANK=str(index),
+            WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count),
+        )
+        os.environ.update(
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+            COLUMNS="200",
+            TOKENIZERS_PARALLELISM="false",
+        )
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{logs}/{index}.{kind}", os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         os.chdir(folder)
         _forget()
         from emp_llm.cli import _with_exit_codes, main
@@ -107,12 +120,17 @@ def launch(
         if rank.is_alive():
             rank.kill()
             rank.join()
-    texts = [[(logs / f"{index}.{kind}").read_text() for index in range(count)] for kind in ("out", "err")]
+    texts = [
+        [(logs / f"{index}.{kind}").read_text() for index in range(count)]
+        for kind in ("out", "err")
+    ]
     return Launched([rank.exitcode for rank in ranks], *texts)
 
 
 def _forget() -> None:
-    """Forget what this fork inherits and a new process would not have: the rank of its parent, and pytest's log handlers."""
+    """Forget what this fork inherits and a new process would not have: the rank of its parent,
+    and pytest's log handlers.
+    """
     from accelerate.state import AcceleratorState, PartialState
 
     from emp_llm.common import ranks

@@ -1,4 +1,6 @@
-"""Layers of any tiny model, including the matrices of experts: loaded, read and observed without the package."""
+"""Layers of any tiny model, including the matrices of experts: loaded, read and observed without
+the package.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-# For each stored matrix of an expert, the parameter of transformers that holds it, and the half of its rows.
+# For each stored matrix of an expert, the parameter of transformers that holds it, and the half of
+# its rows.
 PARTS = {
     "w1": ("gate_up_proj", 0),
     "w3": ("gate_up_proj", 1),
@@ -38,24 +41,38 @@ def weight(model: PreTrainedModel, layer: str, transposed: bool) -> Tensor:
 
 
 def watch(
-    model: PreTrainedModel, layers: list[str], sums: dict[str, Tensor], relative: dict[str, Tensor] | None = None
+    model: PreTrainedModel,
+    layers: list[str],
+    sums: dict[str, Tensor],
+    relative: dict[str, Tensor] | None = None,
 ) -> list[RemovableHandle]:
-    """Add up the squares of these layers' inputs, in float64; and in `relative` those divided by the square of the output."""
+    """Add up the squares of these layers' inputs, in float64; and in `relative` those divided by
+    the square of the output.
+    """
     handles = []
     both = (sums, {} if relative is None else relative)
     for path in dict.fromkeys(layer.rsplit(".", 2)[0] for layer in layers):
         if path.endswith(".experts"):
             leaves = {layer.rpartition(".")[2] for layer in layers if layer.startswith(f"{path}.")}
-            handles.append(model.get_submodule(path).register_forward_pre_hook(_see_experts(both, path, leaves)))
+            handles.append(
+                model.get_submodule(path).register_forward_pre_hook(
+                    _see_experts(both, path, leaves)
+                )
+            )
     for layer in layers:
         if ".experts." not in layer:
             handles.append(model.get_submodule(layer).register_forward_hook(_see(both, layer)))
     return handles
 
 
-def add_squares(sums: tuple[dict[str, Tensor], dict[str, Tensor]], layer: str, inputs: Tensor, outputs: Tensor) -> None:
-    """Add the squares of the inputs of tokens, and those divided by the squares of the outputs, unless these are zero."""
-    squares, sizes = inputs.double().flatten(0, -2).square(), outputs.double().flatten(0, -2).square().sum(1, keepdim=True)
+def add_squares(
+    sums: tuple[dict[str, Tensor], dict[str, Tensor]], layer: str, inputs: Tensor, outputs: Tensor
+) -> None:
+    """Add the squares of the inputs of tokens, and those divided by the squares of the outputs,
+    unless these are zero.
+    """
+    squares = inputs.double().flatten(0, -2).square()
+    sizes = outputs.double().flatten(0, -2).square().sum(1, keepdim=True)
     counts = sizes[:, 0] > 0
     for total, values in zip(sums, (squares, squares[counts] / sizes[counts]), strict=True):
         total[layer] = total.get(layer, 0) + values.sum(0)
@@ -65,20 +82,25 @@ def _see(sums: tuple[dict[str, Tensor], dict[str, Tensor]], layer: str) -> Calla
     return lambda module, inputs, output: add_squares(sums, layer, inputs[0], output)
 
 
-def _see_experts(sums: tuple[dict[str, Tensor], dict[str, Tensor]], path: str, leaves: set[str]) -> Callable[..., None]:
+def _see_experts(
+    sums: tuple[dict[str, Tensor], dict[str, Tensor]], path: str, leaves: set[str]
+) -> Callable[..., None]:
     """A hook that adds the tokens routed to each expert, and the outputs of its gate for them."""
 
     def see(module: Any, given: tuple[Tensor, ...]) -> None:
-        hidden, chosen = given[0], given[1]
+        hidden = given[0]
+        chosen = given[1]
         for expert in range(len(module.gate_up_proj)):
             tokens = hidden[(chosen == expert).any(-1)]
             gate, up = nn.functional.linear(tokens, module.gate_up_proj[expert]).chunk(2, -1)
             middle = module.act_fn(gate) * up
             for leaf in leaves:
                 name, half = PARTS[leaf]
-                inputs, outputs = (tokens, (gate, up)[half])
+                inputs = tokens
+                outputs = (gate, up)[half]
                 if name == "down_proj":
-                    inputs, outputs = middle, nn.functional.linear(middle, module.down_proj[expert])
+                    inputs = middle
+                    outputs = nn.functional.linear(middle, module.down_proj[expert])
                 add_squares(sums, f"{path}.{expert}.{leaf}", inputs, outputs)
 
     return see

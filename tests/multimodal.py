@@ -1,4 +1,6 @@
-"""Tiny random models of more than one tower, and encoder-decoder models, with what the package has to find in them."""
+"""Tiny random models of more than one tower, and encoder-decoder models, with what the package
+has to find in them.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +30,21 @@ QWEN: dict[str, Any] = {
     "num_heads": 4,
     "patch_size": 8,
 }
-ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
-IDS = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
-GEMMA_IDS = {"image_token_index": 260, "boi_token_index": 261, "eoi_token_index": 262, "mm_tokens_per_image": 4}
+ROPE = {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+}
+IDS = {
+    "image_token_id": 260,
+    "video_token_id": 261,
+    "vision_start_token_id": 262,
+    "vision_end_token_id": 263,
+}
+GEMMA_IDS = {
+    "image_token_index": 260,
+    "boi_token_index": 261,
+    "eoi_token_index": 262,
+    "mm_tokens_per_image": 4,
+}
 BART = {
     "vocab_size": 264,
     "d_model": 32,
@@ -42,7 +56,15 @@ BART = {
     "decoder_ffn_dim": 48,
     "max_position_embeddings": 128,
 }
-T5 = {"vocab_size": 264, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+T5 = {
+    "vocab_size": 264,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,11 @@ class Family:
     @property
     def auto(self) -> Any:
         """The auto class of transformers with which a user loads it."""
-        return transformers.AutoModelForSeq2SeqLM if self.vision is None else transformers.AutoModelForImageTextToText
+        return (
+            transformers.AutoModelForSeq2SeqLM
+            if self.vision is None
+            else transformers.AutoModelForImageTextToText
+        )
 
 
 def _mlp(prefix: str, names: str, layers: str = "[01]") -> str:
@@ -91,7 +117,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_vl": Family(
         "Qwen2VLConfig",
-        {"text_config": TEXT | ROPE, "vision_config": QWEN | {"embed_dim": 32, "mlp_ratio": 2}, **IDS},
+        {
+            "text_config": TEXT | ROPE,
+            "vision_config": QWEN | {"embed_dim": 32, "mlp_ratio": 2},
+            **IDS,
+        },
         _mlp(r"model\.layers", _GLU),
         6,
         (_mlp(r"visual\.blocks", r"mlp\.fc[12]", "[012]"), 6),
@@ -109,7 +139,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen3VLConfig",
         {
             "text_config": TEXT | HEADS | ROPE,
-            "vision_config": QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            "vision_config": QWEN
+            | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
             **IDS,
         },
         _mlp(r"model\.language_model\.layers", _GLU),
@@ -120,7 +151,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "Gemma3Config",
         {
-            "text_config": TEXT | HEADS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+            "text_config": TEXT
+            | HEADS
+            | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
             "vision_config": CLIP,
             **GEMMA_IDS,
         },
@@ -138,7 +171,12 @@ FAMILIES: dict[str, Family] = {
         },
         _mlp(r"language_model\.model\.layers", _GLU),
         6,
-        (_mlp(r"vision_tower\.transformer\.layers", r"feed_forward\.(gate|up|down)_proj", "[012]"), 9),
+        (
+            _mlp(
+                r"vision_tower\.transformer\.layers", r"feed_forward\.(gate|up|down)_proj", "[012]"
+            ),
+            9,
+        ),
         _TOWER,
     ),
     "llama4": Family(
@@ -153,7 +191,8 @@ FAMILIES: dict[str, Family] = {
                 "interleave_moe_layer_step": 2,
                 "attention_chunk_size": 64,
             },
-            "vision_config": CLIP | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+            "vision_config": CLIP
+            | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
             "image_token_index": 260,
         },
         r"language_model\.model\.layers\.[01]\.feed_forward\.((shared_expert\.)?(gate|up|down)_proj\.weight"
@@ -162,21 +201,30 @@ FAMILIES: dict[str, Family] = {
         (_mlp(r"vision_model\.model\.layers", r"mlp\.fc[12]", "[012]"), 6),
         ("vision_model", "multi_modal_projector"),
     ),
-    "t5": Family("T5Config", T5, r"(encoder|decoder)\.block\.[01]\.layer\.[12]\.DenseReluDense\.(wi|wo)\.weight", 8),
+    "t5": Family(
+        "T5Config",
+        T5,
+        r"(encoder|decoder)\.block\.[01]\.layer\.[12]\.DenseReluDense\.(wi|wo)\.weight",
+        8,
+    ),
     "t5-gated": Family(
         "T5Config",
         T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         r"(encoder|decoder)\.block\.[01]\.layer\.[12]\.DenseReluDense\.(wi_[01]|wo)\.weight",
         12,
     ),
-    "bart": Family("BartConfig", BART, r"model\.(encoder|decoder)\.layers\.[01]\.fc[12]\.weight", 8),
+    "bart": Family(
+        "BartConfig", BART, r"model\.(encoder|decoder)\.layers\.[01]\.fc[12]\.weight", 8
+    ),
 }
 MULTIMODAL = tuple(name for name, family in FAMILIES.items() if family.vision is not None)
 ENCODER_DECODER = tuple(name for name, family in FAMILIES.items() if family.vision is None)
 
 
 def make_multimodal(folder: Path, name: str) -> Path:
-    """A random model of a family with a byte-level tokenizer, in several shards; returns its folder."""
+    """A random model of a family with a byte-level tokenizer, in several shards; returns its
+    folder.
+    """
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.values)
     model = tiny.random_model(family.auto, config, torch.bfloat16)

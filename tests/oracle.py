@@ -1,7 +1,8 @@
-"""An independent oracle in numpy: the correct content of a pruned checkpoint, from the input's bytes and the norms alone.
+"""An independent oracle in numpy: the correct content of a pruned checkpoint, from the input's
+bytes and the norms alone.
 
-It imports neither emp_llm nor torch. Scores, sums and masks are computed again, in float64 and with a stable sort, so that a
-mistake goes unnoticed only if it is made twice.
+It imports neither emp_llm nor torch. Scores, sums and masks are computed again, in float64 and with
+a stable sort, so that a mistake goes unnoticed only if it is made twice.
 """
 
 import hashlib
@@ -22,7 +23,9 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a shard: its file, its dtype and shape, and the position of its bytes in the file."""
+    """A tensor of a shard: its file, its dtype and shape, and the position of its bytes in the
+    file.
+    """
 
     shard: Path
     dtype: str
@@ -32,7 +35,9 @@ class Stored:
 
 
 def header(shard: Path) -> bytes:
-    """The first bytes of a safetensors file, up to the first weight: 8 bytes of length, then JSON."""
+    """The first bytes of a safetensors file, up to the first weight: 8 bytes of length, then
+    JSON.
+    """
     raw = shard.read_bytes()
     return raw[: 8 + int.from_bytes(raw[:8], "little")]
 
@@ -56,10 +61,14 @@ def bits(tensor: Stored) -> Array:
 
 
 def values(pattern: Array, dtype: str) -> Array:
-    """The values of floats given by their bits, in float64, which holds 16-, 32- and 64-bit floats exactly."""
+    """The values of floats given by their bits, in float64, which holds 16-, 32- and 64-bit
+    floats exactly.
+    """
     if dtype == "BF16":  # the upper half of a float32
         return (pattern.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return pattern.view({"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).astype(np.float64)
+    return pattern.view({"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).astype(
+        np.float64
+    )
 
 
 def weight(folder: Path, name: str, transposed: bool = False) -> Array:
@@ -70,17 +79,29 @@ def weight(folder: Path, name: str, transposed: bool = False) -> Array:
 
 
 def load_norms(path: Path, relative: bool = False) -> dict[str, Array]:
-    """The norms in an activations file, float32, by the name of the layer; or those relative to the outputs."""
+    """The norms in an activations file, float32, by the name of the layer; or those relative to
+    the outputs.
+    """
     stored = tensors_of_file(path)
-    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["emp_llm"])["relative" if relative else "inputs"]
+    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["emp_llm"])[
+        "relative" if relative else "inputs"
+    ]
     return {layer: stored[key] for layer, key in input_of.items()}
 
 
 def tensors_of_file(path: Path) -> dict[str, Array]:
     """The float32 tensors of one safetensors file."""
-    head, raw = header(path), path.read_bytes()
-    entries = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
-    return {name: np.frombuffer(raw[len(head) :][slice(*place)], dtype="<f4") for name, place in entries.items()}
+    head = header(path)
+    raw = path.read_bytes()
+    entries = {
+        name: entry["data_offsets"]
+        for name, entry in json.loads(head[8:]).items()
+        if name != "__metadata__"
+    }
+    return {
+        name: np.frombuffer(raw[len(head) :][slice(*place)], dtype="<f4")
+        for name, place in entries.items()
+    }
 
 
 def scores(matrix: Array, norm: Array | None = None) -> Array:
@@ -91,10 +112,18 @@ def scores(matrix: Array, norm: Array | None = None) -> Array:
 
 
 def ria(size: Array, norm: Array) -> Array:
-    """(|W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|) * norm_j^0.5 from |W|, rounded to float32; 0 where W_ij is 0."""
-    rows, columns = size.sum(1), size.sum(0)
-    shares = [[w / rows[i] + w / columns[j] if w else 0.0 for j, w in enumerate(row)] for i, row in enumerate(size)]
-    return (np.array(shares) * np.sqrt(norm.astype(np.float64))).astype(np.float32).astype(np.float64)
+    """(|W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|) * norm_j^0.5 from |W|, rounded to float32;
+    0 where W_ij is 0.
+    """
+    rows = size.sum(1)
+    columns = size.sum(0)
+    shares = [
+        [w / rows[i] + w / columns[j] if w else 0.0 for j, w in enumerate(row)]
+        for i, row in enumerate(size)
+    ]
+    return (
+        (np.array(shares) * np.sqrt(norm.astype(np.float64))).astype(np.float32).astype(np.float64)
+    )
 
 
 def effective(row: Array, order: float = 2.0) -> float:
@@ -112,7 +141,11 @@ def effective(row: Array, order: float = 2.0) -> float:
 
 def count(row: Array, beta: float = 1.0, order: float = 2.0) -> int:
     """clip(floor(beta N_eff), 1, N), and N for a row of zeros."""
-    return row.size if not row.any() else int(np.clip(math.floor(beta * effective(row, order)), 1, row.size))
+    return (
+        row.size
+        if not row.any()
+        else int(np.clip(math.floor(beta * effective(row, order)), 1, row.size))
+    )
 
 
 def keep(row: Array, kept: int) -> Array:
@@ -122,9 +155,11 @@ def keep(row: Array, kept: int) -> Array:
     return mask
 
 
-def row_masks(matrix: Array, adaptive: bool, sparsity: float = 0.5, counting: Array | None = None) -> Array:
-    """The mask of a matrix of scores, row by row: by the effective number of the row, or of the same row of other scores
-    (`counting`); or with a fixed share removed."""
+def row_masks(
+    matrix: Array, adaptive: bool, sparsity: float = 0.5, counting: Array | None = None
+) -> Array:
+    """The mask of a matrix of scores, row by row: by the effective number of the row, or of the
+    same row of other scores (`counting`); or with a fixed share removed."""
     fixed = matrix.shape[1] - math.floor(sparsity * matrix.shape[1])
     rows = zip(matrix, matrix if counting is None else counting, strict=True)
     return np.stack([keep(row, count(other) if adaptive else fixed) for row, other in rows])
@@ -137,16 +172,25 @@ def mass(row: Array) -> float:
 
 def mass_bound(row: Array) -> float:
     """The theorem's lower bound on s_eff."""
-    n, nu = row.size, count(row)
+    n = row.size
+    nu = count(row)
     if nu in (1, n):
         return 0.5 if nu == 1 else 1.0
     return nu / n + (n - nu) / n * math.sqrt((n - nu - 1) / ((nu + 1) * (n - 1)))
 
 
 def digest(folder: Path) -> dict[str, tuple[str, int]]:
-    """Hash and modification time of every file in a folder, to check that nothing has touched it."""
+    """Hash and modification time of every file in a folder, to check that nothing has touched
+    it.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(f.relative_to(folder)): (hashlib.sha256(f.read_bytes()).hexdigest(), f.stat().st_mtime_ns) for f in files}
+    return {
+        str(f.relative_to(folder)): (
+            hashlib.sha256(f.read_bytes()).hexdigest(),
+            f.stat().st_mtime_ns,
+        )
+        for f in files
+    }
 
 
 def edited_copy(source: Path, folder: Path, name: str, edit: Callable[[Array], object]) -> Path:

@@ -1,4 +1,6 @@
-"""A tiny LLaVA with a processor of images, and a data set of pictures in several forms, for the tests of images."""
+"""A tiny LLaVA with a processor of images, and a data set of pictures in several forms, for the
+tests of images.
+"""
 
 import io
 import json
@@ -14,13 +16,16 @@ from PIL import Image
 
 ROWS = 6
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'image' "
+    "%}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 TEXTS = [f"The {i}th picture, " + "seen from afar. " * i for i in range(ROWS)]
 CHATS = [
     [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"What is in picture {i}?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": f"What is in picture {i}?"}],
+        },
         {"role": "assistant", "content": [{"type": "text", "text": "A lamp."}]},
     ]
     for i in range(ROWS)
@@ -48,7 +53,9 @@ def make_processor(template: str | None = None) -> Any:
 
 
 def make_llava(folder: Path) -> Path:
-    """A random LLaVA in float32 with its processor, which has no chat template; returns its folder."""
+    """A random LLaVA in float32 with its processor, which has no chat template; returns its
+    folder.
+    """
     config = transformers.LlavaConfig(**FAMILIES["llava"].values | {"image_token_index": 256})
     torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
@@ -62,7 +69,8 @@ def make_pictures(folder: Path) -> Path:
     import datasets
 
     (folder / "pictures").mkdir()
-    images, stored = make_images(), []
+    images = make_images()
+    stored = []
     for number, image in enumerate(images):
         image.save(folder / "pictures" / f"{number}.png")
         buffer = io.BytesIO()
@@ -72,7 +80,10 @@ def make_pictures(folder: Path) -> Path:
     write_lines(folder / "rows.jsonl", text=TEXTS, picture=paths)
     write_lines(folder / "chats.jsonl", messages=CHATS, pictures=[[path] for path in paths])
     marked = [
-        [{"from": "human", "value": f"<image>\nWhat is in picture {i}?"}, {"from": "gpt", "value": "A lamp."}]
+        [
+            {"from": "human", "value": f"<image>\nWhat is in picture {i}?"},
+            {"from": "gpt", "value": "A lamp."},
+        ]
         for i in range(ROWS)
     ]
     write_lines(folder / "marked.jsonl", conversations=marked, picture=paths)
@@ -94,4 +105,6 @@ def make_pictures(folder: Path) -> Path:
 
 def write_lines(path: Path, **columns: list[Any]) -> None:
     rows = zip(*columns.values(), strict=True)
-    path.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+    )

@@ -13,7 +13,9 @@ from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
-    """Runs of the tiny Llama: EMP by both criteria, by magnitude at two β, and uniform baselines with the same totals."""
+    """Runs of the tiny Llama: EMP by both criteria, by magnitude at two β, and uniform baselines
+    with the same totals.
+    """
     suite = folder / "suite.toml"
     (folder / "heldout.txt").write_text(text.read_text()[:3000])
     suite.write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
@@ -55,13 +57,20 @@ def save_run(folder: Path, values: dict[str, Any]) -> Path:
 
 def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
     """A results file for the checkpoint of a run, with a suite of its own: "mine"."""
-    measured = report["evaluation"]["pruned"]["perplexity"] | {"perplexity": perplexity, "block_losses": []}
+    measured = report["evaluation"]["pruned"]["perplexity"] | {
+        "perplexity": perplexity,
+        "block_losses": [],
+    }
     sparsity = report["targets"]["sparsity_of_targets"]
     return {
         "format": "emp-llm results 3",
         "model": "pruned",
         "revision": None,
-        "pruned": {"of": report["source"]["model"], "recipe": report["recipe"], "sparsity_of_targets": sparsity},
+        "pruned": {
+            "of": report["source"]["model"],
+            "recipe": report["recipe"],
+            "sparsity_of_targets": sparsity,
+        },
         "suite": "mine",
         "made_by": {"model": {}, "text": {"file": "x"}, "dtype": "auto"},
         "perplexity": measured,
@@ -70,7 +79,11 @@ def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    return {
+        name: tensor
+        for shard in folder.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
 
 
 def make_sweep(runs: Path, folder: Path) -> Path:

@@ -1,7 +1,8 @@
-"""A Slurm of its own on loopback for a test: munged, slurmctld, and two slurmd, as Debian packages them.
+"""A Slurm of its own on loopback for a test: munged, slurmctld, and two slurmd, as Debian packages
+them.
 
-Everything lies in a temporary folder: configuration, munge key and socket, state, logs. The machine's own Slurm, if it has one,
-is not touched.
+Everything lies in a temporary folder: configuration, munge key and socket, state, logs. The
+machine's own Slurm, if it has one, is not touched.
 """
 
 import os
@@ -20,11 +21,23 @@ import pytest
 
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
 NODES = ("node1", "node2")
-_PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "sinfo", "scancel")
+_PROGRAMS = (
+    "munged",
+    "mungekey",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "squeue",
+    "scontrol",
+    "sinfo",
+    "scancel",
+)
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# Two nodes on one host, with cores and memory that need not exist. Processes are found by /proc, as there may be no cgroups.
-# Requeued jobs wait until their credentials expire, by default for two minutes, and so does srun after the controller was away.
+# Two nodes on one host, with cores and memory that need not exist. Processes are found by /proc, as
+# there may be no cgroups. Requeued jobs wait until their credentials expire, by default for two
+# minutes, and so does srun after the controller was away.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -81,12 +94,18 @@ class Slurm:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start all daemons, and wait until the nodes are idle; SlurmMissing if they do not get so far."""
+        """Start all daemons, and wait until the nodes are idle; SlurmMissing if they do not get
+        so far.
+        """
         path = self.environment["PATH"]
         missing = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
         if missing:
-            raise SlurmMissing(f"{', '.join(missing)} not installed; the packages are {' '.join(PACKAGES)}")
-        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+            raise SlurmMissing(
+                f"{', '.join(missing)} not installed; the packages are {' '.join(PACKAGES)}"
+            )
+        user = subprocess.run(
+            ["id", "-un"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         host = socket.gethostname().partition(".")[0]
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir()
@@ -94,17 +113,32 @@ class Slurm:
         with ExitStack() as free:
             sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
             ports = [each.getsockname()[1] for each in sockets]
-        text = _CONFIGURATION.format(host=host, folder=self.folder, user=user, ports=ports, nodes=NODES)
+        text = _CONFIGURATION.format(
+            host=host, folder=self.folder, user=user, ports=ports, nodes=NODES
+        )
         (self.folder / "slurm.conf").write_text(text)
-        key, where = self.folder / "munge.key", self.folder / "munge.socket"
+        key = self.folder / "munge.key"
+        where = self.folder / "munge.socket"
         self.call("mungekey", "--create", f"--keyfile={key}")
         files = (f"--{kind}-file={self.folder}/munged.{kind}" for kind in ("pid", "seed", "log"))
-        self._start("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={where}", *files)
+        self._start(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={where}",
+            *files,
+        )
         self.wait(where.exists, 10, "munged did not come up")
         self.start_controller()
         for node in NODES:
             self._start(node, "slurmd", "-D", "-N", node)
-        self.wait(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), 30, "the nodes did not come up")
+        self.wait(
+            lambda: self.node_states() == dict.fromkeys(NODES, "idle"),
+            30,
+            "the nodes did not come up",
+        )
 
     def stop(self) -> None:
         """End what still runs: jobs first, then the daemons."""
@@ -136,15 +170,21 @@ class Slurm:
     def node_states(self) -> dict[str, str]:
         """Node -> state, such as "idle", "mixed" or "drained"."""
         found = self.call("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout
-        return {name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())}
+        return {
+            name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())
+        }
 
     def queue(self) -> dict[str, str]:
-        """Task -> state of all that are queued or run; CalledProcessError if the controller does not answer."""
+        """Task -> state of all that are queued or run; CalledProcessError if the controller does
+        not answer.
+        """
         found = self.call("squeue", "--noheader", "--array", "--format=%i %T").stdout
         return dict(line.split() for line in found.splitlines())
 
     def about(self, task: str) -> dict[str, str]:
-        """What the controller knows of one task: "JobState", "Reason", "Restarts", "NodeList" ..."""
+        """What the controller knows of one task: "JobState", "Reason", "Restarts", "NodeList"
+        ...
+        """
         found = self.call("scontrol", "show", "job", task).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", found))
 
@@ -157,20 +197,36 @@ class Slurm:
         self.call("scontrol", "update", f"nodename={node}", "state=resume")
 
     def kill_controller(self) -> None:
-        """End the controller with SIGKILL, when it has saved what it knows by now, as it does every few seconds."""
+        """End the controller with SIGKILL, when it has saved what it knows by now, as it does
+        every few seconds.
+        """
         now = time.time()
         files = [self.folder / "state" / name for name in ("job_state", "node_state")]
-        self.wait(lambda: all(file.exists() and file.stat().st_mtime > now for file in files), 30, "nothing was saved")
+        self.wait(
+            lambda: all(file.exists() and file.stat().st_mtime > now for file in files),
+            30,
+            "nothing was saved",
+        )
         daemon = self._daemons.pop("slurmctld")
         daemon.kill()
         daemon.wait()
 
     def start_controller(self) -> None:
-        """Start the controller, from its saved state if there is any, and wait until it answers and has found the nodes."""
+        """Start the controller, from its saved state if there is any, and wait until it answers
+        and has found the nodes.
+        """
         self._start("slurmctld", "slurmctld", "-D")
-        self.wait(lambda: self.call("scontrol", "ping", check=False).stdout.count(" is UP"), 20, "slurmctld did not come up")
+        self.wait(
+            lambda: self.call("scontrol", "ping", check=False).stdout.count(" is UP"),
+            20,
+            "slurmctld did not come up",
+        )
         if NODES[0] in self._daemons:
-            self.wait(lambda: "unknown" not in self.node_states().values(), 30, "slurmctld did not find the nodes")
+            self.wait(
+                lambda: "unknown" not in self.node_states().values(),
+                30,
+                "slurmctld did not find the nodes",
+            )
 
     def wait(self, condition: Callable[[], object], seconds: float, otherwise: str) -> None:
         """Wait until the controller answers and a condition holds.
@@ -191,13 +247,20 @@ class Slurm:
     def logs(self) -> str:
         """The last lines of each daemon's log."""
         return "\n".join(
-            f"{path.name}: {line}" for path in sorted(self.folder.glob("*.log")) for line in path.read_text().splitlines()[-8:]
+            f"{path.name}: {line}"
+            for path in sorted(self.folder.glob("*.log"))
+            for line in path.read_text().splitlines()[-8:]
         )
 
     def _start(self, name: str, *line: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                line, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                line,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
 

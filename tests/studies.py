@@ -16,7 +16,9 @@ def job(name: str, *after: str, **needs: Any) -> Job:
     wanted = Needs(**({"memory_gb": 1.0, "disk_gb": 0.0, "hours": 0.001} | needs))
     output = f"activations/{name}"
     command = f"emp-llm calibrate --model /models/m --calibration demo --output {output}"
-    return Job(id=name, kind="calibrate", command=command, after=list(after), output=output, needs=wanted)
+    return Job(
+        id=name, kind="calibrate", command=command, after=list(after), output=output, needs=wanted
+    )
 
 
 def study_of(folder: Path, jobs: list[Job], site: str = "") -> Path:
@@ -30,7 +32,10 @@ def study_of(folder: Path, jobs: list[Job], site: str = "") -> Path:
 def command_job(name: str, kind: Any, line: str, *after: str) -> Job:
     output = f"results/{name}.json" if kind == "evaluate" else f"runs/{name}"
     return msgspec.structs.replace(
-        job(name, *after), kind=kind, command=f"emp-llm {kind} {line} --output {output}", output=output
+        job(name, *after),
+        kind=kind,
+        command=f"emp-llm {kind} {line} --output {output}",
+        output=output,
     )
 
 

@@ -19,19 +19,26 @@ def largest(values: list[float], count: int) -> list[bool]:
     return [place in order[:count] for place in range(len(values))]
 
 
-def slow_admm(weight: Tensor, x: Tensor, y: Tensor, counts: list[int], damping: float) -> tuple[Tensor, Tensor]:
-    """ADMM from its definition. Each row: the outputs y[:, r] from the inputs x, with counts[r] weights.
+def slow_admm(
+    weight: Tensor, x: Tensor, y: Tensor, counts: list[int], damping: float
+) -> tuple[Tensor, Tensor]:
+    """ADMM from its definition. Each row: the outputs y[:, r] from the inputs x, with counts[r]
+    weights.
 
-    The augmented Lagrangian |x w - y|^2 + shift |w - dense|^2 + sum_j rho_j (w - z + u)_j^2 with rho_j relative to the second
-    moment of input j. It is minimised over w, and over z with few weights, in turn.
+    The augmented Lagrangian |x w - y|^2 + shift |w - dense|^2 + sum_j rho_j (w - z + u)_j^2 with
+    rho_j relative to the second moment of input j. It is minimised over w, and over z with few
+    weights, in turn.
     """
     gram = x.T @ x
     shift = damping * gram.diagonal().mean()
     own = gram.diagonal() + shift
-    fitted, masks = torch.zeros_like(weight, dtype=torch.float64), torch.zeros_like(weight, dtype=torch.bool)
+    fitted = torch.zeros_like(weight, dtype=torch.float64)
+    masks = torch.zeros_like(weight, dtype=torch.bool)
     for row, dense in enumerate(weight.double()):
         right = x.T @ y[:, row] + shift * dense
-        point, dual, before = dense, torch.zeros_like(dense), 0.1
+        point = dense
+        dual = torch.zeros_like(dense)
+        before = 0.1
         for penalty in torch.logspace(-1, 0, 8).tolist():
             dual = dual * (before / penalty)
             before = penalty
@@ -49,11 +56,17 @@ def slow_admm(weight: Tensor, x: Tensor, y: Tensor, counts: list[int], damping: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("two_streams", [False, True])
 def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
-    """A choice can differ where two weights matter equally, up to rounding; so the error decides."""
+    """A choice can differ where two weights matter equally, up to rounding; so the error
+    decides.
+    """
     x = inputs_of(kind, 48)
     weight = layer(12, 48)[0]
     y = x @ weight.double().T
-    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    xhat = (
+        x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+        if two_streams
+        else x
+    )
     counts = [4 * row for row in range(12)]
     right = moments(y, xhat) if two_streams else None
     found = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
@@ -63,7 +76,9 @@ def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
     same = (found.mask == mask).all(1)
     assert int(same.sum()) >= 8
     torch.testing.assert_close(found.weight.double()[same], expected[same], rtol=1e-2, atol=1e-2)
-    errors = [float((xhat @ each.double().T - y).square().sum()) for each in (found.weight, expected)]
+    errors = [
+        float((xhat @ each.double().T - y).square().sum()) for each in (found.weight, expected)
+    ]
     assert errors[0] == pytest.approx(errors[1], rel=0.03)
 
 
@@ -76,24 +91,42 @@ def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
     seed=st.integers(0, 10**6),
 )
-def test_keeps_the_exact_number(outputs: int, groups: int, tokens: int, kind: str, scale: float, seed: int) -> None:
+def test_keeps_the_exact_number(
+    outputs: int, groups: int, tokens: int, kind: str, scale: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     inputs = 4 * groups
     x = scale * torch.randn(tokens, inputs, generator=generator)
-    x[:, :1] *= torch.randint(0, 2, (1,), generator=generator)  # sometimes an input that is always zero
+    # Sometimes an input that is always zero.
+    x[:, :1] *= torch.randint(0, 2, (1,), generator=generator)
     counts = torch.randint(0, inputs + 1, (outputs,), generator=generator)
-    total, four = counts.sum(0, keepdim=True), seed % 3 + 1
-    options = {"rows": {"counts": counts}, "matrix": {"counts": total}, "pattern": {"pattern": (four, 4)}}[kind]
+    total = counts.sum(0, keepdim=True)
+    four = seed % 3 + 1
+    options = {
+        "rows": {"counts": counts},
+        "matrix": {"counts": total},
+        "pattern": {"pattern": (four, 4)},
+    }[kind]
     found = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options)
     assert bool(found.weight.isfinite().all())
     assert not bool(found.weight[~found.mask].any())
-    kept = {"rows": found.mask.sum(1), "matrix": found.mask.sum()[None], "pattern": found.mask.reshape(-1, 4).sum(1)}[kind]
-    assert bool((kept == {"rows": counts, "matrix": total, "pattern": torch.tensor(four)}[kind]).all())
+    kept = {
+        "rows": found.mask.sum(1),
+        "matrix": found.mask.sum()[None],
+        "pattern": found.mask.reshape(-1, 4).sum(1),
+    }[kind]
+    assert bool(
+        (kept == {"rows": counts, "matrix": total, "pattern": torch.tensor(four)}[kind]).all()
+    )
 
 
-@pytest.mark.parametrize("scales", [torch.linspace(1, 2, 24), torch.zeros(24)], ids=["inputs", "no inputs"])
+@pytest.mark.parametrize(
+    "scales", [torch.linspace(1, 2, 24), torch.zeros(24)], ids=["inputs", "no inputs"]
+)
 def test_without_correlations_the_largest_stay(scales: Tensor) -> None:
-    """Then the largest |w_ij| ||x_j|| are the best. The search may take one of two that matter about equally."""
+    """Then the largest |w_ij| ||x_j|| are the best. The search may take one of two that matter
+    about equally.
+    """
     weight = layer(6, 24)[0]
     matter = weight * scales if bool(scales.any()) else weight
     found = admm(weight, torch.diag(scales.square()), counts=torch.full((6,), 10), damping=0.01)
@@ -106,14 +139,18 @@ def test_without_correlations_the_largest_stay(scales: Tensor) -> None:
 def test_its_masks_are_better() -> None:
     """After a refit, they lose less than those of SparseGPT and than the largest |w| ||x||."""
     x = inputs_of("plain")
-    weight, gram = layer(40, 96)[0], moments(x)
-    wanda = torch.tensor([largest(row, 48) for row in (weight * x.square().sum(0).sqrt().float()).tolist()])
+    weight = layer(40, 96)[0]
+    gram = moments(x)
+    wanda = torch.tensor(
+        [largest(row, 48) for row in (weight * x.square().sum(0).sqrt().float()).tolist()]
+    )
     mine = admm(weight, gram, counts=torch.full((40,), 48))
     masks = [wanda, sparsegpt(weight, gram, count=40 * 48).mask, mine.mask]
     fitted = [refit_rows(weight, mask, gram).weight for mask in masks]
     first, second, third = (float(output_error(each, weight, gram).sum()) for each in fitted)
     assert third < 0.9 * min(first, second)
-    assert third <= float(output_error(mine.weight, weight, gram).sum()) < 1.05 * third  # its own weights are nearly the best
+    # Its own weights are nearly the best.
+    assert third <= float(output_error(mine.weight, weight, gram).sum()) < 1.05 * third
 
 
 def test_no_matrix_of_moments() -> None:

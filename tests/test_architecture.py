@@ -1,4 +1,6 @@
-"""Architecture of the package: rooms and their imports, the command line, and the wheel outside the checkout."""
+"""Architecture of the package: rooms and their imports, the command line, and the wheel outside
+the checkout.
+"""
 
 import os
 import runpy
@@ -36,7 +38,11 @@ def test_imports_go_one_way() -> None:
 
 def test_no_file_imports_itself_through_others() -> None:
     graph = {
-        path: [target for target in imported_files(path, for_types=False) if target.name != "__init__.py"]
+        path: [
+            target
+            for target in imported_files(path, for_types=False)
+            if target.name != "__init__.py"
+        ]
         for path in python_files()
     }
     TopologicalSorter(graph).prepare()  # an error shows the circle
@@ -69,7 +75,16 @@ def test_the_shell_starts_commands(run: Run, tmp_path: Path) -> None:
     options = run("prune", "--help", "all")
     assert options.returncode == 0
     assert "Prune a causal language model" in options.stdout
-    for flag in ("--method", "--beta", "--order", "--match", "--dry-run", "--device-map", "--neff-dtype", "--evaluate"):
+    for flag in (
+        "--method",
+        "--beta",
+        "--order",
+        "--match",
+        "--dry-run",
+        "--device-map",
+        "--neff-dtype",
+        "--evaluate",
+    ):
         assert flag in options.stdout
 
 
@@ -77,34 +92,55 @@ def test_nothing_heavy_is_imported() -> None:
     """`--help` answers at once, without torch and numpy; the mathematics need no transformers."""
     program = (
         "import contextlib, sys\nfrom emp_llm.cli import main\n"
-        "for name in ('prune', 'report'):\n  with contextlib.suppress(SystemExit):\n    main([name, '--help', 'all'])\n"
-        "print({'torch', 'numpy', 'transformers', 'numba', 'datasets', 'safetensors'} & set(sys.modules))\n"
-        "from emp_llm import effective_mask\nprint('transformers' in sys.modules)"
+        "for name in ('prune', 'report'):\n  with contextlib.suppress(SystemExit):\n    "
+        "main([name, '--help', 'all'])\nprint({'torch', 'numpy', 'transformers', 'numba', "
+        "'datasets', 'safetensors'} & set(sys.modules))\nfrom emp_llm import "
+        "effective_mask\nprint('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-2:] == ["set()", "False"]
-    for words in ("Prune a causal language model", "--beta", "--neff-dtype", "Report on finished runs"):
+    for words in (
+        "Prune a causal language model",
+        "--beta",
+        "--neff-dtype",
+        "Report on finished runs",
+    ):
         assert words in done.stdout
 
 
 def test_wheel_works_outside_the_checkout(tmp_path: Path, models: Callable[[str], Path]) -> None:
     site = tmp_path / "site"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options], check=True, capture_output=True
+    )
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         archive.extractall(site)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
-    data = "calibration/wikitext2.toml eval/perplexity.toml eval/demo/demo_facts.yaml eval/demo/questions.py "
+    data = (
+        "calibration/wikitext2.toml eval/perplexity.toml eval/demo/demo_facts.yaml "
+        "eval/demo/questions.py "
+    )
     data += "eval/published/llama.json slurm/job.sh slurm/gpu-container.toml"
     assert {f"emp_llm/data/{name}" for name in data.split()} <= names
     assert not any(name.startswith(("tests", "scripts")) for name in names)
-    (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")  # a user's file of that name is none of our business
+    # A user's file of that name is none of our business.
+    (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")
     program = (
         "from emp_llm.calibration.texts import find_corpus\nfrom emp_llm.prune import prune\n"
-        f"prune(model={str(models('llama'))!r}, method='magnitude', output='out')\nprint(find_corpus('demo').samples)"
+        f"prune(model={str(models('llama'))!r}, method='magnitude', "
+        "output='out')\nprint(find_corpus('demo').samples)"
     )
     environment = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.endswith("64\n"), done.stderr
     assert (tmp_path / "out" / "emp_report.json").is_file()
 
@@ -115,6 +151,8 @@ def test_targets_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(regex, "fullmatch", fullmatch)
     with pytest.raises(
-        UserError, match=r"takes more than 2 seconds on the name a\.b\. Write it without repeats inside repeats"
+        UserError,
+        match=r"takes more than 2 seconds on the name a\.b\. Write it without repeats "
+        r"inside repeats",
     ):
         is_named(Layer("a.b", "mlp", 0), "(a*)*")

@@ -23,7 +23,9 @@ def test_edges_of_a_group(rule: str, beta: float) -> None:
         values = scores[sequence][:, ALLOWED]
         for group, mask in zip(
             values if rule == "per head" else [values.flatten()],
-            kept[sequence][:, ALLOWED] if rule == "per head" else [kept[sequence][:, ALLOWED].flatten()],
+            kept[sequence][:, ALLOWED]
+            if rule == "per head"
+            else [kept[sequence][:, ALLOWED].flatten()],
             strict=True,
         ):
             row = (group - group.min()).double().numpy()
@@ -36,23 +38,52 @@ def test_baselines_keep_a_share_of_each_query() -> None:
         kept = kept_edges(scores, ALLOWED, Edges(rule, share=0.5))
         assert kept.sum(-1).tolist() == [[[1, 1, 2, 2, 3, 3]] * 2]
         assert not bool(kept[..., ~ALLOWED].any())
-    assert bool(kept_edges(scores, ALLOWED, Edges("largest of each query", share=0.5))[..., 0, 0].all())
+    assert bool(
+        kept_edges(scores, ALLOWED, Edges("largest of each query", share=0.5))[..., 0, 0].all()
+    )
 
 
-def test_the_table(models: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(
+    models: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The dense row is the model's own perplexity, and a large beta changes nothing."""
     from emp_llm.calibration.texts import find_corpus
     from emp_llm.evaluation.perplexity import perplexity, text_tokens
     from emp_llm.models.loading import load_model, load_tokenizer
 
-    main(["--model", str(models("llama")), "--text", str(text), "--block", "64", "--limit", "3", "--betas", "0.5", "100"])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    main(
+        [
+            "--model",
+            str(models("llama")),
+            "--text",
+            str(text),
+            "--block",
+            "64",
+            "--limit",
+            "3",
+            "--betas",
+            "0.5",
+            "100",
+        ]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()[2:]
+    ]
     corpus = find_corpus(str(text))
     assert corpus is not None
     model = load_model(models("llama"), "cpu", "float32")
     own = perplexity(model, text_tokens(corpus, load_tokenizer(models("llama"))), 64, limit=3).value
-    assert [row[1:3] for row in rows[:3]] == [["dense", ""], ["per head", "0.5"], ["per head", "100"]]
-    assert float(rows[0][3]) == pytest.approx(own, rel=1e-4) == pytest.approx(float(rows[2][3]), rel=1e-4)
+    assert [row[1:3] for row in rows[:3]] == [
+        ["dense", ""],
+        ["per head", "0.5"],
+        ["per head", "100"],
+    ]
+    assert (
+        float(rows[0][3])
+        == pytest.approx(own, rel=1e-4)
+        == pytest.approx(float(rows[2][3]), rel=1e-4)
+    )
     assert (rows[2][5], rows[2][6]) == ("100.0", "0.00")
     assert float(rows[1][5]) < 60
     assert [row[1] for row in rows[5:]] == ["largest of each query", "random"]

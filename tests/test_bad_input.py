@@ -1,4 +1,5 @@
-"""Wrong input: an error of one or two sentences and exit code 2; the input is unchanged, and no output is left.
+"""Wrong input: an error of one or two sentences and exit code 2; the input is unchanged, and no
+output is left.
 
 The patterns match the wrong option or file, and the remedy.
 """
@@ -52,7 +53,13 @@ def refused(model: Path, text: Path, tmp_path: Path) -> Refused:
     """Check that a command refuses some options with a matching error, and changes no files."""
 
     def call(match: str, /, command: Callable[..., object] = prune, **options: Any) -> None:
-        common = {"model": str(model), "output": tmp_path / "out", "calibration": str(text), "samples": 4, "seqlen": 64}
+        common = {
+            "model": str(model),
+            "output": tmp_path / "out",
+            "calibration": str(text),
+            "samples": 4,
+            "seqlen": 64,
+        }
         common["device_map"] = "cpu"
         before = content_of(tmp_path)
         with pytest.raises(UserError, match=match) as caught:
@@ -80,40 +87,92 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta NaN": (r"^--beta must be a number", {"beta": float("nan")}),
     "order negative": (r"^--order must be .* >= 0", {"order": -0.5}),
     "sparsity one": (r"^--sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
-    "pattern 3:2": (r"^--pattern must be N:M.* N < M; got '3:2'", {"method": "wanda", "pattern": "3:2"}),
-    "pattern over larger groups": (r"pattern.* row.*matrix", {"method": "wanda", "pattern": "2:4", "group": "matrix"}),
+    "pattern 3:2": (
+        r"^--pattern must be N:M.* N < M; got "
+        r"'3:2'",
+        {"method": "wanda", "pattern": "3:2"},
+    ),
+    "pattern over larger groups": (
+        r"pattern.* "
+        r"row.*matrix",
+        {"method": "wanda", "pattern": "2:4", "group": "matrix"},
+    ),
     "pattern that does not divide": (
         r"32.*multiple of 5",
         {"method": "magnitude", "pattern": "3:5", "targets": "q_proj"},
     ),
-    "beta with wanda": (r"--beta .*wanda.*Use --sparsity, or --method emp-wanda", {"method": "wanda", "beta": 1.0}),
-    "sparsity and beta": (r"--sparsity finds the beta of emp-wanda; leave out --beta", {"sparsity": 0.5, "beta": 1.0}),
+    "beta with wanda": (
+        r"--beta .*wanda.*Use --sparsity, or --method "
+        r"emp-wanda",
+        {"method": "wanda", "beta": 1.0},
+    ),
+    "sparsity and beta": (
+        r"--sparsity finds the beta of emp-wanda; leave out "
+        r"--beta",
+        {"sparsity": 0.5, "beta": 1.0},
+    ),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
-    "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
+    "sparsity and pattern": (
+        r"--sparsity and "
+        r"--pattern",
+        {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"},
+    ),
     "neff-dtype": (r"^--neff-dtype 'float32' is not one of float64", {"neff_dtype": "float32"}),
-    "neff-dtype with an order": (r"^--neff-dtype bfloat16.*order 2", {"neff_dtype": "bfloat16", "order": 1.0}),
+    "neff-dtype with an order": (
+        r"^--neff-dtype bfloat16.*order "
+        r"2",
+        {"neff_dtype": "bfloat16", "order": 1.0},
+    ),
     "neff-dtype with wanda": (
         r"^--neff-dtype does not go with method wanda.*--method emp-wanda",
         {"method": "wanda", "neff_dtype": "bfloat16"},
     ),
-    "match of no run": (r"no-run: no emp_report.json.*--output", {"method": "wanda", "match": Path("no-run")}),
+    "match of no run": (
+        r"no-run: no "
+        r"emp_report.json.*--output",
+        {"method": "wanda", "match": Path("no-run")},
+    ),
     "method": (r"'obs' is not one of emp-wanda", {"method": "obs"}),
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
-    "targets without a match": (r"^--targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
+    "targets without a match": (
+        r"^--targets 'w1,w2' match "
+        r"nothing.*mlp.down_proj",
+        {"targets": "w1,w2"},
+    ),
     "targets for which re takes forever": (r"match nothing", {"targets": r"(\w|[\w.])*[!?]"}),
     "targets nested too deeply": (
         r"is not a valid regular expression \(.*recursion",
         {"targets": "(" * 2000},
     ),
-    "targets without an end": (r"'\(\?R\)' is not a valid regular expression \(it is nested too deeply", {"targets": "(?R)"}),
-    "targets with an invalid regex": (r"'\(\*' is not a valid regular expression", {"targets": "(*"}),
+    "targets without an end": (
+        r"'\(\?R\)' is not a valid regular expression \(it is nested too "
+        r"deeply",
+        {"targets": "(?R)"},
+    ),
+    "targets with an invalid regex": (
+        r"'\(\*' is not a valid regular "
+        r"expression",
+        {"targets": "(*"},
+    ),
     "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
     "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),
     "device-map": (r"device-map 'gpu' is not one of auto.*cpu", {"device_map": "gpu"}),
-    "device-map of a missing device": (r"device-map cuda:99: this machine has \d accelerators", {"device_map": "cuda:99"}),
-    "device-map of a missing file": (r"device-map map\.json: .*no such file", {"device_map": "map.json"}),
-    "text too short": (r"text\.txt: [\d,]+ tokens, too short for 4000 samples x 64", {"samples": 4000}),
+    "device-map of a missing device": (
+        r"device-map cuda:99: this machine has \d "
+        r"accelerators",
+        {"device_map": "cuda:99"},
+    ),
+    "device-map of a missing file": (
+        r"device-map map\.json: .*no such "
+        r"file",
+        {"device_map": "map.json"},
+    ),
+    "text too short": (
+        r"text\.txt: [\d,]+ tokens, too short for 4000 samples x "
+        r"64",
+        {"samples": 4000},
+    ),
     "seqlen beyond the context": (r"^--seqlen 129 .*context of 128", {"seqlen": 129}),
     "activations missing": (
         r"norms\.safetensors: no such activations file.*calibrate",
@@ -123,45 +182,115 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "no samples": (r"^--samples must be at least 1", {"samples": 0}),
     "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
     "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
-    "activations of another kind": (r"tiny\.py: not a readable activations", {"activations": Path(tiny.__file__)}),
+    "activations of another kind": (
+        r"tiny\.py: not a readable "
+        r"activations",
+        {"activations": Path(tiny.__file__)},
+    ),
     "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
     "model missing": (r"/nothing: no such model folder", {"model": "/nothing"}),
     "revision of a folder": (r"--revision main", {"revision": "main"}),
     "no text for a data-free method": (
-        r"^--refit fits weights to a calibration text, and method magnitude needs none\. Leave out --refit, or .*--calibration",
-        {"method": "magnitude", "refit": True, "calibration": None, "samples": None, "seqlen": None},
+        r"^--refit fits weights to a calibration text, and method magnitude needs none\. Leave out "
+        r"--refit, or .*--calibration",
+        {
+            "method": "magnitude",
+            "refit": True,
+            "calibration": None,
+            "samples": None,
+            "seqlen": None,
+        },
     ),
     "activations and no text": (
-        r"^--refit .*--activations holds only its norms\. Leave out --activations, or --refit; or .*--calibration",
-        {"method": "wanda", "refit": True, "calibration": None, "activations": Path("norms.safetensors")},
+        r"^--refit .*--activations holds only its norms\. Leave out --activations, or --refit; or "
+        r".*--calibration",
+        {
+            "method": "wanda",
+            "refit": True,
+            "calibration": None,
+            "activations": Path("norms.safetensors"),
+        },
     ),
-    "quantised": (r"^--refit cannot change quantised weights; leave out --load-in-8bit", {"refit": True, "load_in_8bit": True}),
-    "damping of zero": (r"^--refit-damping must be above 0 and at most 1, got 0", {"refit": True, "refit_damping": 0.0}),
-    "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
-    "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
+    "quantised": (
+        r"^--refit cannot change quantised weights; leave out "
+        r"--load-in-8bit",
+        {"refit": True, "load_in_8bit": True},
+    ),
+    "damping of zero": (
+        r"^--refit-damping must be above 0 and at most 1, got "
+        r"0",
+        {"refit": True, "refit_damping": 0.0},
+    ),
+    "damping alone": (
+        r"^--refit-damping has no effect without --refit\. Add --refit, or leave it "
+        r"out",
+        {"refit_damping": 0.1},
+    ),
+    "weighting": (
+        r"^--refit-weighting 'own' is not one of equal, "
+        r"relative",
+        {"refit": True, "refit_weighting": "own"},
+    ),
     "no target in a block": (
-        r"^--refit moves weights of the language model's decoder blocks, and no target is in one\. Leave out --refit",
+        r"^--refit moves weights of the language model's decoder blocks, and no target is in one\. "
+        r"Leave out --refit",
         {"method": "magnitude", "refit": True, "targets": "lm_head"},
     ),
-    "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
-    "admm of all matrices": (r"^--group all .*emp-admm, .*each matrix.*Leave it out", {"method": "emp-admm", "group": "all"}),
-    "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
-    "beta with sparsegpt": (r"^--beta .*Use --sparsity, or --method emp-admm", {"method": "sparsegpt", "beta": 1.0}),
-    "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
-    "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
+    "emp-sparsegpt": (
+        r"^--method emp-sparsegpt: SparseGPT .*Use --method "
+        r"sparsegpt",
+        {"method": "emp-sparsegpt"},
+    ),
+    "admm of all matrices": (
+        r"^--group all .*emp-admm, .*each matrix.*Leave it "
+        r"out",
+        {"method": "emp-admm", "group": "all"},
+    ),
+    "sparsegpt of a matrix": (
+        r"^--group matrix .*sparsegpt.*Leave it "
+        r"out",
+        {"method": "sparsegpt", "group": "matrix"},
+    ),
+    "beta with sparsegpt": (
+        r"^--beta .*Use --sparsity, or --method "
+        r"emp-admm",
+        {"method": "sparsegpt", "beta": 1.0},
+    ),
+    "shares with sparsegpt": (
+        r"^--shares owl .*--method "
+        r"wanda",
+        {"method": "sparsegpt", "shares": "owl"},
+    ),
+    "score with sparsegpt": (
+        r"^--score .*sparsegpt.*Leave it "
+        r"out",
+        {"method": "sparsegpt", "score": "relative"},
+    ),
 }
 
 
-def test_models_that_cannot_be_refitted(refused: Refused, models: Callable[[str], Path], tmp_path: Path) -> None:
-    t5, rows = tmp_path / "t5", make_pictures(tmp_path)
-    config = transformers.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+def test_models_that_cannot_be_refitted(
+    refused: Refused, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    t5 = tmp_path / "t5"
+    rows = make_pictures(tmp_path)
+    config = transformers.T5Config(
+        vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+    )
     transformers.T5ForConditionalGeneration(config).save_pretrained(t5)
     tiny.make_tokenizer().save_pretrained(t5)
-    says = r"^--refit runs block by block, which an encoder-decoder model cannot\. Leave out --refit"
+    says = (
+        r"^--refit runs block by block, which an encoder-decoder model cannot\. Leave out "
+        r"--refit"
+    )
     refused(says, model=str(t5), method="wanda", refit=True)
     refused("--heal is for decoders", model=str(t5), method="wanda", heal=True)
-    says = r"^--method sparsegpt runs block by block, on text alone\. Use --method wanda, or leave out image= in --calibration"
-    llava, source = make_llava(tmp_path / "llava"), f"{rows}/rows.jsonl,image=picture"
+    says = (
+        r"^--method sparsegpt runs block by block, on text alone\. Use --method wanda, or leave "
+        r"out image= in --calibration"
+    )
+    llava = make_llava(tmp_path / "llava")
+    source = f"{rows}/rows.jsonl,image=picture"
     refused(says, model=str(llava), calibration=source, seqlen=24, method="sparsegpt")
     fp8 = make_fp8(models("llama"), tmp_path / "fp8")
     says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
@@ -185,7 +314,9 @@ def _json(name: str, **values: Any) -> Callable[[Path], object]:
 
 def _in_index(file: str) -> Callable[[Path], object]:
     """Assign a tensor to another file in the index."""
-    return lambda folder: _json(INDEX, weight_map=_weight_map(folder) | {"lm_head.weight": file})(folder)
+    return lambda folder: _json(INDEX, weight_map=_weight_map(folder) | {"lm_head.weight": file})(
+        folder
+    )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -211,17 +342,56 @@ def _raw(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 
 
 MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "empty": (r"model: it holds no model\.safetensors and no model\.safetensors\.index\.json", _remove("*"), "emp-wanda"),
-    "pickle": (r"pytorch_model\.bin.*Convert.*save_pretrained", _only("pytorch_model.bin"), "emp-wanda"),
+    "empty": (
+        r"model: it holds no model\.safetensors and no "
+        r"model\.safetensors\.index\.json",
+        _remove("*"),
+        "emp-wanda",
+    ),
+    "pickle": (
+        r"pytorch_model\.bin.*Convert.*save_pretrained",
+        _only("pytorch_model.bin"),
+        "emp-wanda",
+    ),
     "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
     "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
-    "index of other shards": (rf"{INDEX}: it places lm_head\.weight in {SHARD}", _in_index(SHARD), "emp-wanda"),
-    "index without a map": (rf"{INDEX}: its weight_map must", _json(INDEX, weight_map=[1]), "emp-wanda"),
-    "index broken": (rf"{INDEX}: cannot be read as JSON", lambda f: (f / INDEX).write_text("{"), "emp-wanda"),
-    "shard truncated": (rf"{SHARD}: not a complete safetensors file.*again", _raw(lambda raw: raw[:-1]), "emp-wanda"),
-    "quantised": (r"already quantised.*original model", _json("config.json", quantization_config={"bits": 4}), "magnitude"),
+    "index of other shards": (
+        rf"{INDEX}: it places lm_head\.weight in "
+        rf"{SHARD}",
+        _in_index(SHARD),
+        "emp-wanda",
+    ),
+    "index without a map": (
+        rf"{INDEX}: its weight_map "
+        r"must",
+        _json(INDEX, weight_map=[1]),
+        "emp-wanda",
+    ),
+    "index broken": (
+        rf"{INDEX}: cannot be read as "
+        r"JSON",
+        lambda f: (f / INDEX).write_text("{"),
+        "emp-wanda",
+    ),
+    "shard truncated": (
+        rf"{SHARD}: not a complete safetensors "
+        r"file.*again",
+        _raw(lambda raw: raw[:-1]),
+        "emp-wanda",
+    ),
+    "quantised": (
+        r"already quantised.*original "
+        r"model",
+        _json("config.json", quantization_config={"bits": 4}),
+        "magnitude",
+    ),
     "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
-    "config broken": (r"config\.json: cannot be read as JSON", lambda f: (f / "config.json").write_text("{"), "emp-wanda"),
+    "config broken": (
+        r"config\.json: cannot be read as "
+        r"JSON",
+        lambda f: (f / "config.json").write_text("{"),
+        "emp-wanda",
+    ),
     "config of no class": (
         r"model: transformers .* does not know the model type 'nothing'",
         _json("config.json", model_type="nothing"),
@@ -232,7 +402,9 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("match", "damage", "method"), parameters(MODELS))
-def test_damaged_models(refused: Refused, model: Path, match: str, damage: Callable[[Path], object], method: str) -> None:
+def test_damaged_models(
+    refused: Refused, model: Path, match: str, damage: Callable[[Path], object], method: str
+) -> None:
     damage(model)
     refused(match, method=method)
 
@@ -242,31 +414,57 @@ def test_damaged_models(refused: Refused, model: Path, match: str, damage: Calla
     [
         ("--sparsity must be below 1", "sparsity must be below 1"),
         ("Say it with --map: abs", "Say it with score_map: abs"),
-        ("--batch-size 4: lower it, or --load-in-8bit.", "batch_size 4: lower it, or load_in_8bit."),
+        (
+            "--batch-size 4: lower it, or --load-in-8bit.",
+            "batch_size 4: lower it, or load_in_8bit.",
+        ),
         ("run-3--old/a: see https://a.b/c--d", "run-3--old/a: see https://a.b/c--d"),
         (
             "no norms (emp-llm calibrate --model m makes some); add --ignore",
             "no norms (emp-llm calibrate --model m makes some); add ignore",
         ),
-        ("Run emp-llm calibrate --model m again, or use --method", "Run emp-llm calibrate --model m again, or use method"),
-        ("Try emp-llm unpack ./a.b DIR --base M. Add --map.", "Try emp-llm unpack ./a.b DIR --base M. Add score_map."),
-        ("Not of emp-llm here, so --overwrite does not help", "Not of emp-llm here, so overwrite does not help"),
+        (
+            "Run emp-llm calibrate --model m again, or use --method",
+            "Run emp-llm calibrate --model m again, or use method",
+        ),
+        (
+            "Try emp-llm unpack ./a.b DIR --base M. Add --map.",
+            "Try emp-llm unpack ./a.b DIR --base M. Add score_map.",
+        ),
+        (
+            "Not of emp-llm here, so --overwrite does not help",
+            "Not of emp-llm here, so overwrite does not help",
+        ),
         ("pip install --upgrade emp-llm", "pip install --upgrade emp-llm"),
     ],
 )
-def test_errors_in_python_name_arguments(monkeypatch: pytest.MonkeyPatch, raised: str, printed: str) -> None:
+def test_errors_in_python_name_arguments(
+    monkeypatch: pytest.MonkeyPatch, raised: str, printed: str
+) -> None:
     assert str(UserError(raised)) == raised
     monkeypatch.setattr(UserError, "in_shell", False)
     assert str(UserError(raised)) == printed
 
 
-def test_python_and_the_shell_name_an_option_in_their_own_words(model: Path, tmp_path: Path) -> None:
+def test_python_and_the_shell_name_an_option_in_their_own_words(
+    model: Path, tmp_path: Path
+) -> None:
     program = f"import emp_llm\nemp_llm.prune({str(model)!r}, method='wanda', sparsity=1.5)"
-    lines = (["-c", program], ["-m", "emp_llm", "prune", model, "--method", "wanda", "--sparsity", "1.5"])
+    lines = (
+        ["-c", program],
+        ["-m", "emp_llm", "prune", model, "--method", "wanda", "--sparsity", "1.5"],
+    )
     said = [
-        subprocess.run([sys.executable, *line], cwd=tmp_path, capture_output=True, text=True, check=False) for line in lines
+        subprocess.run(
+            [sys.executable, *line], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        for line in lines
     ]
-    assert said[0].stderr.splitlines()[-1].startswith("emp_llm.common.errors.UserError: sparsity must be at least 0")
+    assert (
+        said[0]
+        .stderr.splitlines()[-1]
+        .startswith("emp_llm.common.errors.UserError: sparsity must be at least 0")
+    )
     assert said[1].stderr.startswith("error: --sparsity must be at least 0")
 
 
@@ -282,36 +480,65 @@ def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str)
         check_sentences(done.stderr.removeprefix("error: ").strip())
 
 
-@pytest.mark.parametrize(("bad", "method"), [(0x7FC0, "magnitude"), (0xFF80, "emp-magnitude")], ids=["NaN", "infinity"])
+@pytest.mark.parametrize(
+    ("bad", "method"), [(0x7FC0, "magnitude"), (0xFF80, "emp-magnitude")], ids=["NaN", "infinity"]
+)
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
-def test_weights_that_are_not_finite(refused: Refused, model: Path, tmp_path: Path, bad: int, group: str, method: str) -> None:
-    damaged = oracle.edited_copy(model, tmp_path / "damaged", f"{DOWN}.weight", lambda matrix: np.put(matrix, 7, bad))
+def test_weights_that_are_not_finite(
+    refused: Refused, model: Path, tmp_path: Path, bad: int, group: str, method: str
+) -> None:
+    damaged = oracle.edited_copy(
+        model, tmp_path / "damaged", f"{DOWN}.weight", lambda matrix: np.put(matrix, 7, bad)
+    )
     match = rf"model-0000\d-of-00002\.safetensors: {DOWN}\.weight holds NaN or inf"
     refused(match, model=str(damaged), method=method, group=group)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "match"), [(DOWN, rf"{DOWN}\.weight holds"), ("model.embed_tokens", "NaN.*(damaged|weights)")]
+    ("tensor", "match"),
+    [
+        (
+            DOWN,
+            rf"{DOWN}\.weight "
+            r"holds",
+        ),
+        ("model.embed_tokens", "NaN.*(damaged|weights)"),
+    ],
 )
 def test_weights_that_are_not_finite_in_a_calibration(
     refused: Refused, model: Path, tmp_path: Path, tensor: str, match: str
 ) -> None:
     """The error names the damaged checkpoint, and does not suggest another dtype."""
-    damaged = oracle.edited_copy(model, tmp_path / "damaged", f"{tensor}.weight", lambda matrix: matrix.fill(0x7FC0))
+    damaged = oracle.edited_copy(
+        model, tmp_path / "damaged", f"{tensor}.weight", lambda matrix: matrix.fill(0x7FC0)
+    )
     refused(match, model=str(damaged), method="emp-wanda")
 
 
-def test_activations_of_another_model(refused: Refused, norms: Callable[[str], Path], model: Path) -> None:
-    refused(r"gpt2\.safetensors: .*mlp\.\w+_proj has no norms.*calibrate", activations=norms("gpt2"))
+def test_activations_of_another_model(
+    refused: Refused, norms: Callable[[str], Path], model: Path
+) -> None:
+    refused(
+        r"gpt2\.safetensors: .*mlp\.\w+_proj has no "
+        r"norms.*calibrate",
+        activations=norms("gpt2"),
+    )
     refused(rf"{SHARD}: this is not an activations file of emp-llm", activations=model / SHARD)
 
 
 @pytest.mark.parametrize(("factor", "says"), [(float("nan"), "NaN"), (-1.0, "negative")])
-def test_invalid_norms(refused: Refused, norms: Callable[[str], Path], tmp_path: Path, factor: float, says: str) -> None:
-    file, valid = tmp_path / "norms.safetensors", Activations.load(norms("llama"))
-    Activations({name: norm * factor for name, norm in valid.norms.items()}, valid.input_of, valid.about).save(file)
+def test_invalid_norms(
+    refused: Refused, norms: Callable[[str], Path], tmp_path: Path, factor: float, says: str
+) -> None:
+    file = tmp_path / "norms.safetensors"
+    valid = Activations.load(norms("llama"))
+    Activations(
+        {name: norm * factor for name, norm in valid.norms.items()}, valid.input_of, valid.about
+    ).save(file)
     refused(rf"norms\.safetensors.*{says}", activations=file)
-    Activations({name: norm[:48] for name, norm in valid.norms.items()}, valid.input_of, valid.about).save(file)
+    Activations(
+        {name: norm[:48] for name, norm in valid.norms.items()}, valid.input_of, valid.about
+    ).save(file)
     refused(r"norms\.safetensors: .*_proj has \d+ norms for \d+ inputs", activations=file)
 
 
@@ -322,11 +549,16 @@ def test_invalid_norms(refused: Refused, norms: Callable[[str], Path], tmp_path:
         ("{", r"run/emp_report\.json: cannot be read as JSON"),
         ("{}", r"run/emp_report\.json: this is not a run file of emp-llm"),
         ('{"format": "emp-llm run 2"}', r"run/emp_report\.json: missing field source"),
-        ('{"format": "emp-llm run 2", "targets": {"weights": 15360, "kept": "all"}}', r"run/emp_report\.json: targets\.kept"),
+        (
+            '{"format": "emp-llm run 2", "targets": {"weights": 15360, "kept": "all"}}',
+            r"run/emp_report\.json: targets\.kept",
+        ),
     ],
     ids=["other-targets", "broken", "empty", "without-source", "text"],
 )
-def test_match_with_an_unsuitable_run(refused: Refused, model: Path, tmp_path: Path, report: str | None, match: str) -> None:
+def test_match_with_an_unsuitable_run(
+    refused: Refused, model: Path, tmp_path: Path, report: str | None, match: str
+) -> None:
     prune(model=model, output=tmp_path / "run", method="magnitude", targets="q_proj,o_proj")
     if report is not None:
         (tmp_path / "run" / "emp_report.json").write_text(report)
@@ -337,7 +569,12 @@ def test_match_with_an_unsuitable_run(refused: Refused, model: Path, tmp_path: P
 def test_output_that_is_the_input(refused: Refused, tmp_path: Path, place: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "model")
-    refused(r"output .*the input folder, lies inside it or contains it; name", output=tmp_path / place, overwrite=True)
+    refused(
+        r"output .*the input folder, lies inside it or contains it; "
+        r"name",
+        output=tmp_path / place,
+        overwrite=True,
+    )
 
 
 def test_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
@@ -346,13 +583,29 @@ def test_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None
     out.mkdir()
     refused(r"out: it exists.*--overwrite", method="magnitude")
     (out / "thesis.tex").write_text("all of it")
-    refused(r"out: it is not a model folder.*remove it yourself", method="magnitude", overwrite=True)
+    refused(
+        r"out: it is not a model folder.*remove it "
+        r"yourself",
+        method="magnitude",
+        overwrite=True,
+    )
     refused(r"thesis\.tex: it is not a model folder", output=out / "thesis.tex", overwrite=True)
-    refused(r"thesis\.tex/out: cannot be written there", output=out / "thesis.tex" / "out", method="magnitude")
-    refused("too short", output=tmp_path / "new" / "deep" / "out", samples=4000)  # and no parent of it is left
+    refused(
+        r"thesis\.tex/out: cannot be written "
+        r"there",
+        output=out / "thesis.tex" / "out",
+        method="magnitude",
+    )
+    # And no parent of it is left.
+    refused("too short", output=tmp_path / "new" / "deep" / "out", samples=4000)
     for overwrite in (False, True):
         refused(r"out: ", calibrate, output=out, overwrite=overwrite)
-        refused(r"thesis\.tex/norms", calibrate, output=out / "thesis.tex" / "norms.safetensors", overwrite=overwrite)
+        refused(
+            r"thesis\.tex/norms",
+            calibrate,
+            output=out / "thesis.tex" / "norms.safetensors",
+            overwrite=overwrite,
+        )
 
 
 def test_disk_that_is_too_small(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,11 +627,26 @@ def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path
     """They end with code 2 and an error, without a traceback, and change no files."""
     before = content_of(tmp_path)
     for call, match, options in (
-        (command, r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
-        (command, r"^error: nobody/nothing/train: the data set cannot be loaded", {"--calibration": "nobody/nothing"}),
+        (
+            command,
+            r"^error: nobody/nothing: .*cache.*cannot be "
+            r"reached",
+            {"--model": "nobody/nothing"},
+        ),
+        (
+            command,
+            r"^error: nobody/nothing/train: the data set cannot be "
+            r"loaded",
+            {"--calibration": "nobody/nothing"},
+        ),
         (run, r"^error: --pattern does not go with method emp-wanda", {"--pattern": "2:4"}),
     ):
-        given = {"--model": model, "--output": tmp_path / "out", "--calibration": text, "--seqlen": 64} | options
+        given = {
+            "--model": model,
+            "--output": tmp_path / "out",
+            "--calibration": text,
+            "--seqlen": 64,
+        } | options
         done = call("prune", *(word for pair in given.items() for word in pair))
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
@@ -403,29 +671,57 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("values", [pytest.param(values, id=name.replace(" ", "-")) for name, values in CONFIGS.items()])
-def test_malformed_configs(command: Run, model: Path, text: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [pytest.param(values, id=name.replace(" ", "-")) for name, values in CONFIGS.items()]
+)
+def test_malformed_configs(
+    command: Run, model: Path, text: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
     _json("config.json", **values)(model)
     suite = f"perplexity,file={text},seqlen=64"
     for line in (
-        ("prune", "--method", "wanda", "--sparsity", 0.5, "--calibration", text, "--output", tmp_path / "out"),
+        (
+            "prune",
+            "--method",
+            "wanda",
+            "--sparsity",
+            0.5,
+            "--calibration",
+            text,
+            "--output",
+            tmp_path / "out",
+        ),
         ("evaluate", "--suite", suite, "--output", tmp_path / "out.json"),
         ("generate", "--prompt", "a"),
     ):
         done = command(*line, "--model", model)
         assert done.returncode == 2, done.stderr
         message = done.stderr.splitlines()[-1]
-        assert re.match(rf"error: {model}: (transformers cannot|no tokenizer that transformers can load) ", message)
+        assert re.match(
+            rf"error: {model}: (transformers cannot|no tokenizer that transformers can "
+            r"load) ",
+            message,
+        )
         check_sentences(message)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"a":' + DEEP], ids=["open", "list", "number", "deep"])
-def test_malformed_generation_config(command: Run, model: Path, text: Path, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '{"a":' + DEEP], ids=["open", "list", "number", "deep"]
+)
+def test_malformed_generation_config(
+    command: Run, model: Path, text: Path, tmp_path: Path, content: str
+) -> None:
     (model / "generation_config.json").write_text(content)
     for line in (
         ("generate", "--prompt", "a"),
         ("generate", "--prompt", "a", "--runtime", "dense"),
-        ("evaluate", "--suite", f"perplexity,file={text},seqlen=64", "--output", tmp_path / "out.json"),
+        (
+            "evaluate",
+            "--suite",
+            f"perplexity,file={text},seqlen=64",
+            "--output",
+            tmp_path / "out.json",
+        ),
     ):
         done = command(*line, "--model", model)
         assert done.returncode == 2, done.stderr
@@ -446,7 +742,9 @@ def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: st
 
 @pytest.mark.usefixtures("offline")
 def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> None:
-    toml, plan, norms = tmp_path / "deep.toml", tmp_path / "plan.jsonl", tmp_path / "norms.safetensors"
+    toml = tmp_path / "deep.toml"
+    plan = tmp_path / "plan.jsonl"
+    norms = tmp_path / "norms.safetensors"
     toml.write_text(f"a = {DEEP}")
     plan.write_text('{"a":' + DEEP)
     save_file({"a": torch.ones(2)}, norms, {"emp_llm": DEEP})
@@ -458,7 +756,16 @@ def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> N
         plan: ("run", tmp_path),
         f"{plan}": ("status", tmp_path),
         norms: ("prune", "--model", model, "--method", "wanda", "--activations", norms, *out),
-        "--device-map": ("prune", "--model", model, "--method", "wanda", "--device-map", '{"a":' + DEEP, *out),
+        "--device-map": (
+            "prune",
+            "--model",
+            model,
+            "--method",
+            "wanda",
+            "--device-map",
+            '{"a":' + DEEP,
+            *out,
+        ),
     }.items():
         done = command(*line)
         assert done.returncode == 2, done.stderr
@@ -475,7 +782,17 @@ def test_names_that_are_too_long(command: Run, model: Path, text: Path, tmp_path
         ("bench", model, "--output", long),
         ("plan", "--models", model, "--output", long),
         ("measure", "--model", model, *how, "--output", long),
-        ("prune", "--model", model, "--method", "wanda", "--activations", long, "--output", tmp_path / "out"),
+        (
+            "prune",
+            "--model",
+            model,
+            "--method",
+            "wanda",
+            "--activations",
+            long,
+            "--output",
+            tmp_path / "out",
+        ),
         ("verify", long),
     ):
         done = command(*line)
@@ -484,16 +801,29 @@ def test_names_that_are_too_long(command: Run, model: Path, text: Path, tmp_path
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000])
-def test_numbers_that_python_does_not_read(command: Run, model: Path, text: Path, tmp_path: Path, number: str) -> None:
-    line = ("evaluate", "--model", model, "--suite", f"perplexity,file={text}", "--output", tmp_path / "out.json")
+def test_numbers_that_python_does_not_read(
+    command: Run, model: Path, text: Path, tmp_path: Path, number: str
+) -> None:
+    line = (
+        "evaluate",
+        "--model",
+        model,
+        "--suite",
+        f"perplexity,file={text}",
+        "--output",
+        tmp_path / "out.json",
+    )
     done = command(*line, "--batch-size", number)
     assert done.returncode == 2
     assert "--batch-size" in done.stderr
 
 
 @pytest.mark.usefixtures("offline")
-def test_names_in_files_cannot_write_to_the_terminal(command: Run, model: Path, tmp_path: Path) -> None:
-    recipe, suite = tmp_path / "recipe.toml", tmp_path / "suite.toml"
+def test_names_in_files_cannot_write_to_the_terminal(
+    command: Run, model: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    suite = tmp_path / "suite.toml"
     name = r'"nobody/\u001b[2J\u009b2J\nerror: all is well"'
     recipe.write_text(f"dataset = {name}")
     suite.write_text(f"[perplexity]\ndataset = {name}")

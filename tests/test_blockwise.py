@@ -1,4 +1,6 @@
-"""A model run block by block has the outputs of the whole model, for every family and any place of the weights."""
+"""A model run block by block has the outputs of the whole model, for every family and any place
+of the weights.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,25 +31,39 @@ def block_map(source: Path) -> str:
     """A map with block 1 on disk and everything else on the CPU."""
     model = load_model(source, "cpu")
     path, blocks = find_blocks(model)
-    names = [name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]]
+    names = [
+        name
+        for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    ]
     outside = {name.rpartition(".")[0]: "cpu" for name in names if not name.startswith(f"{path}.")}
-    return json.dumps(outside | {f"{path}.{i}": "disk" if i % 2 else "cpu" for i in range(len(blocks))})
+    return json.dumps(
+        outside | {f"{path}.{i}": "disk" if i % 2 else "cpu" for i in range(len(blocks))}
+    )
 
 
-@pytest.mark.parametrize(("device_map", "place"), [("cpu", "disk"), ("disk", "cpu"), ("some on disk", "device")])
+@pytest.mark.parametrize(
+    ("device_map", "place"), [("cpu", "disk"), ("disk", "cpu"), ("some on disk", "device")]
+)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logits_are_the_models(models: Models, family: str, device_map: str, place: Any) -> None:
-    batches, whole = [*tokens().split(2), tokens(1, 17)], load_model(models(family), "cpu")
+    batches = [*tokens().split(2), tokens(1, 17)]
+    whole = load_model(models(family), "cpu")
     with torch.no_grad():
         expected = [whole(batch, use_cache=False).logits for batch in batches]
-    model = load_model(models(family), block_map(models(family)) if device_map == "some on disk" else device_map)
+    model = load_model(
+        models(family), block_map(models(family)) if device_map == "some on disk" else device_map
+    )
     runner = BlockwiseModel(model, None, place)
     for run in range(2):  # the model is left as it was
         for ours, theirs in zip(runner.forward(batches), expected, strict=True):
             assert torch.equal(ours, theirs)
         if device_map == "some on disk":
-            assert runner.bytes_read == (1 + run) * sum(p.nbytes for p in runner.blocks[1].parameters())
-            assert all(p.is_meta for p in runner.blocks[1].parameters()), "its weights are gone again"
+            assert runner.bytes_read == (1 + run) * sum(
+                p.nbytes for p in runner.blocks[1].parameters()
+            )
+            assert all(p.is_meta for p in runner.blocks[1].parameters()), (
+                "its weights are gone again"
+            )
 
 
 class _Toy(nn.Module):
@@ -64,11 +80,15 @@ class _Toy(nn.Module):
         return self.embedding
 
     def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
-        return SimpleNamespace(logits=self._forward(self, self.embedding(input_ids)) @ self.embedding.weight.T)
+        return SimpleNamespace(
+            logits=self._forward(self, self.embedding(input_ids)) @ self.embedding.weight.T
+        )
 
 
 class _Tensor(nn.Module):
-    """A block in the style of transformers 5. It writes into its input, and passes state in a dictionary."""
+    """A block in the style of transformers 5. It writes into its input, and passes state in a
+    dictionary.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,8 +140,12 @@ def test_other_ways_to_call_a_block(block: type[nn.Module]) -> None:
 )
 def test_models_with_inseparable_blocks_are_refused(kind: str, said: str) -> None:
     def forward(model: Any, hidden: Tensor) -> Tensor:
-        for layer in {"twice": [*model.layers, *model.layers], "skipping": model.layers[:2]}.get(kind, model.layers):
-            hidden = layer(hidden, shift=hidden.mean() if kind == "depending" else torch.zeros(()), state={})
+        for layer in {"twice": [*model.layers, *model.layers], "skipping": model.layers[:2]}.get(
+            kind, model.layers
+        ):
+            hidden = layer(
+                hidden, shift=hidden.mean() if kind == "depending" else torch.zeros(()), state={}
+            )
             hidden = hidden * 2 if kind == "between" else hidden
             hidden, _ = hidden if kind == "two outputs" else (hidden, None)
         return hidden
@@ -136,7 +160,11 @@ def test_blocks_by_name(models: Models) -> None:
     model: PreTrainedModel = load_model(models("llama"), "cpu")
     assert find_blocks(model, "model.layers")[1] is model.model.layers
     for wrong in ("model.blocks", "model.norm"):
-        with pytest.raises(UserError, match=rf"--blocks '{wrong}' is not a list of modules.*are: model\.layers\."):
+        with pytest.raises(
+            UserError,
+            match=rf"--blocks '{wrong}' is not a list of modules.*are: "
+            r"model\.layers\.",
+        ):
             BlockwiseModel(model, wrong)
     with pytest.raises(UserError, match=r"found no decoder blocks.*--blocks PATH"):
         find_blocks(nn.Linear(2, 2))
@@ -149,5 +177,9 @@ def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
-    with pytest.raises(UserError, match=r"model\.layers\.1: out of memory on cpu with 5 sequences of 40 .*--batch-size"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.layers\.1: out of memory on cpu with 5 sequences "
+        r"of 40 .*--batch-size",
+    ):
         list(BlockwiseModel(model).forward([tokens()]))

@@ -1,4 +1,6 @@
-"""The begin token: Gemma's sequences and blocks begin with it, other models' numbers stay as they were, and records say so."""
+"""The begin token: Gemma's sequences and blocks begin with it, other models' numbers stay as
+they were, and records say so.
+"""
 
 import json
 import math
@@ -23,8 +25,12 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
-BOS, LENGTH, TEXT = 1, 24, "The lamp is lit, and so it stays."
-GEMMA, LLAMA = ({"model_type": kind, "max_position_embeddings": 128} for kind in ("gemma2", "llama"))
+BOS = 1
+LENGTH = 24
+TEXT = "The lamp is lit, and so it stays."
+GEMMA, LLAMA = (
+    {"model_type": kind, "max_position_embeddings": 128} for kind in ("gemma2", "llama")
+)
 
 
 def tokenizer(begins: bool = False) -> Any:
@@ -32,7 +38,9 @@ def tokenizer(begins: bool = False) -> Any:
     made = make_tokenizer()
     made.bos_token = begin = made.convert_ids_to_tokens(BOS)
     if begins:
-        made.backend_tokenizer.post_processor = TemplateProcessing([begin, "$A"], None, [(begin, BOS)])
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            [begin, "$A"], None, [(begin, BOS)]
+        )
     return made
 
 
@@ -47,7 +55,9 @@ def _texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(calibration: str, config: Any = GEMMA, begins: bool = False, **options: Any) -> Any:
-    how = CalibrationOptions(calibration=calibration, **({"samples": 4, "seqlen": LENGTH} | options))
+    how = CalibrationOptions(
+        calibration=calibration, **({"samples": 4, "seqlen": LENGTH} | options)
+    )
     return read_text(how, tokenizer(begins), config)
 
 
@@ -62,7 +72,9 @@ def test_each_sequence_of_gemma_begins_and_no_token_of_the_text_is_lost() -> Non
     assert read("a.txt").corpora[0].record().bos == "each"
     as_before = read("a.txt", LLAMA, begins=True)
     assert as_before.tokens.flatten().tolist() == [BOS, *plain[: 4 * LENGTH - 1]]
-    assert "bos" not in as_before.corpora[0].record().as_dict(), "records and signatures of other models stay"
+    assert "bos" not in as_before.corpora[0].record().as_dict(), (
+        "records and signatures of other models stay"
+    )
 
 
 def test_a_field_of_the_text_chooses() -> None:
@@ -95,17 +107,24 @@ def test_sequences_hold_every_token_once(begin: int | None) -> None:
         text = [token for row in found for token in row.tolist()]
         assert sum(token == 3 for token in text) == ids.count(3)
         again = sequences(torch.tensor(text, dtype=torch.int64), 4, begin)
-        assert [row.tolist() for row in again] == [row.tolist() for row in found], "a text that begins so gets no second token"
-    with pytest.raises(UserError, match="a sequence of 1 token has no place behind the begin token"):
+        assert [row.tolist() for row in again] == [row.tolist() for row in found], (
+            "a text that begins so gets no second token"
+        )
+    with pytest.raises(
+        UserError, match="a sequence of 1 token has no place behind the begin token"
+    ):
         sequences(torch.tensor([3]), 1, 9)
 
 
 @pytest.mark.parametrize("length", [63 * 5, 63 * 5 + 1, 63 * 5 + 20, 1])
-def test_the_begin_token_is_given_and_every_token_of_the_text_predicted_once(evaluable: Any, length: int) -> None:
+def test_the_begin_token_is_given_and_every_token_of_the_text_predicted_once(
+    evaluable: Any, length: int
+) -> None:
     model = load_model(evaluable("gemma2"), "cpu", "float32")
     ids = torch.randint(2, 256, (length,), generator=torch.Generator().manual_seed(0))
     found = perplexity(model, ids, 64, batch_size=2, begin=BOS)
-    total, weight = 0.0, 0
+    total = 0.0
+    weight = 0
     for block in ids.split(63):
         row = torch.cat([torch.tensor([BOS]), block])[None]
         with torch.no_grad():
@@ -139,7 +158,9 @@ def test_evaluations_name_it_and_differ_by_it(evaluable: Any) -> None:
     with pytest.raises(UserError, match="it holds other results"):
         results("gemma2", "suite.toml,bos=none", output=Path("g.json"))
     llama = results("llama", "suite.toml", output=Path("l.json"))
-    assert "bos" not in json.loads(Path("l.json").read_text())["made_by"]["text"], "older results are resumed and compared"
+    assert "bos" not in json.loads(Path("l.json").read_text())["made_by"]["text"], (
+        "older results are resumed and compared"
+    )
     assert "bos=" not in llama.table
     del stored["made_by"]["text"]["bos"]  # of an older emp-llm
     Path("older.json").write_text(json.dumps(stored))
@@ -149,11 +170,16 @@ def test_evaluations_name_it_and_differ_by_it(evaluable: Any) -> None:
 
 def test_runs_name_it(evaluable: Any) -> None:
     given: Any = {"samples": 4, "seqlen": LENGTH, "device_map": "cpu"}
-    report = prune(evaluable("gemma2"), calibration="a.txt", evaluate="suite.toml", output=Path("out"), **given)
+    report = prune(
+        evaluable("gemma2"), calibration="a.txt", evaluate="suite.toml", output=Path("out"), **given
+    )
     assert isinstance(report, RunReport)
     assert report.calibration is not None
     assert report.evaluation is not None
-    assert [text and text.bos for text in (report.calibration.text, report.evaluation.text)] == ["each", "each"]
+    assert [text and text.bos for text in (report.calibration.text, report.evaluation.text)] == [
+        "each",
+        "each",
+    ]
     calibrate(evaluable("gemma2"), calibration="a.txt,bos=none", output=Path("none"), **given)
     norms = Activations.load(Path("none"))
     assert norms.about.all_texts[0].bos == "none"
@@ -170,7 +196,10 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
 
     for name in ("self", "self:prompts.jsonl"):
         first = norms(name)
-        rows = [json.loads(line)["input_ids"] for line in Path("norms.self.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)["input_ids"]
+            for line in Path("norms.self.jsonl").read_text().splitlines()
+        ]
         assert [(row[0], len(row)) for row in rows] == [(BOS, LENGTH)] * 4
         if name != "self":
             assert rows[0][1:9] == tokenizer()("The lamp")["input_ids"]
@@ -184,11 +213,16 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
     [
         ("a.txt,bos=first", "bos=first: bos: expected str matching regex '^(auto|each|none)$'"),
         ("a.txt,bos=each", "bos=each: the tokenizer has neither a bos_token nor an eos_token"),
-        ("rows.jsonl,image=text,bos=each", "rows with images begin as the model's processor writes them"),
+        (
+            "rows.jsonl,image=text,bos=each",
+            "rows with images begin as the model's processor writes them",
+        ),
     ],
 )
 def test_wrong_input(models: Any, command: Run, calibration: str, told: str) -> None:
-    done = command("calibrate", "--model", models("gemma2"), "--calibration", calibration, "--output", "norms")
+    done = command(
+        "calibrate", "--model", models("gemma2"), "--calibration", calibration, "--output", "norms"
+    )
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""An interrupted calibration by blocks resumes after the last saved block, from a single state on disk."""
+"""An interrupted calibration by blocks resumes after the last saved block, from a single state
+on disk.
+"""
 
 import errno
 import logging
@@ -21,7 +23,9 @@ from emp_llm.models.blockwise import Step
 from emp_llm.prune import prune
 from emp_llm.sweep import sweep
 
-SAMPLES, LENGTH, WIDTH = 4, 64, 32
+SAMPLES = 4
+LENGTH = 64
+WIDTH = 32
 STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
 
 
@@ -73,9 +77,16 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def calibrated(model: Path, text: Path, folder: Path, command: str = "calibrate", **more: Any) -> bytes:
+def calibrated(
+    model: Path, text: Path, folder: Path, command: str = "calibrate", **more: Any
+) -> bytes:
     """Calibrate, or prune with pruned propagation; returns the activations file."""
-    options: dict[str, Any] = {"model": model, "calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH}
+    options: dict[str, Any] = {
+        "model": model,
+        "calibration": str(text),
+        "samples": SAMPLES,
+        "seqlen": LENGTH,
+    }
     options |= {"device_map": "cpu", "execution": "blocks"} | more
     if command == "calibrate":
         calibrate(output=folder / "out", **options)
@@ -99,14 +110,27 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     ("command", "during", "place", "device_map"),
-    [("calibrate", "block", "cpu", "disk"), ("calibrate", "state", "cpu", "cpu"), ("prune", "hidden states", "disk", "cpu")],
+    [
+        ("calibrate", "block", "cpu", "disk"),
+        ("calibrate", "state", "cpu", "cpu"),
+        ("prune", "hidden states", "disk", "cpu"),
+    ],
 )
 def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], command: str, during: str,
-    place: str, device_map: str,
-) -> None:  # fmt: skip
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runs: list[int],
+    command: str,
+    during: str,
+    place: str,
+    device_map: str,
+) -> None:
     def run(folder: str) -> bytes:
-        return calibrated(deep, text, tmp_path / folder, command, hidden_states=place, device_map=device_map)
+        return calibrated(
+            deep, text, tmp_path / folder, command, hidden_states=place, device_map=device_map
+        )
 
     expected = run("whole")
     times = 1 if command == "calibrate" else 2
@@ -130,10 +154,13 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
     if during == "block":
         kill_in(patch, 1)
         return
-    write, last = passes.write_bytes, "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
+    write = passes.write_bytes
+    last = "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
 
     def end_before(path: Path, content: bytes) -> None:
-        if path.name == last and (during == "hidden states" or list(path.parent.glob("hidden-2-*"))):
+        if path.name == last and (
+            during == "hidden states" or list(path.parent.glob("hidden-2-*"))
+        ):
             raise _Killed
         write(path, content)
 
@@ -143,7 +170,12 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("again", ["the same", "another", "sweep"])
 def test_no_state_is_left_by_a_run_killed_after_its_calibration(
-    evaluable: Callable[[str], Path], text: Path, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+    evaluable: Callable[[str], Path],
+    text: Path,
+    task_suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    again: str,
 ) -> None:
     """The norms are in the unfinished output, and the state between blocks is not deleted yet."""
     model = evaluable("llama")
@@ -152,8 +184,17 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         if again != "sweep":
             calibrated(model, text, tmp_path, "prune")
             return
-        options: dict[str, Any] = {"calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH, "execution": "blocks"}
-        options |= {"suite": str(task_suite.parent / "short.toml"), "methods": "emp-wanda", "device_map": "cpu"}
+        options: dict[str, Any] = {
+            "calibration": str(text),
+            "samples": SAMPLES,
+            "seqlen": LENGTH,
+            "execution": "blocks",
+        }
+        options |= {
+            "suite": str(task_suite.parent / "short.toml"),
+            "methods": "emp-wanda",
+            "device_map": "cpu",
+        }
         sweep(model, output=tmp_path / "out", **options)
 
     with monkeypatch.context() as patch:
@@ -175,15 +216,24 @@ def _kill(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("change", [{}, {"batch_size": 1}, {"numbers": (2, 2)}], ids=["the same", "batch size", "mix"])
+@pytest.mark.parametrize(
+    "change", [{}, {"batch_size": 1}, {"numbers": (2, 2)}], ids=["the same", "batch size", "mix"]
+)
 def test_another_calibration_starts_over(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], change: dict[str, Any]
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runs: list[int],
+    change: dict[str, Any],
 ) -> None:
     (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
 
     def run(folder: str, numbers: tuple[int, int] = (3, 1), **more: Any) -> bytes:
         mix = f"{text}:{numbers[0]},{tmp_path / 'other.txt'}:{numbers[1]}"
-        return calibrated(deep, text, tmp_path / folder, **{"calibration": mix, "samples": None} | more)
+        return calibrated(
+            deep, text, tmp_path / folder, **{"calibration": mix, "samples": None} | more
+        )
 
     expected = run("whole", **change)
     with monkeypatch.context() as patch:
@@ -197,7 +247,12 @@ def test_another_calibration_starts_over(
 
 @pytest.mark.usefixtures("eager")
 def test_one_state_is_kept_and_announced_once(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    saves: list[int],
 ) -> None:
     caplog.set_level(logging.INFO)
     seen: list[set[str]] = []
@@ -219,12 +274,22 @@ def test_one_state_is_kept_and_announced_once(
     assert saves == []
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [((10, 0), [3]), ((31, 1), [1, 2, 3]), ((31, 6), [1, 3]), ((5, 0), [])])
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [((10, 0), [3]), ((31, 1), [1, 2, 3]), ((31, 6), [1, 3]), ((5, 0), [])]
+)
 def test_the_time_between_saves(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int], runs: list[int],
-    seconds: tuple[int, int], expected: list[int],
-) -> None:  # fmt: skip
-    """Of a block and of a save. At least 30 since the last save, and ten times the duration of that save."""
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saves: list[int],
+    runs: list[int],
+    seconds: tuple[int, int],
+    expected: list[int],
+) -> None:
+    """Of a block and of a save. At least 30 since the last save, and ten times the duration of
+    that save.
+    """
     write = passes.write_bytes
 
     def slow_write(path: Path, content: bytes) -> None:
@@ -233,7 +298,11 @@ def test_the_time_between_saves(
 
     written: list[bool] = []
     monkeypatch.setattr(passes, "write_bytes", slow_write)
-    monkeypatch.setattr(passes.time, "monotonic", lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written))
+    monkeypatch.setattr(
+        passes.time,
+        "monotonic",
+        lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written),
+    )
     calibrated(deep, text, tmp_path)
     assert saves == expected
 
@@ -241,11 +310,30 @@ def test_the_time_between_saves(
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("then", ["a file is missing", "a disk is full"])
 def test_ranks_resume_together(
-    deep: Path, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, then: str
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    then: str,
 ) -> None:
-    """The second rank dies in the third block. Both have saved their hidden states after the second."""
+    """The second rank dies in the third block. Both have saved their hidden states after the
+    second.
+    """
     expected = calibrated(deep, text, tmp_path / "whole", batch_size=1)
-    options = ["calibrate", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--batch-size", 1]
+    options = [
+        "calibrate",
+        "--model",
+        deep,
+        "--calibration",
+        text,
+        "--samples",
+        SAMPLES,
+        "--seqlen",
+        LENGTH,
+        "--batch-size",
+        1,
+    ]
     line = [*options, "--device-map", "cpu", "--execution", "blocks", "--output", "out"]
     write = passes.write_bytes
 
@@ -272,11 +360,21 @@ def test_ranks_resume_together(
     ]
     if then == "a file is missing":
         (progress / "hidden-2-1.safetensors").unlink()
-    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=fill if then == "a disk is full" else None)
+    done = launch(
+        2,
+        tmp_path,
+        tmp_path_factory.mktemp("logs"),
+        *line,
+        prepare=fill if then == "a disk is full" else None,
+    )
     assert done.codes == [0, 0], done.error
     assert ("resumed after block 2 of 4" in done.error) == (then != "a file is missing")
-    assert ("the files of some ranks are missing; the calibration starts over" in done.error) == (then == "a file is missing")
-    assert done.error.count("the disk is full; the calibration continues") == 2 * (then == "a disk is full")
+    assert ("the files of some ranks are missing; the calibration starts over" in done.error) == (
+        then == "a file is missing"
+    )
+    assert done.error.count("the disk is full; the calibration continues") == 2 * (
+        then == "a disk is full"
+    )
     assert not progress.exists()
     several = Activations.load(tmp_path / "out")
     assert several.about.ranks == 2
@@ -285,6 +383,17 @@ def test_ranks_resume_together(
 
 
 def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[..., Any]) -> None:
-    line = ["prune", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--dry-run"]
+    line = [
+        "prune",
+        "--model",
+        deep,
+        "--calibration",
+        text,
+        "--samples",
+        SAMPLES,
+        "--seqlen",
+        LENGTH,
+        "--dry-run",
+    ]
     assert format_bytes(2 * STATE) in command(*line).stdout
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout

@@ -1,4 +1,6 @@
-"""The model card and the other published records: their content, and that they name no folder of a machine or a user."""
+"""The model card and the other published records: their content, and that they name no folder of
+a machine or a user.
+"""
 
 import json
 import re
@@ -20,7 +22,14 @@ from emp_llm.push import push
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.push import Origin, _public, cached_repository, card_text, method_words, public
+from emp_llm.reporting.push import (
+    Origin,
+    _public,
+    cached_repository,
+    card_text,
+    method_words,
+    public,
+)
 from emp_llm.verify import verify
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)
@@ -31,15 +40,29 @@ def add_task(path: Path, accuracy: float) -> None:
     record = json.loads(path.read_text())
     answers = {"acc,none": accuracy, "acc_stderr,none": 0.25, "alias": "lamps"}
     counts = {"lamps": {"original": 8, "effective": 8}}
-    record["tasks"] = {"lamps": {"results": {"lamps": answers}, "n-samples": counts, "n-shot": {"lamps": 0}, "groups": []}}
+    record["tasks"] = {
+        "lamps": {
+            "results": {"lamps": answers},
+            "n-samples": counts,
+            "n-shot": {"lamps": 0},
+            "groups": [],
+        }
+    }
     path.write_text(json.dumps(record))
 
 
-def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, hub_suite: Path, tmp_path: Path) -> None:
+def test_the_card(
+    hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, hub_suite: Path, tmp_path: Path
+) -> None:
     (checkpoint / "emp_llm").mkdir(exist_ok=True)
     (checkpoint / "emp_llm" / "kept_fractions.png").write_bytes(PNG)
     results = tmp_path / "pruned-lamps.json"
-    asked = {"suite": f"{hub_suite},seqlen=64", "baseline": str(hub_dense), "output": results, "device_map": "cpu"}
+    asked = {
+        "suite": f"{hub_suite},seqlen=64",
+        "baseline": str(hub_dense),
+        "output": results,
+        "device_map": "cpu",
+    }
     client.call("evaluate", model=checkpoint, **asked)
     measured = json.loads(results.read_text())["perplexity"]["perplexity"]
     both = [results, results.with_name("pruned-lamps-baseline.json")]
@@ -52,18 +75,27 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
     evidence = {"results": both, "base_model": "user/dense"}
     done = client.call("push", folder=checkpoint, repository="user/card", **evidence)
     assert "result" in done, done
-    assert hub.repositories["user/card"].head().title == "dense pruned by emp-magnitude with emp-llm"
+    assert hub.repositories["user/card"].head().title == (
+        "dense pruned by emp-magnitude with emp-llm"
+    )
     metadata, body = card_of(hub, "user/card")
     assert (metadata["license"], metadata["language"]) == ("llama3.2", ["en"])
     assert (metadata["base_model"], metadata["base_model_relation"]) == ("user/dense", "finetune")
-    assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-generation")
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == (
+        "transformers",
+        "text-generation",
+    )
     assert {"emp-llm", "emp-magnitude", "pruning", "facebook"} <= set(metadata["tags"])
     report = json.loads((checkpoint / "emp_report.json").read_text())
     (index,) = metadata["model-index"]
     assert index["name"] == "card"
-    values = {metric["name"]: metric["value"] for entry in index["results"] for metric in entry["metrics"]}
+    values = {
+        metric["name"]: metric["value"] for entry in index["results"] for metric in entry["metrics"]
+    }
     assert values == {
-        "perplexity per token, blocks of 128": report["evaluation"]["pruned"]["perplexity"]["perplexity"],
+        "perplexity per token, blocks of 128": report["evaluation"]["pruned"]["perplexity"][
+            "perplexity"
+        ],
         "perplexity per token, blocks of 64": measured,
         "acc by lm-eval, 0-shot": 0.5,
     }
@@ -107,19 +139,34 @@ HOSTILE = [
 
 @pytest.mark.parametrize("written", HOSTILE)
 def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: str) -> None:
-    """Names, commands, warnings and versions come from files of others: no link, heading, HTML or code comes of them."""
+    """Names, commands, warnings and versions come from files of others: no link, heading, HTML
+    or code comes of them.
+    """
     markdown = pytest.importorskip("markdown_it")
 
     def html(report: RunReport, name: str | None) -> str:
-        card = card_text("user/card", None, report, Origin(name, None, {"license": name}), [], None, [], [], ["LICENSE"])
+        card = card_text(
+            "user/card",
+            None,
+            report,
+            Origin(name, None, {"license": name}),
+            [],
+            None,
+            [],
+            [],
+            ["LICENSE"],
+        )
         assert all(letter.isprintable() or letter == "\n" for letter in card)
-        return str(markdown.MarkdownIt("gfm-like", {"linkify": False}).render(card.partition("\n---\n")[2]))
+        return str(
+            markdown.MarkdownIt("gfm-like", {"linkify": False}).render(card.partition("\n---\n")[2])
+        )
 
     def tags(page: str) -> list[str]:
         return re.findall(r"</?(?!code|em>|strong>)\w+[^>]*>", page)
 
     values = json.loads((checkpoint / "emp_report.json").read_text())
-    harmless, hostile = [], []
+    harmless = []
+    hostile = []
     for found, word in ((harmless, "word"), (hostile, written)):
         changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
         changed["source"] = values["source"] | {"model": word, "revision": None}
@@ -135,11 +182,17 @@ def test_a_command_with_an_open_quote() -> None:
 
 
 def test_methods_in_words() -> None:
-    wanda, admm = Recipe(method="wanda"), Recipe(method="emp-admm")
+    wanda = Recipe(method="wanda")
+    admm = Recipe(method="emp-admm")
     assert method_words(wanda).endswith("Wanda scores (weight magnitude times input norm)")
-    assert method_words(admm).endswith("(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)")
+    assert method_words(admm).endswith(
+        "(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)"
+    )
     neurons = Recipe(method="emp-wanda", refit=True, structure=StructureRecipe(structure="neurons"))
-    words = "EMP of whole MLP neurons scored by the norms of their weights and activations, with a refit of the kept weights"
+    words = (
+        "EMP of whole MLP neurons scored by the norms of their weights and activations, with a "
+        "refit of the kept weights"
+    )
     assert method_words(neurons).endswith(words)
 
 
@@ -150,11 +203,16 @@ def test_a_card_of_ones_own_is_kept(hub: Hub, client: Client, checkpoint: Path) 
     assert held(hub, "user/own")["README.md"] == b"---\nlicense: mit\n---\nMy own words.\n"
 
 
-def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path, tmp_path: Path) -> None:
-    file, ours = tmp_path / "r.json", tmp_path / "ours.json"
+def test_evidence_of_something_else_is_refused(
+    checkpoint: Path, hub_dense: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    ours = tmp_path / "ours.json"
 
     def write(path: Path, **more: Any) -> None:
-        path.write_text(json.dumps({"format": "emp-llm results 3", "model": "m", "complete": True} | more))
+        path.write_text(
+            json.dumps({"format": "emp-llm results 3", "model": "m", "complete": True} | more)
+        )
 
     def made_by(identity: str | None, **more: Any) -> dict[str, Any]:
         return {"model": {"identity": identity}} | more
@@ -167,7 +225,10 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     refused(f"--results {file}", file)
     write(file, made_by=made_by("other"), complete=False)
     refused("has not finished", file)
-    write(ours, made_by=made_by(identity_of(Checkpoint(checkpoint)), text={"file": "of another suite"}))
+    write(
+        ours,
+        made_by=made_by(identity_of(Checkpoint(checkpoint)), text={"file": "of another suite"}),
+    )
     push(checkpoint, "user/right", dry_run=True, results=[ours])
     refused("two files of this name", ours, ours)
     for identity, *others in (("other",), ("other", ours), (identity_of(Checkpoint(hub_dense)),)):
@@ -175,51 +236,106 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
         refused("r.json: it is of other weights than those in", *others, file)
 
 
-def test_nothing_published_names_a_folder(hub: Hub, client: Client, hub_dense: Path, text: Path, tmp_path: Path) -> None:
+def test_nothing_published_names_a_folder(
+    hub: Hub, client: Client, hub_dense: Path, text: Path, tmp_path: Path
+) -> None:
     home = tmp_path / "home" / "somebody"
     shutil.copytree(hub_dense, home / "models" / "llama")
     for folder in ("texts", "suites"):
         (home / folder).mkdir()
         shutil.copy(text, home / folder / "lamps.txt")
-    (home / "suites" / "lamps.toml").write_text('[perplexity]\nfile = "lamps.txt"\njoin = " "\nseqlen = 128\n')
+    (home / "suites" / "lamps.toml").write_text(
+        '[perplexity]\nfile = "lamps.txt"\njoin = " "\nseqlen = 128\n'
+    )
     (home / "map.json").write_text('{"": "cpu"}')
-    first, output = home / "runs" / "first", home / "runs" / "second"
+    first = home / "runs" / "first"
+    output = home / "runs" / "second"
     prune(model=home / "models" / "llama", method="emp-magnitude", output=first)
-    line = ["prune", "--model", "models/llama", "--method", "wanda", "--match", "../somebody/runs/first", "--output", output]
-    line += ["--calibration", home / "texts" / "lamps.txt", "--samples", 4, "--seqlen", 64, "--device-map", home / "map.json"]
+    line = [
+        "prune",
+        "--model",
+        "models/llama",
+        "--method",
+        "wanda",
+        "--match",
+        "../somebody/runs/first",
+        "--output",
+        output,
+    ]
+    line += [
+        "--calibration",
+        home / "texts" / "lamps.txt",
+        "--samples",
+        4,
+        "--seqlen",
+        64,
+        "--device-map",
+        home / "map.json",
+    ]
     code, _, err = client.command(home, *line, "--evaluate", "suites/lamps.toml")
     assert code == 0, err
     results = [home / "second.json", home / "second-baseline.json"]
-    line = ["evaluate", "--model", "runs/second", "--baseline", "models/llama", "--suite", home / "suites" / "lamps.toml"]
+    line = [
+        "evaluate",
+        "--model",
+        "runs/second",
+        "--baseline",
+        "models/llama",
+        "--suite",
+        home / "suites" / "lamps.toml",
+    ]
     code, _, err = client.command(home, *line, "--output", results[0])
     assert code == 0, err
     hub.seen.clear()
     done = client.call("push", folder=output, repository="user/public", results=results)
     assert "result" in done, done
     files = held(hub, "user/public")
-    assert {"README.md", "emp_report.json", "emp_manifest.json", "emp_llm/second.json"} <= files.keys()
+    assert {
+        "README.md",
+        "emp_report.json",
+        "emp_manifest.json",
+        "emp_llm/second.json",
+    } <= files.keys()
     assert "emp_llm/activations.safetensors" in files
-    for name, content in (*files.items(), *((f"request {i}", body) for i, body in enumerate(hub.seen))):
-        for trace in (b"somebody", str(tmp_path).encode(), b"models/llama", b"runs/", b"suites/", b"texts/"):
+    for name, content in (
+        *files.items(),
+        *((f"request {i}", body) for i, body in enumerate(hub.seen)),
+    ):
+        for trace in (
+            b"somebody",
+            str(tmp_path).encode(),
+            b"models/llama",
+            b"runs/",
+            b"suites/",
+            b"texts/",
+        ):
             assert trace not in content, (name, trace)
     report = json.loads(files["emp_report.json"])
     assert report["command"] == (
-        "emp-llm prune --model llama --method wanda --match first --output second --calibration lamps.txt --samples 4 "
-        "--seqlen 64 --device-map map.json --evaluate lamps.toml"
+        "emp-llm prune --model llama --method wanda --match first --output second --calibration "
+        "lamps.txt --samples 4 --seqlen 64 --device-map map.json --evaluate lamps.toml"
     )
     assert report["source"]["model"] == "llama"
-    assert report["recipe"]["match"] == json.loads(files["emp_manifest.json"])["recipe"]["match"] == "first"
+    assert (
+        report["recipe"]["match"]
+        == json.loads(files["emp_manifest.json"])["recipe"]["match"]
+        == "first"
+    )
     (tmp_path / "there" / "emp_llm").mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / "there" / name).write_bytes(content)
     found = verify(tmp_path / "there", source=home / "models" / "llama")
     assert found.differences == []
     assert found.checked["targets"] == 6
-    assert str(home) in (output / "emp_report.json").read_text(), "the user's own files keep their paths"
+    assert str(home) in (output / "emp_report.json").read_text(), (
+        "the user's own files keep their paths"
+    )
     assert contents(output)["README.md"] == files["README.md"]
 
 
-CACHED = "/home/somebody/.cache/huggingface/hub/models--meta-llama--Llama-2-7b-hf/snapshots/" + "0" * 40
+CACHED = (
+    "/home/somebody/.cache/huggingface/hub/models--meta-llama--Llama-2-7b-hf/snapshots/" + "0" * 40
+)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +351,15 @@ CACHED = "/home/somebody/.cache/huggingface/hub/models--meta-llama--Llama-2-7b-h
 )
 def test_names_of_models(name: str, shown: str) -> None:
     assert public(CalibrationRecord(model=name)).model == shown
-    assert public(TextRecord(dataset=name, join="/", file="/x/a.txt")) == TextRecord(dataset=shown, join="/", file="a.txt")
+    assert public(TextRecord(dataset=name, join="/", file="/x/a.txt")) == TextRecord(
+        dataset=shown, join="/", file="a.txt"
+    )
 
 
 def test_a_folder_that_looks_like_a_hub_id() -> None:
-    assert public(ModelSource(model="models/llama", revision=None), {"models/llama"}).model == "llama"
+    assert (
+        public(ModelSource(model="models/llama", revision=None), {"models/llama"}).model == "llama"
+    )
     assert public(ModelSource(model="models/llama", revision="0" * 40)).model == "models/llama"
     assert cached_repository(CACHED) == ("meta-llama/Llama-2-7b-hf", "0" * 40)
 

@@ -1,4 +1,6 @@
-"""What a run says of the damage: the perplexity of held-out text, and rows that keep next to nothing."""
+"""What a run says of the damage: the perplexity of held-out text, and rows that keep next to
+nothing.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 
 Models = Callable[[str], Path]
-SAMPLES, LENGTH = 6, 32
+SAMPLES = 6
+LENGTH = 32
 
 
 def perplexity_by_hand(folder: Path, ids: torch.Tensor) -> float:
@@ -26,7 +29,9 @@ def perplexity_by_hand(folder: Path, ids: torch.Tensor) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         logits = model(ids).logits[:, :-1]
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
     return math.exp(float(losses.mean()))
 
 
@@ -44,19 +49,38 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
     models: Models, text: Path, tmp_path: Path, how: dict[str, Any]
 ) -> None:
     source = models("llama")
-    prune(source, output=tmp_path / "out", calibration=str(text), samples=SAMPLES, seqlen=LENGTH, device_map="cpu", **how)
+    prune(
+        source,
+        output=tmp_path / "out",
+        calibration=str(text),
+        samples=SAMPLES,
+        seqlen=LENGTH,
+        device_map="cpu",
+        **how,
+    )
     report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
     assert report.check is not None
     ids = AutoTokenizer.from_pretrained(source)(text.read_text(), return_tensors="pt")["input_ids"]
     behind = ids[0, SAMPLES * LENGTH : (SAMPLES + 8) * LENGTH].view(8, LENGTH)
     assert report.check.dense.value == pytest.approx(perplexity_by_hand(source, behind), rel=0.01)
-    assert report.check.pruned.value == pytest.approx(perplexity_by_hand(tmp_path / "out", behind), rel=0.01)
+    assert report.check.pruned.value == pytest.approx(
+        perplexity_by_hand(tmp_path / "out", behind), rel=0.01
+    )
     assert report.check.dense.blocks == report.check.pruned.blocks == 8
     assert "check" in report.stages
 
 
 def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) -> None:
-    line = ["prune", models("llama"), "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
+    line = [
+        "prune",
+        models("llama"),
+        "--calibration",
+        text,
+        "--samples",
+        SAMPLES,
+        "--seqlen",
+        LENGTH,
+    ]
     done = command(*line, "--output", "out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("held-out text, 8 x 32 tokens: perplexity 2")
@@ -79,8 +103,14 @@ def test_where_nothing_is_measured(
     assert checked("without text", method="magnitude") is None
     short = tmp_path / "short.txt"
     short.write_text("".join(text.read_text().splitlines(keepends=True)[:20]))
-    assert checked("at the end of the text", calibration=str(short), samples=26, seqlen=LENGTH) is None
-    with pytest.raises(UserError, match=r"--check measures text behind that of the calibration, and this run reads none"):
+    assert (
+        checked("at the end of the text", calibration=str(short), samples=26, seqlen=LENGTH) is None
+    )
+    with pytest.raises(
+        UserError,
+        match=r"--check measures text behind that of the calibration, "
+        r"and this run reads none",
+    ):
         checked("asked for", method="magnitude", check=True)
     with pytest.raises(UserError, match=r"--check: --evaluate measures both models"):
         checked("asked for", check=True, evaluate="demo", **how)
@@ -90,17 +120,25 @@ def test_where_nothing_is_measured(
 
     monkeypatch.setattr(check, "perplexity", fail)
     assert checked("without a number", **how) is None
-    assert "the perplexity of held-out text was not measured: the model's loss is not finite" in caplog.text
+    assert (
+        "the perplexity of held-out text was not measured: the model's loss is not finite"
+    ) in caplog.text
 
 
-def test_a_mix_of_texts_has_some_of_each(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mix_of_texts_has_some_of_each(
+    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
     seen: list[CalibrationText] = []
     monkeypatch.setattr(check.Check, "measure_dense", lambda self, _: seen.append(self._tokens))
-    prune(models("llama"), output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH)
+    prune(
+        models("llama"), output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH
+    )
     tokenizer = AutoTokenizer.from_pretrained(models("llama"))
-    first, second = (torch.tensor(tokenizer(each.read_text())["input_ids"]) for each in (text, other))
+    first, second = (
+        torch.tensor(tokenizer(each.read_text())["input_ids"]) for each in (text, other)
+    )
     wanted = [first[4 * LENGTH : 8 * LENGTH], second[3 * LENGTH : 7 * LENGTH]]
     assert torch.equal(seen[0].flatten(), torch.cat(wanted))  # type: ignore[attr-defined]
 
@@ -114,7 +152,9 @@ def dominated(folder: Path, models: Models) -> Path:
     return folder
 
 
-def test_rows_that_starve_are_said(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_starve_are_said(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = dominated(tmp_path / "model", models)
     reports = {}
     for order in (2.0, 1.0):
@@ -127,18 +167,26 @@ def test_rows_that_starve_are_said(models: Models, tmp_path: Path, caplog: pytes
     assert starved.kept_fraction.max < 0.05
     removed = [f"{100 * reports[order].targets.sparsity_of_targets:.2f} %" for order in (1.0, 2.0)]
     assert first.warnings[0].startswith(
-        f"{starved.rows} of {rows} rows keep less than 5 % of their weights, in 1 of {len(first.matrices)} matrices: a few "
-        "inputs carry their scores (in model.layers.1.mlp.down_proj, input 5 has 9"
+        f"{starved.rows} of {rows} rows keep less than 5 % of their weights, in 1 of "
+        f"{len(first.matrices)} matrices: a few inputs carry their scores (in "
+        "model.layers.1.mlp.down_proj, input 5 has 9"
     )
-    assert f"--order 1 would remove {removed[0]} in place of {removed[1]}; --method wanda" in first.warnings[0]
+    assert first.warnings[0].endswith(
+        f"Instead of {removed[1]}, --order 1 would remove {removed[0]}."
+    )
     assert first.warnings[0] in caplog.text
     scaled = prune(source, method="emp-magnitude", sparsity=0.4, output=tmp_path / "scaled")
     assert isinstance(scaled, RunReport)
-    assert "--order 1 removes as much, more evenly" in scaled.warnings[0]
+    assert scaled.warnings[0].endswith("--order 1 removes as much, more evenly.")
     # The same in memory; and where no row starves, or the user asks for so few, nothing is said.
     model = AutoModelForCausalLM.from_pretrained(source)
-    assert prune_model(model, Recipe(method="emp-magnitude")).record.warnings[0] == first.warnings[0]
-    for how in ({"method": "magnitude", "sparsity": 0.97}, {"method": "emp-magnitude", "ignore": "down_proj"}):
+    assert (
+        prune_model(model, Recipe(method="emp-magnitude")).record.warnings[0] == first.warnings[0]
+    )
+    for how in (
+        {"method": "magnitude", "sparsity": 0.97},
+        {"method": "emp-magnitude", "ignore": "down_proj"},
+    ):
         report = prune(source, output=tmp_path / "other", overwrite=True, **how)  # type: ignore[arg-type]
         assert isinstance(report, RunReport)
         assert not any("rows keep less" in warning for warning in report.warnings)

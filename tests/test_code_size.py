@@ -1,7 +1,7 @@
 """The budget: the package's tokens, and how much of it a run enters.
 
-Tokens, not lines: nothing is gained by packing two things on one line. The numbers leave room for a patch of usual size; a
-commit that raises one says what it pays for.
+Tokens, not lines: nothing is gained by packing two things on one line. The numbers leave room for a
+patch of usual size; a commit that raises one says what it pays for.
 """
 
 import code_size
@@ -12,7 +12,12 @@ from emp_llm.prune import prune
 TOKENS = 240_000
 FILES = 160
 FOLDERS = 17
-ENTERED = {"prune": (56, 412), "data-free prune": (38, 255), "prune_model": (43, 275), "perplexity": (34, 162)}
+ENTERED = {
+    "prune": (56, 412),
+    "data-free prune": (38, 255),
+    "prune_model": (43, 275),
+    "perplexity": (34, 162),
+}
 
 
 def test_the_package() -> None:

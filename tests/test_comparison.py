@@ -22,7 +22,12 @@ from emp_llm.evaluation.comparison import (
 from emp_llm.records.evaluation import Measures, packed_answers
 from emp_llm.records.results import Results
 
-WIKITEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test", "seqlen": 2048}
+WIKITEXT = {
+    "dataset": "Salesforce/wikitext",
+    "config": "wikitext-2-raw-v1",
+    "split": "test",
+    "seqlen": 2048,
+}
 PERPLEXITY = "perplexity, blocks of 64"
 
 
@@ -39,14 +44,31 @@ def model(
     counts = {"original": 100, "effective": 100}
     tasks = {
         name: {
-            "results": {name: {"alias": name, "acc,none": value, "acc_stderr,none": 0.01, "f1,none": 0.5}},
+            "results": {
+                name: {"alias": name, "acc,none": value, "acc_stderr,none": 0.01, "f1,none": 0.5}
+            },
             "n-samples": {name: counts},
         }
         for name, value in (("boolq", 0.7), ("rte", 0.6))
     }
-    pruned = {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": zeros}
-    measured = {"perplexity": perplexity, "tokens": 1000, "block_length": block_length, "partial": False}
-    values = {"model": name, "suite": "paper", "pruned": pruned if method else None, "perplexity": measured, "tasks": tasks}
+    pruned = {
+        "of": "meta-llama/Llama-2-7b-hf",
+        "recipe": {"method": method, **recipe},
+        "sparsity_of_targets": zeros,
+    }
+    measured = {
+        "perplexity": perplexity,
+        "tokens": 1000,
+        "block_length": block_length,
+        "partial": False,
+    }
+    values = {
+        "model": name,
+        "suite": "paper",
+        "pruned": pruned if method else None,
+        "perplexity": measured,
+        "tasks": tasks,
+    }
     return msgspec.convert(values | {"made_by": {"model": {}, "text": text or WIKITEXT}}, Results)
 
 
@@ -68,9 +90,17 @@ def test_published_values_stand_beside_the_papers_models() -> None:
 def test_published_values_stand_nowhere_else() -> None:
     assert "\npaper:" not in compare([model("somebody/else")])
     assert "\npaper:" not in compare([model("out", "ria")])
-    for key, value in (("beta", 1.25), ("order", 1.0), ("targets", "all-linear"), ("group", "matrix")):
+    for key, value in (
+        ("beta", 1.25),
+        ("order", 1.0),
+        ("targets", "all-linear"),
+        ("group", "matrix"),
+    ):
         assert "\npaper:" not in compare([model("out", "emp-wanda", **{key: value})])
-    for other in (model("meta-llama/Llama-2-7b-hf", text={"file": "x"}), model("meta-llama/Llama-2-7b-hf", block_length=512)):
+    for other in (
+        model("meta-llama/Llama-2-7b-hf", text={"file": "x"}),
+        model("meta-llama/Llama-2-7b-hf", block_length=512),
+    ):
         (line,) = (line for line in compare([other]).splitlines() if line.startswith("perplexity"))
         assert line.split()[-1] == "-"
 
@@ -88,15 +118,22 @@ def test_a_ruined_model_is_told_with_what_to_try() -> None:
 
 
 def test_models_with_other_zeros_are_told() -> None:
-    dense, few, more = model("dense"), model("few", "emp-wanda", zeros=0.367), model("more", "wanda", zeros=0.5)
-    assert "\nthe models differ in their zeros: few 36.70 %, more 50.00 % of the targets" in compare([dense, few, more])
+    dense = model("dense")
+    few = model("few", "emp-wanda", zeros=0.367)
+    more = model("more", "wanda", zeros=0.5)
+    assert (
+        "\nthe models differ in their zeros: few 36.70 %, more 50.00 % of the targets"
+    ) in compare([dense, few, more])
     assert "zeros" not in compare([dense, few, model("near", "wanda", zeros=0.375)])
     assert "zeros" not in compare([dense, few])
 
 
 def test_models_with_different_block_lengths_are_not_compared() -> None:
     lines = compare([model("a"), model("b", block_length=512)]).splitlines()
-    assert [line.split()[-2:] for line in lines if line.startswith("perplexity")] == [["-", "-"], ["5.500", "-"]]
+    assert [line.split()[-2:] for line in lines if line.startswith("perplexity")] == [
+        ["-", "-"],
+        ["5.500", "-"],
+    ]
 
 
 def test_groups_show_their_own_line_or_their_members() -> None:
@@ -114,7 +151,8 @@ def test_groups_show_their_own_line_or_their_members() -> None:
     [
         (PERPLEXITY, 10.0, 12.5, "+25.00 %"),
         (PERPLEXITY, 16.0, 16.0 * (1 - 2.8e-16), "0.00 %"),
-        (PERPLEXITY, 10.0, 9.9999, "0.00 %"),  # a real difference, but below the digits shown: no sign
+        # A real difference, but below the digits shown: no sign.
+        (PERPLEXITY, 10.0, 9.9999, "0.00 %"),
         (PERPLEXITY, 10.0, math.inf, "+inf %"),
         (PERPLEXITY, math.inf, 10.0, "-100.00 %"),
         (PERPLEXITY, math.inf, math.inf, "-"),
@@ -129,8 +167,16 @@ def test_changes_as_text(name: str, base: float, value: float, text: str) -> Non
     assert change_text(name, Change(change_between(name, base, value))) == text
 
 
-def answered(sizes: dict[str, int], seed: int, asked: str = "the same", group: str | None = None, equal: bool = False) -> Any:
-    """Measures with random answers to some tasks, or to the members of a group, and the answers themselves."""
+def answered(
+    sizes: dict[str, int],
+    seed: int,
+    asked: str = "the same",
+    group: str | None = None,
+    equal: bool = False,
+) -> Any:
+    """Measures with random answers to some tasks, or to the members of a group, and the answers
+    themselves.
+    """
     chance = random.Random(seed)
     given = {name: [chance.random() < 0.7 for _ in range(size)] for name, size in sizes.items()}
     tasks = {
@@ -143,9 +189,18 @@ def answered(sizes: dict[str, int], seed: int, asked: str = "the same", group: s
     }
     if group is None:
         return measures(**tasks), given
-    merged = {key: {name: task[key][name] for name, task in tasks.items()} for key in ("results", "answers", "n-samples")}
-    every = [statistics.mean(bits) for bits in given.values()] if equal else [bit for bits in given.values() for bit in bits]
-    merged["results"] = {group: {"acc,none": statistics.mean(every), "acc_stderr,none": 0.02}} | merged["results"]
+    merged = {
+        key: {name: task[key][name] for name, task in tasks.items()}
+        for key in ("results", "answers", "n-samples")
+    }
+    every = (
+        [statistics.mean(bits) for bits in given.values()]
+        if equal
+        else [bit for bits in given.values() for bit in bits]
+    )
+    merged["results"] = {
+        group: {"acc,none": statistics.mean(every), "acc_stderr,none": 0.02}
+    } | merged["results"]
     return measures(**{group: merged}), given
 
 
@@ -161,12 +216,15 @@ def error_by_hand(first: list[bool], second: list[bool]) -> float:
 
 def test_accuracies_have_the_error_of_paired_answers() -> None:
     (before, a), (after, b) = (answered({"first": 37, "second": 400}, seed) for seed in (1, 2))
-    base, values = values_of(before), values_of(after)
+    base = values_of(before)
+    values = values_of(after)
     errors = []
     for name in ("first", "second"):
         change = change_of(f"{name} acc", values[f"{name} acc"], base[f"{name} acc"])
         assert change.paired
-        assert change.value == pytest.approx(100 * (statistics.mean(b[name]) - statistics.mean(a[name])))
+        assert change.value == pytest.approx(
+            100 * (statistics.mean(b[name]) - statistics.mean(a[name]))
+        )
         assert change.stderr == pytest.approx(error_by_hand(b[name], a[name]))
         errors.append(change.stderr)
     mean = change_of("mean acc of 2", values["mean acc of 2"], base["mean acc of 2"])
@@ -188,7 +246,11 @@ def test_groups_have_the_error_of_their_tasks(equal: bool) -> None:
 
 def test_without_the_same_examples_errors_are_unpaired() -> None:
     (base,) = values_of(answered({"first": 37}, 1)[0]).values()
-    others = [answered({"first": 37}, 2, asked="others")[0], answered({"first": 36}, 2)[0], answered({"first": 37}, 2)[0]]
+    others = [
+        answered({"first": 37}, 2, asked="others")[0],
+        answered({"first": 36}, 2)[0],
+        answered({"first": 37}, 2)[0],
+    ]
     others[2].tasks["first"].answers = {}
     tampered = answered({"first": 37}, 2)[0]
     tampered.tasks["first"].results["first"]["acc,none"] = 0.123  # not the share of these answers
@@ -200,7 +262,8 @@ def test_without_the_same_examples_errors_are_unpaired() -> None:
 
 
 def test_errors_of_changes_by_hand() -> None:
-    first, second = ((1.0, 10), (2.0, 10), (4.0, 10)), ((1.0, 10), (1.0, 10), (2.0, 10))
+    first = ((1.0, 10), (2.0, 10), (4.0, 10))
+    second = ((1.0, 10), (1.0, 10), (2.0, 10))
     # differences 0, 1, 2: mean 1, standard deviation 1, error 1 / sqrt(3)
     assert paired_error_of_losses(first, second) == pytest.approx(1 / math.sqrt(3))
     assert paired_error_of_losses(first, second[:2]) is None
@@ -216,12 +279,21 @@ def share_of(metric: str, value: float, stderr: Any, higher: bool = True) -> dic
     """The values of a task as lm-eval reports it."""
     results = {"task": {f"{metric},none": value, f"{metric}_stderr,none": stderr}}
     counts = {"task": {"original": 9, "effective": 9}}
-    return values_of(measures(task={"results": results, "n-samples": counts, "higher_is_better": {"task": {metric: higher}}}))
+    return values_of(
+        measures(
+            task={
+                "results": results,
+                "n-samples": counts,
+                "higher_is_better": {"task": {metric: higher}},
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("metric", ["exact_match", "a_metric_of_ones_own"])
 def test_any_share_of_examples_is_in_percent_with_its_error(metric: str) -> None:
-    base, value = share_of(metric, 0.5, 0.03), share_of(metric, 0.4, 0.04)
+    base = share_of(metric, 0.5, 0.03)
+    value = share_of(metric, 0.4, 0.04)
     (name,) = value
     assert name == f"task {metric} %"
     assert value_cell(name, value[name]) == "40.00 ± 4.00"

@@ -1,4 +1,6 @@
-"""Calibration on chat data: the tokenizer's chat template, no special token twice, and data that cannot be used."""
+"""Calibration on chat data: the tokenizer's chat template, no special token twice, and data that
+cannot be used.
+"""
 
 import json
 import shutil
@@ -15,8 +17,14 @@ from emp_llm.calibration.texts import find_corpus, text_rows
 from emp_llm.common.errors import UserError
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
-CHATS = [[{"role": "user", "content": f"Row {i}?"}, {"role": "assistant", "content": "It is so."}] for i in range(40)]
-SHAREGPT = [[{"from": "human", "value": f"Row {i}?"}, {"from": "gpt", "value": "It is so."}] for i in range(40)]
+CHATS = [
+    [{"role": "user", "content": f"Row {i}?"}, {"role": "assistant", "content": "It is so."}]
+    for i in range(40)
+]
+SHAREGPT = [
+    [{"from": "human", "value": f"Row {i}?"}, {"from": "gpt", "value": "It is so."}]
+    for i in range(40)
+]
 
 
 def write(path: Path, column: str, rows: list[Any]) -> str:
@@ -32,14 +40,21 @@ def with_template() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("column", "rows", "join"), [("messages", CHATS, "\n\n"), ("conversations", SHAREGPT, None), ("turns", CHATS, None)]
+    ("column", "rows", "join"),
+    [("messages", CHATS, "\n\n"), ("conversations", SHAREGPT, None), ("turns", CHATS, None)],
 )
-def test_conversations_are_rendered_by_the_template(tmp_path: Path, column: str, rows: list[Any], join: str | None) -> None:
-    name = write(tmp_path / "chat.jsonl", column, rows) + (",column=turns" if column == "turns" else "")
+def test_conversations_are_rendered_by_the_template(
+    tmp_path: Path, column: str, rows: list[Any], join: str | None
+) -> None:
+    name = write(tmp_path / "chat.jsonl", column, rows) + (
+        ",column=turns" if column == "turns" else ""
+    )
     tokenizer = with_template()
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     texts = texts if join is None else [join.join(texts)]
-    wanted = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    wanted = [
+        token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+    ]
     for _ in range(2):  # again, from the cache
         assert token_ids(replace(find_corpus(name), join=join), tokenizer).tolist() == wanted
 
@@ -52,7 +67,11 @@ def test_text_comes_before_conversations(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     name = write(tmp_path / "chat.jsonl", "messages", CHATS)
-    with pytest.raises(UserError, match=r"chat\.jsonl: its rows are conversations, .* has no chat template\. .*,column=NAME"):
+    with pytest.raises(
+        UserError,
+        match=r"chat\.jsonl: its rows are conversations, .* has no chat "
+        r"template\. .*,column=NAME",
+    ):
         token_ids(find_corpus(name), make_tokenizer())
     strict = with_template()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -60,14 +79,30 @@ def test_data_that_cannot_be_used(tmp_path: Path) -> None:
         token_ids(find_corpus(name), strict)
     for wrong in ([1, 2], [{"who": "me"}], []):
         name = write(tmp_path / f"wrong{len(wrong)}.jsonl", "messages", [wrong])
-        with pytest.raises(UserError, match=r"column 'messages' holds neither text nor conversations"):
+        with pytest.raises(
+            UserError,
+            match=r"column 'messages' holds neither text nor "
+            r"conversations",
+        ):
             token_ids(find_corpus(name), with_template())
 
 
 def test_a_model_is_calibrated_on_a_chat(evaluable: Any, tmp_path: Path, command: Run) -> None:
-    """Through the command; the tokenizer of the model has no template, and is told so before the model is loaded."""
+    """Through the command; the tokenizer of the model has no template, and is told so before the
+    model is loaded.
+    """
     write(tmp_path / "chat.jsonl", "messages", CHATS)
-    line = ("calibrate", "--calibration", "chat.jsonl", "--samples", 2, "--seqlen", 16, "--output", "norms")
+    line = (
+        "calibrate",
+        "--calibration",
+        "chat.jsonl",
+        "--samples",
+        2,
+        "--seqlen",
+        16,
+        "--output",
+        "norms",
+    )
     done = command(*line, "--model", evaluable("llama"))
     assert done.returncode == 2
     assert "no chat template" in done.stderr

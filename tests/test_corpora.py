@@ -28,7 +28,9 @@ def by_hand(texts: list[str]) -> list[int]:
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(ROWS), encoding="utf-8")
-    ids = token_ids(replace(find_corpus(str(tmp_path / "a.txt")), samples=4, seqlen=50), make_tokenizer())
+    ids = token_ids(
+        replace(find_corpus(str(tmp_path / "a.txt")), samples=4, seqlen=50), make_tokenizer()
+    )
     assert ids.dtype == torch.int64
     assert ids.reshape(-1).tolist() == by_hand(["\n".join(ROWS)])[:200]
 
@@ -52,25 +54,41 @@ def hub_like_folder(root: Path) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_shuffled_rows_follow_the_seed_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_shuffled_rows_follow_the_seed_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
-    corpus = Corpus(dataset=hub_like_folder(tmp_path), shuffle=True, stream=stream, samples=3, seqlen=40)
+    corpus = Corpus(
+        dataset=hub_like_folder(tmp_path), shuffle=True, stream=stream, samples=3, seqlen=40
+    )
     first, again, other = (token_ids(corpus, make_tokenizer(), seed).tolist() for seed in (1, 1, 2))
     assert first == again != other
     assert token_ids(find_corpus("someone/prose"), make_tokenizer()).tolist() == by_hand(ROWS)
     joined = token_ids(find_corpus("someone/prose,join=--"), make_tokenizer())
     assert joined.tolist() == by_hand(["--".join(ROWS)])
-    with pytest.raises(UserError, match=r"too short for 1000 samples x 40 tokens. Lower --samples or --seqlen"):
+    with pytest.raises(
+        UserError,
+        match=r"too short for 1000 samples x 40 tokens. Lower --samples "
+        r"or --seqlen",
+    ):
         token_ids(replace(corpus, samples=1000), make_tokenizer())
 
 
 def test_a_recipe_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("Once more, with feeling. " * 20)
-    (tmp_path / "mine.toml").write_text('about = "Mine."\nfile = "prose.txt"\nsamples = 2\nseqlen = 30\n')
+    (tmp_path / "mine.toml").write_text(
+        'about = "Mine."\nfile = "prose.txt"\nsamples = 2\nseqlen = 30\n'
+    )
     corpus = find_corpus(f"{tmp_path / 'mine.toml'},samples=3")
     assert token_ids(corpus, make_tokenizer()).shape == (3, 30)
     told = corpus.record().as_dict()
-    assert told == {"file": "prose.txt", "split": "train", "column": "text", "samples": 3, "seqlen": 30}
+    assert told == {
+        "file": "prose.txt",
+        "split": "train",
+        "column": "text",
+        "samples": 3,
+        "seqlen": 30,
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,9 @@ def test_wrong_changes(changes: str, told: str) -> None:
         find_corpus(f"wikitext2,{changes}")
 
 
-def test_wrong_fields_on_the_command_line(models: Callable[[str], Path], tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_wrong_fields_on_the_command_line(
+    models: Callable[[str], Path], tmp_path: Path, command: Callable[..., Any]
+) -> None:
     for options, told in (
         (("--calibration", "wikitext2,samples=0"), "samples must be at least 1, got 0"),
         (("--samples", "0"), "'--samples': "),
@@ -131,7 +151,9 @@ def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None
 
 
 @pytest.mark.parametrize("join", [None, "\n\n"])
-def test_the_tokens_of_a_part_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: str | None) -> None:
+def test_the_tokens_of_a_part_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: str | None
+) -> None:
     """A long text is tokenised in part; if the part has too few tokens, in a larger one."""
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps({"text": f"{row} " * 40}) + "\n" for row in ROWS))
@@ -140,4 +162,7 @@ def test_the_tokens_of_a_part_are_those_of_the_whole(tmp_path: Path, monkeypatch
     for characters in (8, 1):
         monkeypatch.setattr(tokens, "_CHARACTERS", characters)
         monkeypatch.setattr(tokens, "_MARGIN", 4)
-        assert token_ids(replace(corpus, samples=5, seqlen=60), make_tokenizer()).flatten().tolist() == whole[:300].tolist()
+        assert (
+            token_ids(replace(corpus, samples=5, seqlen=60), make_tokenizer()).flatten().tolist()
+            == whole[:300].tolist()
+        )

@@ -10,7 +10,18 @@ import pytest
 import tiny
 import torch
 from bench_refit import exact_rows
-from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, prune_plainly, prune_rows, weights
+from kernel_cases import (
+    BUDGETS,
+    DTYPES,
+    EDGES,
+    FIELDS,
+    KINDS,
+    bits,
+    norms_of,
+    prune_plainly,
+    prune_rows,
+    weights,
+)
 from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
@@ -40,13 +51,25 @@ FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "qwen3_moe")
 
 def spread(source: Path, kinds: str) -> str:
     """A device map as `block_map`, with its blocks on the CPU and on disk moved to other places."""
-    first, second = {"gpu-cpu": (0, "cpu"), "gpu-disk": (0, "disk"), "two-gpus": (0, 1), "disk-gpu": ("disk", 0)}[kinds]
-    return json.dumps({name: first if place == "cpu" else second for name, place in json.loads(block_map(source)).items()})
+    first, second = {
+        "gpu-cpu": (0, "cpu"),
+        "gpu-disk": (0, "disk"),
+        "two-gpus": (0, 1),
+        "disk-gpu": ("disk", 0),
+    }[kinds]
+    return json.dumps(
+        {
+            name: first if place == "cpu" else second
+            for name, place in json.loads(block_map(source)).items()
+        }
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kinds", ["gpu-cpu", "gpu-disk", "two-gpus", "disk-gpu"])
-def test_norms_on_several_devices_equal_those_on_one(models: Models, family: str, kinds: str) -> None:
+def test_norms_on_several_devices_equal_those_on_one(
+    models: Models, family: str, kinds: str
+) -> None:
     """Offloaded weights are used on the GPU, so the same kernels add the same numbers."""
     if kinds == "two-gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
@@ -54,12 +77,17 @@ def test_norms_on_several_devices_equal_those_on_one(models: Models, family: str
     expected = calibrate_model(whole, linears(whole), tokens(), 2)
     model = load_model(models(family), spread(models(family), kinds))
     for place in ("device", "cpu", "disk"):
-        assert_same(calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), 2), expected)
+        assert_same(
+            calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), 2),
+            expected,
+        )
     assert_same(calibrate_model(model, linears(model), tokens(), 2), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(tmp_path: Path, family: str) -> None:
+def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(
+    tmp_path: Path, family: str
+) -> None:
     source = tiny.make_model(tmp_path / "model", family, torch.float32)
     models = [load_model(source, device) for device in ("cpu", "cuda:0")]
     norms = [calibrate_model(model, linears(model), tokens(), 2) for model in models]
@@ -74,9 +102,16 @@ def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(tmp_path: Path, 
 def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
     models: Models, text: Path, tmp_path: Path, propagate: Any
 ) -> None:
-    one, two, common = tmp_path / "one", tmp_path / "two", {"calibration": str(text), "samples": 4, "seqlen": 64}
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    common = {"calibration": str(text), "samples": 4, "seqlen": 64}
     prune(models("mixtral"), output=one, device_map="cuda:0", propagate=propagate, **common)
-    prune(models("mixtral"), output=two, activations=one / "emp_llm" / "activations.safetensors", mask_device="cpu")
+    prune(
+        models("mixtral"),
+        output=two,
+        activations=one / "emp_llm" / "activations.safetensors",
+        mask_device="cpu",
+    )
     for shard in one.glob("*.safetensors"):
         assert shard.read_bytes() == (two / shard.name).read_bytes()
 
@@ -85,7 +120,12 @@ def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize(
     "recipe",
-    [{}, {"method": "emp-relative", "sparsity": 0.5}, {"method": "emp-ria"}, {"method": "relative", "shares": "owl"}],
+    [
+        {},
+        {"method": "emp-relative", "sparsity": 0.5},
+        {"method": "emp-ria"},
+        {"method": "relative", "shares": "owl"},
+    ],
     ids=str,
 )
 def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
@@ -93,7 +133,9 @@ def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
 ) -> None:
     here, there = (load_model(models(family), device) for device in ("cpu", "cuda:0"))
     for model in (here, there):
-        prune_model(model, Recipe(group=group, min_expert_tokens=0, **recipe), activations=norms(family))
+        prune_model(
+            model, Recipe(group=group, min_expert_tokens=0, **recipe), activations=norms(family)
+        )
     for (name, a), (_, b) in zip(here.named_parameters(), there.named_parameters(), strict=True):
         assert b.device.type == "cuda"
         assert torch.equal(a, b.cpu()), name
@@ -105,9 +147,21 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
     stored = {}
     for device_map in ("cpu", "cuda:0", spread(models("llama"), "gpu-cpu")):
         out = tmp_path / str(len(stored))
-        options: dict[str, Any] = {"structure": "both", "method": method, "sparsity": 0.3, "width_multiple": 8}
+        options: dict[str, Any] = {
+            "structure": "both",
+            "method": method,
+            "sparsity": 0.3,
+            "width_multiple": 8,
+        }
         text = {"calibration": "demo", "samples": 4, "seqlen": 64}
-        prune(str(models("llama")), output=out, dtype="float32", device_map=device_map, **options, **text)
+        prune(
+            str(models("llama")),
+            output=out,
+            dtype="float32",
+            device_map=device_map,
+            **options,
+            **text,
+        )
         stored[device_map] = load_file(out / "emp_llm" / "structure.safetensors")
         assert verify(out, source=str(models("llama"))).differences == []
     first, *others = stored.values()
@@ -120,20 +174,33 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_masks_of_rows(dtype: torch.dtype, with_norms: bool) -> None:
     """The reference on the GPU gives the bits of the compiled kernel on the CPU."""
-    for kind, shape, budget in (*((kind, (7, 520), budget) for kind in KINDS for budget in BUDGETS), *EDGES):
-        here, rule = weights(kind, shape, dtype, 0), budget(shape)
-        there, norms = here.cuda(), norms_of(kind, shape[1]) if with_norms else None
-        wanted, found = prune_rows(here, norms, rule), prune_plainly(there, None if norms is None else norms.cuda(), rule)
+    for kind, shape, budget in (
+        *((kind, (7, 520), budget) for kind in KINDS for budget in BUDGETS),
+        *EDGES,
+    ):
+        here = weights(kind, shape, dtype, 0)
+        rule = budget(shape)
+        there = here.cuda()
+        norms = norms_of(kind, shape[1]) if with_norms else None
+        wanted = prune_rows(here, norms, rule)
+        found = prune_plainly(there, None if norms is None else norms.cuda(), rule)
         assert torch.equal(bits(there), bits(here)), (kind, rule)
         for field in FIELDS:
-            assert torch.equal(getattr(found, field).cpu(), getattr(wanted, field)), (kind, rule, field)
+            assert torch.equal(getattr(found, field).cpu(), getattr(wanted, field)), (
+                kind,
+                rule,
+                field,
+            )
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "heavy"])
 def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, kind: str) -> None:
-    """Those on the CPU come from the compiled kernel (more than a million scores in rows) and from the reference."""
-    small, large = weights(kind, (24, 600), dtype, 0), weights(kind, (300, 4096), dtype, 1)
+    """Those on the CPU come from the compiled kernel (more than a million scores in rows) and
+    from the reference.
+    """
+    small = weights(kind, (24, 600), dtype, 0)
+    large = weights(kind, (300, 4096), dtype, 1)
     cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (large, {}),
         (large, {"beta": 0.6}),
@@ -162,11 +229,17 @@ def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, k
     ids=str,
 )
 def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    options: dict[str, Any],
 ) -> None:
     """Matrices of several chunks."""
     init = Pruner.__init__
-    monkeypatch.setattr(Pruner, "__init__", lambda *given, **more: init(*given, **{"chunk_weights": 7 * 96} | more))
+    monkeypatch.setattr(
+        Pruner, "__init__", lambda *given, **more: init(*given, **{"chunk_weights": 7 * 96} | more)
+    )
     with monkeypatch.context() as patch:
         sizes = {"hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 3}
         patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
@@ -174,8 +247,18 @@ def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
     given: dict[str, Any] = {"model": source, "targets": "all-linear"} | options
     if "wanda" in options["method"]:
         given["activations"] = tmp_path / "norms.safetensors"
-        calibrate(model=source, output=given["activations"], calibration=str(text), samples=2, seqlen=32, device_map="cpu")
-    reports = {device: prune(output=tmp_path / device, mask_device=device, **given) for device in ("cpu", "cuda")}
+        calibrate(
+            model=source,
+            output=given["activations"],
+            calibration=str(text),
+            samples=2,
+            seqlen=32,
+            device_map="cpu",
+        )
+    reports = {
+        device: prune(output=tmp_path / device, mask_device=device, **given)
+        for device in ("cpu", "cuda")
+    }
     assert reports["cuda"].matrices == reports["cpu"].matrices
     for shard in (tmp_path / "cpu").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "cuda" / shard.name).read_bytes()
@@ -183,10 +266,16 @@ def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
 
 @pytest.mark.parametrize("two_streams", [False, True])
 def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
-    """To 1e-3 of the remaining error, with inputs of very different sizes; also where the user allows TF32."""
+    """To 1e-3 of the remaining error, with inputs of very different sizes; also where the user
+    allows TF32.
+    """
     x = inputs_of("correlated", 640)
     x[:, :3] *= 100
-    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    xhat = (
+        x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+        if two_streams
+        else x
+    )
     weight, mask = layer(64, 640)
     damping = 1e-4
     energy = (x @ weight.double().T).square().sum(0)
@@ -194,17 +283,31 @@ def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
     torch.set_float32_matmul_precision("high")
     try:
         found = refit_rows(
-            weight.cuda(), mask.cuda(), moments(xhat).cuda(), right, damping=damping, energy=energy.float().cuda()
+            weight.cuda(),
+            mask.cuda(),
+            moments(xhat).cuda(),
+            right,
+            damping=damping,
+            energy=energy.float().cuda(),
         )
     finally:
         torch.set_float32_matmul_precision("highest")
     assert found.weight.is_cuda
     assert not bool(found.weight[~mask.cuda()].any())
     exact = exact_rows(weight.double(), mask, xhat.T @ xhat, xhat.T @ x, damping)
-    best, reached = (objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight.cpu()))
+    best, reached = (
+        objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight.cpu())
+    )
     assert float(((reached - best) / best).max()) < 1e-3
     assert found.damping == damping
-    again = refit_rows(weight.cuda(), mask.cuda(), moments(xhat).cuda(), right, damping=damping, energy=energy.float().cuda())
+    again = refit_rows(
+        weight.cuda(),
+        mask.cuda(),
+        moments(xhat).cuda(),
+        right,
+        damping=damping,
+        energy=energy.float().cuda(),
+    )
     assert torch.equal(found.weight, again.weight)
 
 
@@ -213,14 +316,23 @@ def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
     [(sparsegpt, {"count": 32 * 384}), (admm, {"counts": torch.arange(64) * 6})]
     + [(search, {"pattern": (2, 4)}) for search in (sparsegpt, admm)],
 )
-def test_searches_on_the_gpu_agree_with_those_on_the_cpu(search: Any, options: dict[str, Any]) -> None:
+def test_searches_on_the_gpu_agree_with_those_on_the_cpu(
+    search: Any, options: dict[str, Any]
+) -> None:
     """Masks can differ where two costs are equal up to rounding."""
-    weight, gram = layer(64, 384)[0], moments(inputs_of("plain", 384))
-    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    here, there = search(weight, gram, **options), search(weight.cuda(), gram.cuda(), **moved)
+    weight = layer(64, 384)[0]
+    gram = moments(inputs_of("plain", 384))
+    moved = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    here = search(weight, gram, **options)
+    there = search(weight.cuda(), gram.cuda(), **moved)
     assert int(there.mask.sum()) == int(here.mask.sum())
     assert search is admm or float((here.mask != there.mask.cpu()).double().mean()) < 1e-3
-    errors = [float(output_error(found.weight.cpu(), weight, gram).sum()) for found in (here, there)]
+    errors = [
+        float(output_error(found.weight.cpu(), weight, gram).sum()) for found in (here, there)
+    ]
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
 
 
@@ -242,7 +354,16 @@ def test_a_refit_on_the_gpu_restores_as_much_as_one_on_the_cpu(
     errors = []
     for device in ("cpu", "cuda:0"):
         out = tmp_path / device.replace(":", "")
-        prune(model=source, output=out, calibration=str(text), samples=16, seqlen=32, refit=True, device_map=device, **options)
+        prune(
+            model=source,
+            output=out,
+            calibration=str(text),
+            samples=16,
+            seqlen=32,
+            refit=True,
+            device_map=device,
+            **options,
+        )
         assert verify(out, source=str(source)).differences == []
         errors.append([fit.error_after for fit in read_report(out).fits.values()])
     assert errors[1] == pytest.approx(errors[0], rel=0.05, abs=1e-4)
@@ -251,8 +372,13 @@ def test_a_refit_on_the_gpu_restores_as_much_as_one_on_the_cpu(
 def sparse_layer(dtype: torch.dtype, rows: int = 300, columns: int = 1000) -> SparseLinear:
     """A layer with half of its weights, and a bias."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < 0.5)
-    return SparseLinear(pack_rows(weight.to(dtype)), torch.nn.Parameter(torch.ones(rows, dtype=dtype), requires_grad=False))
+    weight = torch.randn(rows, columns, generator=generator) * (
+        torch.rand(rows, columns, generator=generator) < 0.5
+    )
+    return SparseLinear(
+        pack_rows(weight.to(dtype)),
+        torch.nn.Parameter(torch.ones(rows, dtype=dtype), requires_grad=False),
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
@@ -272,7 +398,13 @@ def test_a_rotation_on_the_gpu(models: Models, family: str) -> None:
 @pytest.mark.parametrize("device_map", ["cuda:0", "disk"])
 def test_healing_on_the_gpu(models: Models, text: Path, tmp_path: Path, device_map: str) -> None:
     """Of the whole model, and of one block at a time."""
-    how: dict[str, Any] = {"calibration": str(text), "samples": 10, "seqlen": 32, "method": "wanda", "device_map": device_map}
+    how: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 10,
+        "seqlen": 32,
+        "method": "wanda",
+        "device_map": device_map,
+    }
     report = prune(models("llama"), output=tmp_path / "out", heal=True, heal_steps=4, **how)
     assert report.healing.by == ("blocks" if device_map == "disk" else "model")
     losses = {int(step): loss for step, loss in report.healing.curve}
@@ -314,19 +446,33 @@ def test_a_sparse_layer_is_compiled_without_a_break_and_runs_in_a_cuda_graph(tok
 def test_a_sparse_model_on_the_gpu_writes_the_words_of_the_cpu(tmp_path: Path) -> None:
     source = tiny.make_model(tmp_path / "model", "llama", torch.float32)
     prune(model=source, output=tmp_path / "pruned", method="magnitude", sparsity=0.5)
-    prompt, written = torch.tensor([[1, 5, 9, 4]]), []
+    prompt = torch.tensor([[1, 5, 9, 4]])
+    written = []
     for device in ("cpu", "cuda"):
         model = load(tmp_path / "pruned", device=device)
         written.append(model.generate(prompt.to(device), max_new_tokens=20, do_sample=False).cpu())
     assert torch.equal(*written)
 
 
-def test_semi_structured_weights_equal_dense_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_semi_structured_weights_equal_dense_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
         source = tiny.make_model(tmp_path / "model", "wider", torch.bfloat16)
-    prune(model=source, output=tmp_path / "pruned", method="magnitude", pattern="2:4", targets="all-linear")
+    prune(
+        model=source,
+        output=tmp_path / "pruned",
+        method="magnitude",
+        pattern="2:4",
+        targets="all-linear",
+    )
     dense = load_model(tmp_path / "pruned", "cuda:0")
     model = load(tmp_path / "pruned", device="cuda", semi_structured=True)
     layers = [module for module in model.modules() if isinstance(module, SemiStructuredLinear)]

@@ -1,4 +1,5 @@
-"""The pages that users read: their commands parse, their options and links exist, and README.md is short.
+"""The pages that users read: their commands parse, their options and links exist, and README.md is
+short.
 
 `make docs` also runs every command and compares its output.
 """
@@ -25,12 +26,18 @@ def arguments_of(line: str) -> list[list[str]]:
     found = []
     for part in re.split(r"\|+|&&|;", line):
         words = shlex.split(re.sub(r"\d?>+ *\S+|2>&1|\\$", "", part), comments=True)
-        while words and "=" in words[0] and not words[0].startswith("-"):  # settings of the environment
+        # Settings of the environment.
+        while words and "=" in words[0] and not words[0].startswith("-"):
             words = words[1:]
         if words and words[0].rpartition("/")[2] == "emp-llm":
             found.append(words[1:])
         elif "-m" in words and words[words.index("-m") + 1].startswith("emp_llm."):
-            found.append([words[words.index("-m") + 1].removeprefix("emp_llm."), *words[words.index("-m") + 2 :]])
+            found.append(
+                [
+                    words[words.index("-m") + 1].removeprefix("emp_llm."),
+                    *words[words.index("-m") + 2 :],
+                ]
+            )
     return found
 
 
@@ -51,12 +58,21 @@ def test_commands_parse(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     """Guards the test above: what it parses is what the pages show."""
-    assert arguments_of("A=1 emp-llm prune --model m > /dev/null && python -m emp_llm.push out u/m | cat") == [
+    assert arguments_of(
+        "A=1 emp-llm prune --model m > /dev/null && python -m emp_llm.push out u/m | cat"
+    ) == [
         ["prune", "--model", "m"],
         ["push", "out", "u/m"],
     ]
-    shown = [line for page in pages() for block in blocks_of(page.read_text()) for line in commands_of(block)]
-    assert {each[0] for line in shown if line.line for each in arguments_of(line.line)} >= set(COMMANDS)
+    shown = [
+        line
+        for page in pages()
+        for block in blocks_of(page.read_text())
+        for line in commands_of(block)
+    ]
+    assert {each[0] for line in shown if line.line for each in arguments_of(line.line)} >= set(
+        COMMANDS
+    )
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -66,7 +82,9 @@ def test_options_and_links_exist(page: Path) -> None:
         for option in getattr(import_module(f"emp_llm.{name}"), name).options.values():
             flags.update(option.flag.split("/"))
     text = page.read_text(encoding="utf-8")
-    for code in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+    for code in re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    ):
         for flag in re.findall(r"(?<![\w-])--[a-z0-9-]+", code):
             assert flag in flags, f"{page.name}: {code}"
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -80,9 +98,9 @@ def test_readme_is_a_front_door() -> None:
     assert len(text.split()) <= 900
     assert text.count("python -m emp_llm.") == 1
     for page in pages():
-        assert page.name == "README.md" or "python -m emp_llm." not in page.read_text(encoding="utf-8").replace(
-            "-m emp_llm.evaluate", ""
-        )
+        assert page.name == "README.md" or ("python -m emp_llm.") not in page.read_text(
+            encoding="utf-8"
+        ).replace("-m emp_llm.evaluate", "")
 
 
 TABLE = """
@@ -99,7 +117,11 @@ demo_facts acc 84.17, 2,730 weights in 1.6 s
     [
         ("2,730 weights in 1.6 s", "2,730 weights in 9.9 s", []),
         ("      2.896  +3.38", "      2.899  +3.41", ["2.899 for 2.896", "+3.41 for +3.38"]),
-        ("84.17  +2.50 ± 1.43", "82.92  +1.25 ± 1.10", ["82.92 for 84.17", "+1.25 for +2.50", "1.10 for 1.43"]),
+        (
+            "84.17  +2.50 ± 1.43",
+            "82.92  +1.25 ± 1.10",
+            ["82.92 for 84.17", "+1.25 for +2.50", "1.10 for 1.43"],
+        ),
         ("acc 84.17", "acc 82.92", ["82.92 for 84.17"]),
         ("21.20", "19.95", None),  # as far as an accuracy may go
         ("84.17  +2.50", "81.66  +2.50", None),
@@ -110,17 +132,21 @@ demo_facts acc 84.17, 2,730 weights in 1.6 s
         ("dense", "dance", None),
     ],
 )
-def test_outputs_are_compared_within_tolerances(old: str, new: str, different: list[str] | None) -> None:
+def test_outputs_are_compared_within_tolerances(
+    old: str, new: str, different: list[str] | None
+) -> None:
     output = "\n".join(TABLE).replace(old, new).splitlines()
     question = 100 / 80
     assert tolerated(TABLE, output, question) == different
-    assert tolerated([*TABLE[:2], "...", *TABLE[3:]], output[:2] + ["more"] * 2 + output[2:], question) == (
-        different if old != "dense" else []
-    )
+    assert tolerated(
+        [*TABLE[:2], "...", *TABLE[3:]], output[:2] + ["more"] * 2 + output[2:], question
+    ) == (different if old != "dense" else [])
 
 
 def test_wider_columns_are_no_difference() -> None:
     expected = ["     change", "-----------", "9.97 ± 0.23"]
-    assert tolerated(expected, ["      change", "------------", "10.02 ± 0.23"]) == ["10.02 for 9.97"]
+    assert tolerated(expected, ["      change", "------------", "10.02 ± 0.23"]) == [
+        "10.02 for 9.97"
+    ]
     assert tolerated(expected, [*expected, "more"]) is None
     assert tolerated(["..."], ["more"]) == []

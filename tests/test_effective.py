@@ -1,4 +1,6 @@
-"""Effective masks, numbers and bounds against rational arithmetic, textbook formulas and properties of any scores."""
+"""Effective masks, numbers and bounds against rational arithmetic, textbook formulas and
+properties of any scores.
+"""
 
 import math
 from collections.abc import Callable
@@ -59,9 +61,11 @@ def exact_mask(scores: Tensor, count: int) -> list[bool]:
 @given(score_rows(), st.sampled_from([1.0, 0.5, 0.75, 2.0]) | st.floats(0.1, 4.0))
 @settings(max_examples=300, deadline=None)
 def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: float) -> None:
-    mask, count = effective_mask(scores, beta=beta), exact_count(scores, Fraction(beta))
+    mask = effective_mask(scores, beta=beta)
+    count = exact_count(scores, Fraction(beta))
     if beta not in (1.0, 0.5, 0.75, 2.0):
-        # Where beta * N_eff is within rounding error of an integer, rationals and float64 may differ by one.
+        # Where beta * N_eff is within rounding error of an integer, rationals and float64 may
+        # differ by one.
         assert abs(int(mask.sum()) - count) <= 1
         count = int(mask.sum())
     assert mask.tolist() == exact_mask(scores, count)
@@ -70,7 +74,9 @@ def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: float)
 @given(score_rows())
 @settings(max_examples=120, deadline=None)
 def test_numbers_decrease_with_the_order_and_stay_between_one_and_n(scores: Tensor) -> None:
-    numbers = [float(effective_number(scores, order=q)) for q in (0, 0.5, 1, 1.5, 2, 3, 8, math.inf)]
+    numbers = [
+        float(effective_number(scores, order=q)) for q in (0, 0.5, 1, 1.5, 2, 3, 8, math.inf)
+    ]
     assert all(1 <= number <= scores.numel() for number in numbers)
     assert all(high >= low * (1 - 1e-9) for high, low in pairwise(numbers))
     if bool(scores.any()):
@@ -84,7 +90,11 @@ def test_number_of_any_order_is_the_textbook_formula(scores: Tensor, order: floa
         return
     omega = scores.double().abs() / scores.double().abs().max()
     omega = omega[omega > 0] / omega.sum()
-    expected = torch.exp(-(omega * omega.log()).sum()) if order == 1 else (omega**order).sum() ** (1 / (1 - order))
+    expected = (
+        torch.exp(-(omega * omega.log()).sum())
+        if order == 1
+        else (omega**order).sum() ** (1 / (1 - order))
+    )
     assert float(effective_number(scores, order=order)) == pytest.approx(float(expected), rel=1e-9)
 
 
@@ -105,22 +115,32 @@ def test_order_near_one_does_not_cancel() -> None:
 
 def test_rows_of_zeros_are_kept_whole_and_rows_are_independent() -> None:
     scores = torch.tensor([[0.0, 0.0, 0.0], [5.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    assert effective_mask(scores, beta=0.5).tolist() == [[True] * 3, [True, False, False], [True, False, False]]
+    assert effective_mask(scores, beta=0.5).tolist() == [
+        [True] * 3,
+        [True, False, False],
+        [True, False, False],
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormal_and_huge_scores_do_not_underflow_or_overflow(dtype: torch.dtype) -> None:
     counts = torch.tensor([1.0, 2.0, 4.0, 3.0, 2.0], dtype=torch.float64)
     for scale in (5e-324, 1e-310, 1e-160, 1e160, 1e300):
-        assert float(effective_number(counts * scale)) == pytest.approx(float(effective_number(counts)), rel=1e-12)
+        assert float(effective_number(counts * scale)) == pytest.approx(
+            float(effective_number(counts)), rel=1e-12
+        )
     info = torch.finfo(dtype)
-    scores = torch.tensor([info.smallest_normal, info.smallest_normal / 2, info.max, info.max, 0.0], dtype=dtype)
+    scores = torch.tensor(
+        [info.smallest_normal, info.smallest_normal / 2, info.max, info.max, 0.0], dtype=dtype
+    )
     assert float(effective_number(scores)) == pytest.approx(2.0, rel=1e-8)
     assert effective_mask(scores).tolist() == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, (0, 2), (1, 2), None])
-def test_any_dimension_gives_the_mask_of_rows_of_a_transposed_copy(dim: int | tuple[int, ...] | None) -> None:
+def test_any_dimension_gives_the_mask_of_rows_of_a_transposed_copy(
+    dim: int | tuple[int, ...] | None,
+) -> None:
     scores = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1)).mul(3).round()
     dims = (0, 1, 2) if dim is None else (dim % 3,) if isinstance(dim, int) else dim
     others = [d for d in range(3) if d not in dims]
@@ -129,13 +149,21 @@ def test_any_dimension_gives_the_mask_of_rows_of_a_transposed_copy(dim: int | tu
     as_rows = mask.permute(*others, *dims).reshape(rows.shape)
     assert as_rows.tolist() == [exact_mask(row, exact_count(row)) for row in rows]
     shape = [scores.shape[d] for d in others]
-    assert list(effective_number(scores, dim).shape) == list(effective_mass(scores, dim).shape) == shape
+    assert (
+        list(effective_number(scores, dim).shape)
+        == list(effective_mass(scores, dim).shape)
+        == shape
+    )
 
 
 def test_integer_scores_and_scalars() -> None:
     assert effective_mask(torch.tensor([3, 3, 0, -3])).tolist() == [True, True, False, True]
     assert effective_mask(torch.tensor([True, False, True])).tolist() == [True, False, True]
-    assert effective_mask(torch.tensor([2.0, -2.0, 0.0]).to(torch.float8_e4m3fn)).tolist() == [True, True, False]
+    assert effective_mask(torch.tensor([2.0, -2.0, 0.0]).to(torch.float8_e4m3fn)).tolist() == [
+        True,
+        True,
+        False,
+    ]
     for dim in (None, -1, 0):
         assert bool(effective_mask(torch.tensor(2.0), dim=dim))
 
@@ -143,7 +171,10 @@ def test_integer_scores_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        *((lambda dim=dim: effective_mask(torch.ones(3, 3), dim), "the scores have 2 dimensions") for dim in (2, -3, (0, 2))),
+        *(
+            (lambda dim=dim: effective_mask(torch.ones(3, 3), dim), "the scores have 2 dimensions")
+            for dim in (2, -3, (0, 2))
+        ),
         (lambda: effective_number(torch.ones(3, 3), (0, -2)), "names a dimension twice"),
         (lambda: effective_mask(torch.tensor([1.0, math.nan])), "NaN or infinity"),
         (lambda: effective_number(torch.tensor([1.0, math.inf]), order=0.5), "NaN or infinity"),
@@ -162,13 +193,16 @@ def test_wrong_input_is_named(call: Callable[[], Tensor], says: str) -> None:
 def test_effective_mass_is_not_below_its_bound(size: int, data: st.DataObject) -> None:
     raw = data.draw(st.binary(min_size=2 * size, max_size=2 * size).filter(any))
     scores = torch.from_numpy(np.frombuffer(raw, dtype=np.uint16).astype(np.float64))
-    mass, number = effective_mass(scores), effective_number(scores)
+    mass = effective_mass(scores)
+    number = effective_number(scores)
     assert float(mass) >= float(effective_mass_bound(number, size)) - 1e-12
 
 
 @pytest.mark.parametrize("size", [3, 10, 101])
 def test_bound_is_attained_at_p_nu(size: int) -> None:
-    """At p_nu = center + r_(nu+1) / r_1 (vertex - center), N_eff is nu + 1; the bound is for nu, just below it."""
+    """At p_nu = center + r_(nu+1) / r_1 (vertex - center), N_eff is nu + 1; the bound is for nu,
+    just below it.
+    """
     for nu in range(2, size - 1):
         radius = math.sqrt((1 / (nu + 1) - 1 / size) / (1 - 1 / size))
         point = torch.full((size,), (1 - radius) / size, dtype=torch.float64)
@@ -181,31 +215,39 @@ def test_bound_is_attained_at_p_nu(size: int) -> None:
 
 def test_effective_mass_is_the_share_of_the_kept() -> None:
     scores = torch.tensor([[4.0, 3.0, -2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0]])
-    # First row: N_eff = 100 / 30, so three scores are kept, with 9 of 10. Second row: the three kept hold everything.
+    # First row: N_eff = 100 / 30, so three scores are kept, with 9 of 10. Second row: the three
+    # kept hold everything.
     assert effective_mass(scores).tolist() == [0.9, 1.0]
 
 
 def test_loss_change_bound_is_the_formula() -> None:
     theta = torch.tensor([[1.0, -2.0], [3.0, 0.5]])
-    n, rho = 4, 2 / 4
+    n = 4
+    rho = 2 / 4
     expected = 6.5**2 * 7 * (1 - rho) ** 4 / (2 * rho) * (1 - math.sqrt((1 - rho) / (n * rho))) ** 2
-    assert loss_change_bound(theta, hessian_trace=7) == pytest.approx(expected, rel=1e-12)  # floor(42.25 / 14.25) = 2
+    # floor(42.25 / 14.25) = 2.
+    assert loss_change_bound(theta, hessian_trace=7) == pytest.approx(expected, rel=1e-12)
     assert loss_change_bound(theta, hessian_trace=7, n_eff=4) == 0.0
 
 
 def test_maps_of_signed_scores() -> None:
     scores = torch.tensor([[-5.0, 1.0, 2.0, 2.0]])
     assert shift(scores).tolist() == [[0.0, 6.0, 7.0, 7.0]]
-    assert effective_mask(shift(scores)).tolist() == [[False, False, True, True]]  # 400 / 134 = 2.99
+    # 400 / 134 = 2.99.
+    assert effective_mask(shift(scores)).tolist() == [[False, False, True, True]]
     mapped = exponential(scores + 1000)
     assert mapped.argsort().tolist() == scores.argsort().tolist()
     assert bool(torch.isfinite(mapped).all())
-    assert float(effective_number(mapped)) == pytest.approx(float(effective_number(exponential(scores))), rel=1e-5)
+    assert float(effective_number(mapped)) == pytest.approx(
+        float(effective_number(exponential(scores))), rel=1e-5
+    )
 
 
 def test_gaussian_rows_lose_36_34_percent() -> None:
     weights = torch.randn(90, 11008, generator=torch.Generator().manual_seed(0))
-    assert 1 - float(effective_mask(weights).double().mean()) == pytest.approx(1 - 2 / math.pi, abs=0.0005)
+    assert 1 - float(effective_mask(weights).double().mean()) == pytest.approx(
+        1 - 2 / math.pi, abs=0.0005
+    )
 
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 1.7, 2, 5, math.inf])
@@ -218,4 +260,6 @@ def test_merged_moments_are_those_of_the_whole(order: float) -> None:
     for block in scores.split(2):
         parts.add(block)
     merged = float(parts.merged().number())
-    assert merged == pytest.approx(float(effective_number(scores, dim=None, order=order)), rel=1e-12)
+    assert merged == pytest.approx(
+        float(effective_number(scores, dim=None, order=order)), rel=1e-12
+    )

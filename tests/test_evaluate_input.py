@@ -1,4 +1,6 @@
-"""Wrong input of `evaluate`: every error is one sentence that names the option, and comes before any model is loaded."""
+"""Wrong input of `evaluate`: every error is one sentence that names the option, and comes before
+any model is loaded.
+"""
 
 import json
 import shutil
@@ -27,11 +29,19 @@ def refused(says: str, /, **options: Any) -> None:
         (r"--limit must be at least 1", {"limit": 0}),
         (r"--tasks and --suite both", {"tasks": "arc_easy"}),
         (r"--num-fewshot needs --tasks", {"num_fewshot": 5}),
-        (r"--apply-chat-template is for tasks", {"suite": "perplexity", "apply_chat_template": True}),
+        (
+            r"--apply-chat-template is for "
+            r"tasks",
+            {"suite": "perplexity", "apply_chat_template": True},
+        ),
         (r"has no chat template\. Leave out --apply-chat-template", {"apply_chat_template": True}),
         (r"a,b,a: task 'a' is named twice", {"suite": None, "tasks": ["a", "b", "a"]}),
         (r"--tasks names no task", {"suite": None, "tasks": " , "}),
-        (r"--num-fewshot must be at least 0, got -1", {"suite": None, "tasks": "a", "num_fewshot": -1}),
+        (
+            r"--num-fewshot must be at least 0, got "
+            r"-1",
+            {"suite": None, "tasks": "a", "num_fewshot": -1},
+        ),
         (r"--batch-size 'many': expected a number", {"batch_size": "many"}),
         (r"--format 'latex' is not one of terminal", {"form": "latex"}),
         (r"--dtype 'int8' is not one of auto", {"dtype": "int8"}),
@@ -43,29 +53,47 @@ def refused(says: str, /, **options: Any) -> None:
         (r"--output list.json: expected a JSON object", {"output": Path("list.json")}),
         (r"--beside sweep.json: this is not a results file", {"beside": [Path("sweep.json")]}),
         (
-            r"wrong\.json: tasks\[\.\.\.\]\.answers\[\.\.\.\]: correct: acc,none must be one bit for each of the 12 examples",
+            r"wrong\.json: tasks\[\.\.\.\]\.answers\[\.\.\.\]: correct: acc,none must be one bit "
+            r"for each of the 12 examples",
             {"beside": [Path("wrong.json")]},
         ),
         (r"bare: no tokenizer that transformers can load", {"model": "bare"}),
     ],
 )
 def test_wrong_options(
-    evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, options: dict[str, Any]
+    evaluable: Models,
+    task_suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    says: str,
+    options: dict[str, Any],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emp_llm.models.loading.load_model", None)
     answers = {"sums": {"examples": 12, "sha256": "", "correct": {"acc,none": "AAAA"}}}
-    held = {"model": "m", "made_by": {"model": {}}, "tasks": {"sums": {"results": {}, "answers": answers}}}
+    held = {
+        "model": "m",
+        "made_by": {"model": {}},
+        "tasks": {"sums": {"results": {}, "answers": answers}},
+    }
     Path("wrong.json").write_text(json.dumps(held | {"format": "emp-llm results 3"}))
     Path("sweep.json").write_text('{"format": "emp-llm sweep 2"}')
     Path("list.json").write_text("[]")
     shutil.copytree(evaluable("llama"), "bare", ignore=shutil.ignore_patterns("*token*"))
     refused(says, **{"model": evaluable("llama"), "suite": task_suite} | options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json", "sweep.json", "wrong.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bare",
+        "list.json",
+        "sweep.json",
+        "wrong.json",
+    ]
 
 
 def test_wrong_tasks(
-    evaluable: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    evaluable: Models,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emp_llm.models.loading.load_model", None)
@@ -73,18 +101,38 @@ def test_wrong_tasks(
     with monkeypatch.context() as patch:
         few_task_files(patch, tmp_path_factory.mktemp("of_lm_eval"), "arc")
         Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
-        refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, suite="a.toml")
-        refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, tasks="arc_eazy")
+        refused(
+            r"no task 'arc_eazy' in lm-eval\. The nearest names: "
+            r"arc_easy",
+            model=model,
+            suite="a.toml",
+        )
+        refused(
+            r"no task 'arc_eazy' in lm-eval\. The nearest names: "
+            r"arc_easy",
+            model=model,
+            tasks="arc_eazy",
+        )
     Path("tasks").mkdir()
     Path("tasks/lost.yaml").write_text(
-        TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)
+        TASK.format(
+            name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE
+        )
     )
     Path("b.toml").write_text('[[tasks]]\nnames = ["lost"]\nfolder = "tasks"\n')
     Path("tasks/gone.yaml").write_text(Path("tasks/lost.yaml").read_text().replace("lost", "gone"))
     Path("c.toml").write_text('[[tasks]]\nnames = ["gone", "lost"]\nfolder = "tasks"\n')
-    says = r"task gone: its data set json, task lost: its data set json cannot be loaded \(.*gone.jsonl"
+    says = (
+        r"task gone: its data set json, task lost: its data set json cannot be loaded "
+        r"\(.*gone.jsonl"
+    )
     refused(says, model=model, suite="c.toml")
-    refused(r"task lost: its data set json cannot be loaded \(.*lost.jsonl", model=model, suite="b.toml")
+    refused(
+        r"task lost: its data set json cannot be loaded "
+        r"\(.*lost.jsonl",
+        model=model,
+        suite="b.toml",
+    )
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -98,20 +146,45 @@ def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path:
     short = task_suite.with_name("short.toml")
     common: dict[str, Any] = {"model": evaluable("llama"), "device_map": "cpu", "suite": short}
     evaluate(**common, output=tmp_path / "a.json")
-    refused(r"--baseline .*another suite or limit \(limit", **common, baseline=str(tmp_path / "a.json"), limit=2)
     refused(
-        r"--baseline .*another suite .*seqlen", **common | {"suite": f"{short},seqlen=32"}, baseline=str(tmp_path / "a.json")
+        r"--baseline .*another suite or limit "
+        r"\(limit",
+        **common,
+        baseline=str(tmp_path / "a.json"),
+        limit=2,
+    )
+    refused(
+        r"--baseline .*another suite "
+        r".*seqlen",
+        **common | {"suite": f"{short},seqlen=32"},
+        baseline=str(tmp_path / "a.json"),
     )
     stopped = json.loads((tmp_path / "a.json").read_text()) | {"complete": False}
     (tmp_path / "a.json").write_text(json.dumps(stopped))
-    refused(r"--beside .*has not finished", **common, beside=[tmp_path / "a.json"], output=tmp_path / "b.json")
+    refused(
+        r"--beside .*has not "
+        r"finished",
+        **common,
+        beside=[tmp_path / "a.json"],
+        output=tmp_path / "b.json",
+    )
 
 
-def test_without_lm_eval(evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval(
+    evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the extra; a suite without tasks needs none."""
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     output = tmp_path / "results.json"
-    refused(r"pip install 'emp-llm\[eval\]'", model=evaluable("llama"), suite=task_suite, output=output)
+    refused(
+        r"pip install "
+        r"'emp-llm\[eval\]'",
+        model=evaluable("llama"),
+        suite=task_suite,
+        output=output,
+    )
     short = task_suite.with_name("short.toml")
-    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete
+    assert evaluate(
+        evaluable("llama"), suite=short, output=output, device_map="cpu"
+    ).results.complete

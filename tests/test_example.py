@@ -10,10 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from emp_llm import Recipe, prune_model
 
 ROOT = Path(__file__).parents[1]
-MODEL, TEXT = ROOT / "scripts" / "demo" / "model", ROOT / "calibration" / "demo.txt"
+MODEL = ROOT / "scripts" / "demo" / "model"
+TEXT = ROOT / "calibration" / "demo.txt"
 
 
-def test_the_method_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_method_on_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With 8 sequences of 128 tokens in place of 32 of 512."""
     page = ROOT / "examples" / "emp.py"
     assert len(page.read_text().splitlines()) <= 70
@@ -22,9 +25,19 @@ def test_the_method_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(main.__globals__, "SEQUENCES", 8)
     main(str(MODEL), str(TEXT), str(tmp_path / "pruned"))
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-    tokens = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text(), return_tensors="pt")["input_ids"]
-    report = prune_model(model, Recipe(method="emp-wanda", targets="mlp"), list(tokens[0, : 8 * 128].reshape(-1, 4, 128)))
-    assert f"sparsity of the MLP: {report.targets.sparsity_of_targets:.2%}" in capsys.readouterr().out
-    page_weights = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", dtype="auto").state_dict()
+    tokens = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text(), return_tensors="pt")[
+        "input_ids"
+    ]
+    report = prune_model(
+        model,
+        Recipe(method="emp-wanda", targets="mlp"),
+        list(tokens[0, : 8 * 128].reshape(-1, 4, 128)),
+    )
+    assert (
+        f"sparsity of the MLP: {report.targets.sparsity_of_targets:.2%}"
+    ) in capsys.readouterr().out
+    page_weights = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "pruned", dtype="auto"
+    ).state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, page_weights[name]), name

@@ -1,4 +1,6 @@
-"""Experts and whole layers removed: the smaller checkpoint has the dense model's tensors, and computes what it should."""
+"""Experts and whole layers removed: the smaller checkpoint has the dense model's tensors, and
+computes what it should.
+"""
 
 import json
 import re
@@ -30,7 +32,13 @@ from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 3}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+}
 COUNTS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -38,9 +46,25 @@ COUNTS = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-GROUPED = LATENT | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+EXPERTS = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GROUPED = LATENT | {
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 24},
@@ -55,7 +79,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "E*E"},
 }
 CLOSED = ("deepseek_v3", "glm4_moe", "gpt_oss")  # routers with a bias
-SHORT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32, "dtype": "float32", "quiet": True}
+SHORT: dict[str, Any] = {
+    "calibration": "demo",
+    "samples": 4,
+    "seqlen": 32,
+    "dtype": "float32",
+    "quiet": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +94,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def call(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(family, **SIZES | COUNTS | EXPERTS | FAMILIES[family])
+        config = transformers.AutoConfig.for_model(
+            family, **SIZES | COUNTS | EXPERTS | FAMILIES[family]
+        )
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -80,8 +112,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaded(folder: Path) -> Any:
-    model, about = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(
+        about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    ), about
     return model.eval()
 
 
@@ -91,18 +127,31 @@ def structure_of(report: Any) -> StructureRecord:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_smaller_mixture_has_the_tensors_of_its_experts(family: str, make: Any, tmp_path: Path) -> None:
-    """Every tensor of the loaded smaller model is the dense model's, but for the experts that went."""
+def test_the_smaller_mixture_has_the_tensors_of_its_experts(
+    family: str, make: Any, tmp_path: Path
+) -> None:
+    """Every tensor of the loaded smaller model is the dense model's, but for the experts that
+    went.
+    """
     out = tmp_path / "out"
-    report = prune(make(family), output=out, structure="experts", method="mass", sparsity=0.5, **SHORT)
-    record, kept = structure_of(report), load_file(out / "emp_llm" / "structure.safetensors")
-    dense, small = loaded(make(family)).state_dict(), loaded(out).state_dict()
+    report = prune(
+        make(family), output=out, structure="experts", method="mass", sparsity=0.5, **SHORT
+    )
+    record = structure_of(report)
+    kept = load_file(out / "emp_llm" / "structure.safetensors")
+    dense = loaded(make(family)).state_dict()
+    small = loaded(out).state_dict()
     assert dense.keys() == small.keys()
     changed = set()
     for name, before in dense.items():
-        after, module = small[name], next((each for each in record.layers if name.startswith(each.rpartition(".")[0])), None)
+        after = small[name]
+        module = next(
+            (each for each in record.layers if name.startswith(each.rpartition(".")[0])), None
+        )
         if before.shape != after.shape:
-            dimension = next(d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b)
+            dimension = next(
+                d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b
+            )
             before = before.index_select(dimension, kept[f"{module}.kept"])
             changed.add(name)
         assert torch.equal(before, after), name
@@ -115,9 +164,19 @@ def test_the_smaller_mixture_has_the_tensors_of_its_experts(family: str, make: A
 
 @pytest.mark.parametrize("family", CLOSED)
 def test_closed_routers(family: str, make: Any, tmp_path: Path) -> None:
-    """Each layer keeps its own number of experts in the same shapes, and computes what a model without the others does."""
+    """Each layer keeps its own number of experts in the same shapes, and computes what a model
+    without the others does.
+    """
     out = tmp_path / "out"
-    report = prune(make(family), output=out, structure="experts", method="emp-mass", beta=0.6, keep_shapes=True, **SHORT)
+    report = prune(
+        make(family),
+        output=out,
+        structure="experts",
+        method="emp-mass",
+        beta=0.6,
+        keep_shapes=True,
+        **SHORT,
+    )
     record = structure_of(report)
     assert record.config == {}
     sizes = [(cost.parameters, cost.active_parameters) for cost in (record.dense, record.pruned)]
@@ -133,7 +192,9 @@ def test_closed_routers(family: str, make: Any, tmp_path: Path) -> None:
 
     model = loaded(out)
     for name in record.layers:
-        model.get_submodule(name).register_forward_pre_hook(lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True)
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True
+        )
     with torch.no_grad():
         model(torch.arange(256).reshape(4, 64))
     kept = load_file(out / "emp_llm" / "structure.safetensors")
@@ -147,31 +208,48 @@ def test_scores_are_those_of_their_equations(family: str, make: Any, tmp_path: P
     out = tmp_path / "out"
     prune(make(family), output=out, structure="experts", sparsity=0.5, **SHORT)
     found = load_file(out / "emp_llm" / "structure.safetensors")
-    model, sums = mixtures.load(make(family)).double(), dict[str, Tensor]()
+    model = mixtures.load(make(family)).double()
+    sums = dict[str, Tensor]()
 
     def see(module: Any, args: Any, kwargs: Any, name: str) -> None:
         hidden, chosen, gates = (*args, *kwargs.values())[:3]
         for token in range(len(hidden)):
             for place in range(chosen.shape[1]):
                 expert = chosen[token, place].reshape(1, 1)
-                norm = module.forward(hidden[token][None], expert, torch.ones_like(gates[:1, :1])).norm()
-                own = sums.setdefault(name, torch.zeros(3, 8, dtype=torch.float64))[:, expert.item()]
+                norm = module.forward(
+                    hidden[token][None], expert, torch.ones_like(gates[:1, :1])
+                ).norm()
+                own = sums.setdefault(name, torch.zeros(3, 8, dtype=torch.float64))[
+                    :, expert.item()
+                ]
                 own += torch.stack([torch.ones_like(norm), gates[token, place] * norm, norm])
 
-    plan = {units.name: units for units in unit_model(make(family), StructureRecipe(structure="experts")).units}
+    plan = {
+        units.name: units
+        for units in unit_model(make(family), StructureRecipe(structure="experts")).units
+    }
     for name in plan:
-        model.get_submodule(name).register_forward_pre_hook(lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True)
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True
+        )
     with torch.no_grad():
         model(token_ids(find_corpus("demo,samples=4,seqlen=32"), tiny.make_tokenizer()))
     noted = load_file(out / "emp_llm" / "sums.safetensors")
     by_weights = unit_scores([*plan.values()], "magnitude")
     for (name, units), magnitude in zip(plan.items(), by_weights, strict=True):
         tokens, weighted, plain = sums[name]
-        wanted = {"frequency": tokens, "mass": weighted, "reap": weighted / tokens, "man": plain / tokens}
+        wanted = {
+            "frequency": tokens,
+            "mass": weighted,
+            "reap": weighted / tokens,
+            "man": plain / tokens,
+        }
         for method, each in wanted.items():
             (scores,) = unit_scores([units], method, noted.get)
             np.testing.assert_allclose(scores, each.nan_to_num().numpy(), rtol=2e-4)
-        np.testing.assert_allclose(found[f"{name}.scores"].numpy(), wanted["reap"].nan_to_num().numpy(), rtol=2e-4)
+        np.testing.assert_allclose(
+            found[f"{name}.scores"].numpy(), wanted["reap"].nan_to_num().numpy(), rtol=2e-4
+        )
         own = [each for _, each in model.get_submodule(name).named_parameters() if each.dim() == 3]
         squares = torch.stack([each.detach().flatten(1).square().sum(1) for each in own]).sum(0)
         np.testing.assert_allclose(magnitude, squares.sqrt().numpy(), rtol=1e-6)
@@ -181,7 +259,9 @@ def test_scores_are_those_of_their_equations(family: str, make: Any, tmp_path: P
 def test_whole_layers(family: str, models: Any, tmp_path: Path) -> None:
     """The layers that change their inputs least go; the others have the dense model's tensors."""
     out = tmp_path / "out"
-    report = prune(models(family), output=out, structure="layers", method="cosine", sparsity=0.5, **SHORT)
+    report = prune(
+        models(family), output=out, structure="layers", method="cosine", sparsity=0.5, **SHORT
+    )
     record = structure_of(report)
     (only,) = record.layers.values()
     assert (only.units, only.kept) == (2, 1)
@@ -191,17 +271,32 @@ def test_whole_layers(family: str, models: Any, tmp_path: Path) -> None:
     assert not verify(out, source=str(models(family)), quiet=True).differences
 
 
-@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", 0), ("qwen2_moe", 0), ("deepseek_v3", 2), ("gpt_oss", 0)])
-def test_refit_makes_up_for_removed_experts(family: str, shared: int, make: Any, tmp_path: Path) -> None:
-    """The error of the blocks' outputs falls on the calibration text. A shared expert with a gate of its own stays."""
-    report = prune(make(family), output=tmp_path / "out", structure="experts", sparsity=0.5, refit=True, **SHORT)
+@pytest.mark.parametrize(
+    ("family", "shared"), [("qwen3_moe", 0), ("qwen2_moe", 0), ("deepseek_v3", 2), ("gpt_oss", 0)]
+)
+def test_refit_makes_up_for_removed_experts(
+    family: str, shared: int, make: Any, tmp_path: Path
+) -> None:
+    """The error of the blocks' outputs falls on the calibration text. A shared expert with a
+    gate of its own stays.
+    """
+    report = prune(
+        make(family),
+        output=tmp_path / "out",
+        structure="experts",
+        sparsity=0.5,
+        refit=True,
+        **SHORT,
+    )
     assert sum("shared" in name for name in report.fits) == shared
     difference = structure_of(report).difference
     assert difference is not None
     assert difference < 1e-4
     assert report.recipe.method == "emp-reap"
     assert report.fits
-    assert all(fit.error_after <= fit.error_before for fit in report.fits.values() if fit.error_before)
+    assert all(
+        fit.error_after <= fit.error_before for fit in report.fits.values() if fit.error_before
+    )
     assert not verify(tmp_path / "out", source=str(make(family)), quiet=True).differences
 
 
@@ -209,16 +304,30 @@ def test_refit_makes_up_for_removed_experts(family: str, shared: int, make: Any,
 def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: int
 ) -> None:
-    """In float32 too, where a sweep changes the very weights that are read; with all experts at a time, and with one."""
-    dense, drawn = load_file(make("qwen3_moe") / "model.safetensors"), list[Tensor]()
+    """In float32 too, where a sweep changes the very weights that are read; with all experts at
+    a time, and with one.
+    """
+    dense = load_file(make("qwen3_moe") / "model.safetensors")
+    drawn = list[Tensor]()
     run = experts.refit_rows
     monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
     monkeypatch.setattr(
-        experts, "refit_rows", lambda weight, *rest, **how: drawn.append(weight.clone()) or run(weight, *rest, **how)
+        experts,
+        "refit_rows",
+        lambda weight, *rest, **how: drawn.append(weight.clone()) or run(weight, *rest, **how),
     )
-    options = SHORT | {"structure": "experts", "sparsity": 0.5, "refit": True, "min_expert_tokens": 1}
+    options = SHORT | {
+        "structure": "experts",
+        "sparsity": 0.5,
+        "refit": True,
+        "min_expert_tokens": 1,
+    }
     prune(make("qwen3_moe"), output=tmp_path / "out", **options)
-    wanted = [each for name, each in dense.items() if name.endswith("experts.down_proj") or "down_proj.weight" in name]
+    wanted = [
+        each
+        for name, each in dense.items()
+        if name.endswith("experts.down_proj") or "down_proj.weight" in name
+    ]
     assert len(drawn) > 12
     matrices = [matrix for each in wanted for matrix in (each if each.dim() == 3 else each[None])]
     assert all(any(torch.equal(weight, matrix) for matrix in matrices) for weight in drawn)
@@ -226,7 +335,9 @@ def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
 
 def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> None:
     """A row for each layer, and a figure of the scores that the run's report holds."""
-    record = structure_of(prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **SHORT))
+    record = structure_of(
+        prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **SHORT)
+    )
     kept = load_file(tmp_path / "out" / "emp_llm" / "structure.safetensors")
     for name, each in record.layers.items():
         assert each.kept_units == kept[f"{name}.kept"].tolist()
@@ -234,16 +345,22 @@ def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> 
     report([tmp_path / "out"], output=tmp_path / "page", quiet=True)
     page = (tmp_path / "page" / "report.md").read_text()
     assert "### Experts: " in page
-    assert all(f"| block {each.block} | experts | 8 | 4 |" in page for each in record.layers.values())
+    assert all(
+        f"| block {each.block} | experts | 8 | 4 |" in page for each in record.layers.values()
+    )
     (figure,) = (tmp_path / "page" / "figures").glob("*-experts-out.svg")
     assert f"(figures/{figure.name})" in page
-    assert all(f"block {each.block}: 4 of 8" in figure.read_text() for each in record.layers.values())
+    assert all(
+        f"block {each.block}: 4 of 8" in figure.read_text() for each in record.layers.values()
+    )
 
 
 def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> None:
     """Two tokens reach at most four of the eight experts of a layer."""
     text = SHORT | {"samples": 1, "seqlen": 2}
-    report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **text)
+    report = prune(
+        make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **text
+    )
     assert any("No token of the calibration reached" in each for each in report.warnings)
 
 
@@ -251,13 +368,19 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
     ("options", "message"),
     [
         ({"beta": 0.1}, "its router needs at least 2. Raise --beta"),
-        ({"method": "wanda", "sparsity": 0.5}, "--method wanda does not score experts. Use one of emp-reap, reap, emp-man"),
+        (
+            {"method": "wanda", "sparsity": 0.5},
+            "--method wanda does not score experts. Use one of emp-reap, reap, emp-man",
+        ),
         ({"pattern": "2:4", "method": "reap"}, "--pattern does not go with --structure"),
         ({"keep_shapes": True, "beta": 0.5}, "has no bias, so that no expert can be closed in it"),
         ({"memory": "10kB"}, "--memory 10kB: what cannot be removed has"),
         ({"memory": "1GB"}, "--memory 1GB: the dense model has"),
         ({"memory": "many"}, "--memory 'many' is not a size such as 24GB"),
-        ({"memory": "100kB", "sparsity": 0.5}, "--parameters and --memory set the sparsity; leave out --sparsity"),
+        (
+            {"memory": "100kB", "sparsity": 0.5},
+            "--parameters and --memory set the sparsity; leave out --sparsity",
+        ),
         ({"memory": "100kB", "parameters": "6e9"}, "--parameters and --memory both set the size"),
         ({"structure": "layers", "refit": True}, "--refit moves weights within layers"),
         ({"structure": "layers", "keep_shapes": True}, "no shape is left to keep"),
@@ -265,13 +388,17 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ({"method": "taylor"}, "--method taylor does not score experts"),
         (
             {"structure": "neurons", "method": "magnitude", "width_multiple": 2, "sparsity": 0.1},
-            "--width-multiple 2: the products of all experts at once need a width that is a multiple of 4 in this dtype",
+            "--width-multiple 2: the products of all experts at once need a width that is a "
+            "multiple of 4 in this dtype",
         ),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        prune(make("mixtral"), **{"output": tmp_path / "out", "structure": "experts"} | SHORT | options)
+        prune(
+            make("mixtral"),
+            **{"output": tmp_path / "out", "structure": "experts"} | SHORT | options,
+        )
 
 
 def test_a_dense_model_has_no_experts(models: Any, tmp_path: Path) -> None:
@@ -281,22 +408,32 @@ def test_a_dense_model_has_no_experts(models: Any, tmp_path: Path) -> None:
 
 def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -> None:
     """The largest model within the budget: one expert more in each layer would be too much."""
-    record = structure_of(prune(make("mixtral"), output=tmp_path / "a", structure="experts", memory="250kB", **SHORT))
-    each = (record.dense.bytes - record.pruned.bytes) // (8 - next(iter(record.layers.values())).kept)
+    record = structure_of(
+        prune(make("mixtral"), output=tmp_path / "a", structure="experts", memory="250kB", **SHORT)
+    )
+    each = (record.dense.bytes - record.pruned.bytes) // (
+        8 - next(iter(record.layers.values())).kept
+    )
     assert record.pruned.bytes <= 250_000 < record.pruned.bytes + each
     source = models("llama")
     for method in ("magnitude", "emp-magnitude"):
         report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
         assert report.sizes is not None
         assert 0.8 * 60_000 < report.sizes.packed <= 60_000
-        report = prune(source, output=tmp_path / f"{method} p", method=method, parameters="30000", quiet=True)
+        report = prune(
+            source, output=tmp_path / f"{method} p", method=method, parameters="30000", quiet=True
+        )
         kept = report.targets.parameters - report.targets.zeros
         assert 0.97 * 30_000 < kept <= 30_000
 
 
 def test_measure_shows_the_curve(make: Any, tmp_path: Path) -> None:
-    (entry,) = measure(make("mixtral"), structure="experts", output=tmp_path / "m.json", **SHORT).measures
-    assert [point.parameters for point in entry.unit_curve] == sorted(point.parameters for point in entry.unit_curve)
+    (entry,) = measure(
+        make("mixtral"), structure="experts", output=tmp_path / "m.json", **SHORT
+    ).measures
+    assert [point.parameters for point in entry.unit_curve] == sorted(
+        point.parameters for point in entry.unit_curve
+    )
     at_one = next(point for point in entry.unit_curve if point.beta == 1)
     report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", **SHORT)
     assert at_one.kept == [each.rule for each in structure_of(report).layers.values()]
@@ -305,9 +442,18 @@ def test_measure_shows_the_curve(make: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/emp_llm/experts.json").read_text())["num_experts"] == 8
 
 
-def test_an_interrupted_run_resumes(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums and the fitted blocks are not made again, and the weights are those of an undisturbed run."""
-    options = SHORT | {"structure": "experts", "sparsity": 0.5, "refit": True, "min_expert_tokens": 1}
+def test_an_interrupted_run_resumes(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums and the fitted blocks are not made again, and the weights are those of an
+    undisturbed run.
+    """
+    options = SHORT | {
+        "structure": "experts",
+        "sparsity": 0.5,
+        "refit": True,
+        "min_expert_tokens": 1,
+    }
     prune(make("mixtral"), output=tmp_path / "whole", **options)
     fits = experts._refit_block
 
@@ -322,7 +468,9 @@ def test_an_interrupted_run_resumes(make: Any, tmp_path: Path, monkeypatch: pyte
             prune(make("mixtral"), output=tmp_path / "out", **options)
     fitted: list[int] = []
     monkeypatch.setattr(prune_structure, "unit_sums", None)
-    monkeypatch.setattr(experts, "_refit_block", lambda *args: fitted.append(args[3].index) or fits(*args))
+    monkeypatch.setattr(
+        experts, "_refit_block", lambda *args: fitted.append(args[3].index) or fits(*args)
+    )
     prune(make("mixtral"), output=tmp_path / "out", **options)
     assert fitted == [2]
     whole, out = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
@@ -330,20 +478,48 @@ def test_an_interrupted_run_resumes(make: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
-    text = ["--calibration", "demo", "--samples", "4", "--seqlen", "32", "--batch-size", "2", "--dtype", "float32"]
-    line = ["prune", "--model", str(make("mixtral")), "--structure", "experts", "--output", "two", *text]
+    text = [
+        "--calibration",
+        "demo",
+        "--samples",
+        "4",
+        "--seqlen",
+        "32",
+        "--batch-size",
+        "2",
+        "--dtype",
+        "float32",
+    ]
+    line = [
+        "prune",
+        "--model",
+        str(make("mixtral")),
+        "--structure",
+        "experts",
+        "--output",
+        "two",
+        *text,
+    ]
     (tmp_path / "logs").mkdir()
     done = launch(2, tmp_path, tmp_path / "logs", *line)
     assert done.codes == [0, 0], done.error
     prune(make("mixtral"), output=tmp_path / "alone", structure="experts", **SHORT)
-    one, two = (load_file(tmp_path / name / "emp_llm" / "structure.safetensors") for name in ("two", "alone"))
+    one, two = (
+        load_file(tmp_path / name / "emp_llm" / "structure.safetensors")
+        for name in ("two", "alone")
+    )
     assert all(torch.equal(one[name], two[name]) for name in one if name.endswith(".kept"))
 
 
 @pytest.mark.parametrize("place", ["model.layers.3.", "mtp.layers.0."])
-def test_a_layer_that_predicts_several_tokens(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str) -> None:
-    """It follows the blocks, is not loaded by transformers, and loses the experts that the last block loses."""
-    source, out = tmp_path / "model", tmp_path / "out"
+def test_a_layer_that_predicts_several_tokens(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """It follows the blocks, is not loaded by transformers, and loses the experts that the last
+    block loses.
+    """
+    source = tmp_path / "model"
+    out = tmp_path / "out"
     shutil.copytree(make("deepseek_v3"), source)
     tensors = load_file(source / "model.safetensors")
     more = {
@@ -352,10 +528,21 @@ def test_a_layer_that_predicts_several_tokens(make: Any, tmp_path: Path, caplog:
         if name.startswith("model.layers.2.")
     }
     save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
-    prune(source, output=out, structure="experts", method="magnitude", sparsity=0.5, dtype="float32", quiet=True)
+    prune(
+        source,
+        output=out,
+        structure="experts",
+        method="magnitude",
+        sparsity=0.5,
+        dtype="float32",
+        quiet=True,
+    )
     assert f"{place[:-1]}, which transformers does not load, was not scored" in caplog.text
     small = load_file(out / "model.safetensors")
     assert not verify(out, source=str(source), quiet=True).differences
     last = {name: each for name, each in small.items() if name.startswith("model.layers.2.")}
-    assert all(torch.equal(small[name.replace("model.layers.2.", place, 1)], each + 1) for name, each in last.items())
+    assert all(
+        torch.equal(small[name.replace("model.layers.2.", place, 1)], each + 1)
+        for name, each in last.items()
+    )
     assert sum(name.startswith(place) for name in small) == len(last)

@@ -16,7 +16,15 @@ from blake3 import blake3
 from safetensors import SafetensorError
 
 from emp_llm.checkpoint import files
-from emp_llm.checkpoint.files import FilePool, FileReader, FileWriter, RunningHash, explain_disk_error, file_hash, write_bytes
+from emp_llm.checkpoint.files import (
+    FilePool,
+    FileReader,
+    FileWriter,
+    RunningHash,
+    explain_disk_error,
+    file_hash,
+    write_bytes,
+)
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
@@ -37,8 +45,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def make_system(patch: pytest.MonkeyPatch, system: str) -> None:
-    """A system that has no direct calls, refuses them after all, or does a part of what it is asked."""
-    preadv, pwrite = os.preadv, os.pwrite
+    """A system that has no direct calls, refuses them after all, or does a part of what it is
+    asked.
+    """
+    preadv = os.preadv
+    pwrite = os.pwrite
 
     def check(file: int) -> None:
         if system == "refused" and fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
@@ -61,13 +72,21 @@ def make_system(patch: pytest.MonkeyPatch, system: str) -> None:
 
 
 @every_system
-@pytest.mark.parametrize("cuts", [[], [PAGE, 2 * PAGE], [1, 5000, 5000, 60_000], [3 * PAGE - 1, 12 * PAGE]], ids=str)
-def test_write_in_order_and_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, cuts: list[int]) -> None:
+@pytest.mark.parametrize(
+    "cuts", [[], [PAGE, 2 * PAGE], [1, 5000, 5000, 60_000], [3 * PAGE - 1, 12 * PAGE]], ids=str
+)
+def test_write_in_order_and_out_of_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, cuts: list[int]
+) -> None:
     content = CONTENT * 8 + b"end"
     pieces = list(pairwise([0, *cuts, len(content)]))
     (tmp_path / "source").write_bytes(content)
     make_system(monkeypatch, system)
-    for name, order in (("in order", pieces), ("backward", pieces[::-1]), ("again", [*pieces, *pieces])):
+    for name, order in (
+        ("in order", pieces),
+        ("backward", pieces[::-1]),
+        ("again", [*pieces, *pieces]),
+    ):
         with FileWriter(tmp_path / name) as output, FileReader(tmp_path / "source") as source:
             for start, end in order:
                 output.write(source.take(start, end - start).data, start)
@@ -75,8 +94,12 @@ def test_write_in_order_and_out_of_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @every_system
-@pytest.mark.parametrize("place", [(0, 16 * PAGE), (3, 9 * PAGE), (PAGE, 5 * PAGE + 7), (7, None)], ids=str)
-def test_reads_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, place: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "place", [(0, 16 * PAGE), (3, 9 * PAGE), (PAGE, 5 * PAGE + 7), (7, None)], ids=str
+)
+def test_reads_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, place: tuple[int, int]
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(CONTENT * 8 + b"end")
     make_system(monkeypatch, system)
@@ -96,7 +119,11 @@ def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     raw = memoryview(bytearray(len(CONTENT) + 1))
     with FileReader(path) as file:
-        with pytest.raises(UserError, match=r"file: it ends before byte \d+; it changed while it was read"):
+        with pytest.raises(
+            UserError,
+            match=r"file: it ends before byte \d+; it changed while it "
+            r"was read",
+        ):
             file.read(raw, 0)
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(UserError, match=r"file: it cannot be read \(broken\)"):
@@ -108,7 +135,8 @@ def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_number_of_open_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may have more shards than the system lets a process open."""
     monkeypatch.setattr(files, "_OPEN", 8)
-    before, most = len(os.listdir("/proc/self/fd")), 0
+    before = len(os.listdir("/proc/self/fd"))
+    most = 0
     paths = [tmp_path / f"shard {number:03}" for number in range(100)]
     with FilePool() as pool:
         for path in paths:
@@ -177,13 +205,20 @@ def _hold(path: Path, held: Any, done: Any) -> None:
 
 
 def test_lock_of_an_output_file(tmp_path: Path) -> None:
-    """A second run on one output is refused before it works for hours; the first one is not disturbed."""
+    """A second run on one output is refused before it works for hours; the first one is not
+    disturbed.
+    """
     context = multiprocessing.get_context("fork")
-    held, done, output = context.Event(), context.Event(), tmp_path / "new" / "results.json"
+    held = context.Event()
+    done = context.Event()
+    output = tmp_path / "new" / "results.json"
     first = context.Process(target=_hold, args=(output, held, done))
     first.start()
     assert held.wait(60)
-    match = rf"--output .*results\.json: another run is working on it \(process {first.pid} on .*Wait for that run, or stop it"
+    match = (
+        rf"--output .*results\.json: another run is working on it \(process {first.pid} on "
+        r".*Wait for that run, or stop it"
+    )
     with pytest.raises(UserError, match=match), locked(output):
         pass
     done.set()
@@ -192,7 +227,14 @@ def test_lock_of_an_output_file(tmp_path: Path) -> None:
         pass
     assert not list(output.parent.iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be written there"), locked(tmp_path / "file" / "results.json"):
+    with (
+        pytest.raises(
+            UserError,
+            match=r"cannot be written "
+            r"there",
+        ),
+        locked(tmp_path / "file" / "results.json"),
+    ):
         pass
 
 
@@ -210,17 +252,23 @@ def test_sizes_in_messages() -> None:
 
 
 def test_a_model_folder_with_an_empty_file(models: Callable[[str], Path], tmp_path: Path) -> None:
-    source, out = Path(shutil.copytree(models("llama"), tmp_path / "source")), tmp_path / "out"
+    source = Path(shutil.copytree(models("llama"), tmp_path / "source"))
+    out = tmp_path / "out"
     (source / "added_vocabulary.txt").touch()
     prune(model=source, output=out, method="emp-magnitude")
     assert (out / "added_vocabulary.txt").read_bytes() == b""
     assert verify(out, source=str(source)).differences == []
 
 
-def test_pages_of_a_file_are_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of `take` go past the page cache, all but those of the first and the last page; other bytes do not."""
+def test_pages_of_a_file_are_written_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of `take` go past the page cache, all but those of the first and the last page;
+    other bytes do not.
+    """
     (tmp_path / "source").write_bytes(CONTENT * 8)
-    direct, pwrite = [], os.pwrite
+    direct = []
+    pwrite = os.pwrite
 
     def noted(file: int, raw: memoryview, offset: int) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
@@ -239,7 +287,9 @@ def test_pages_of_a_file_are_written_directly(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "error",
     [
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
         RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"),
         OSError("1024 requested and 512 written"),  # of numpy
     ],

@@ -1,4 +1,6 @@
-"""FP8 checkpoints with a scale for each block: pruned by the dequantised weights, in place, and still FP8."""
+"""FP8 checkpoints with a scale for each block: pruned by the dequantised weights, in place, and
+still FP8.
+"""
 
 import json
 import re
@@ -34,9 +36,15 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 
 def make_fp8(
-    source: Path, folder: Path, block: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, edit: Edit | None = None
+    source: Path,
+    folder: Path,
+    block: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+    edit: Edit | None = None,
 ) -> Path:
-    """A model with its blocks' linear layers in FP8; only the sizes of the tiny Llama that transformers can divide by 16."""
+    """A model with its blocks' linear layers in FP8; only the sizes of the tiny Llama that
+    transformers can divide by 16.
+    """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     tensors: dict[str, Tensor] = {}
     for shard in source.glob("*.safetensors"):
@@ -44,19 +52,30 @@ def make_fp8(
             if not name.endswith("_proj.weight"):
                 tensors[name] = weight
                 continue
-            rows, columns = (-(-size // length) for size, length in zip(weight.shape, block, strict=True))
+            rows, columns = (
+                -(-size // length) for size, length in zip(weight.shape, block, strict=True)
+            )
             padded = torch.zeros(rows * block[0], columns * block[1])
             padded[: weight.shape[0], : weight.shape[1]] = weight
             blocks = padded.reshape(rows, block[0], columns, block[1])
             scales = (blocks.abs().amax((1, 3)) / 256).to(dtype)
-            bits = (blocks / scales.float()[:, None, :, None]).reshape(padded.shape).to(torch.float8_e4m3fn)
+            bits = (
+                (blocks / scales.float()[:, None, :, None])
+                .reshape(padded.shape)
+                .to(torch.float8_e4m3fn)
+            )
             tensors[name] = bits[: weight.shape[0], : weight.shape[1]].contiguous()
             tensors[f"{name}_scale_inv"] = scales
     if edit is not None:
         edit(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic", "fmt": "e4m3"}
+    settings = {
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+    }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return folder
 
@@ -69,21 +88,31 @@ def fp8(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decoded(bits: Array) -> Array:
     """The values of float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 bits of mantissa."""
-    exponent, mantissa = (bits >> 3 & 15).astype(int), (bits & 7).astype(np.float64)
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    exponent = (bits >> 3 & 15).astype(int)
+    mantissa = (bits & 7).astype(np.float64)
+    size = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
     return np.where(bits >> 7, -size, size)
 
 
 def stored(folder: Path, name: str) -> Array:
     """The bits of a matrix in FP8."""
     tensor = oracle.tensors(folder)[name]
-    return np.frombuffer(tensor.shard.read_bytes()[tensor.start : tensor.end], np.uint8).reshape(tensor.shape)
+    return np.frombuffer(tensor.shard.read_bytes()[tensor.start : tensor.end], np.uint8).reshape(
+        tensor.shape
+    )
 
 
 def values_of(folder: Path, name: str, block: tuple[int, int] = (16, 16)) -> Array:
     """The dequantised matrix, with one rounding to float32."""
-    bits, scales = stored(folder, name), load_file(folder / "model.safetensors")[f"{name}_scale_inv"].float().numpy()
-    grid = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: bits.shape[0], : bits.shape[1]] if scales.ndim else scales
+    bits = stored(folder, name)
+    scales = load_file(folder / "model.safetensors")[f"{name}_scale_inv"].float().numpy()
+    grid = (
+        np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: bits.shape[0], : bits.shape[1]]
+        if scales.ndim
+        else scales
+    )
     return (decoded(bits).astype(np.float32) * grid).astype(np.float64)
 
 
@@ -92,21 +121,32 @@ def check_bits(source: Path, out: Path, name: str, mask: Array) -> None:
 
 
 def check_masks(
-    source: Path, out: Path, adaptive: bool, block: tuple[int, int] = (16, 16), norms: Any = None, number: int = 6
+    source: Path,
+    out: Path,
+    adaptive: bool,
+    block: tuple[int, int] = (16, 16),
+    norms: Any = None,
+    number: int = 6,
 ) -> None:
     report = json.loads((out / "emp_report.json").read_text())
     assert len(report["matrices"]) == number
     targets = {entry["tensor"] for entry in report["matrices"].values()}
     for layer, entry in report["matrices"].items():
-        scores = oracle.scores(values_of(source, entry["tensor"], block), None if norms is None else norms[layer])
+        scores = oracle.scores(
+            values_of(source, entry["tensor"], block), None if norms is None else norms[layer]
+        )
         mask = oracle.row_masks(scores, adaptive)
         check_bits(source, out, entry["tensor"], mask)
         assert entry["kept"] == mask.sum()
         assert entry["s_eff_mean"] == pytest.approx(np.mean([oracle.mass(row) for row in scores]))
-    before, after = (bytearray((folder / "model.safetensors").read_bytes()) for folder in (source, out))
+    before, after = (
+        bytearray((folder / "model.safetensors").read_bytes()) for folder in (source, out)
+    )
     for name in targets:
         tensor = oracle.tensors(source)[name]
-        before[tensor.start : tensor.end] = after[tensor.start : tensor.end] = bytes(tensor.end - tensor.start)
+        before[tensor.start : tensor.end] = after[tensor.start : tensor.end] = bytes(
+            tensor.end - tensor.start
+        )
     assert before == after, "scales and all other bytes stay"
     assert verify(out, source=str(source)).differences == []
 
@@ -118,12 +158,22 @@ def single(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("method", "dtype", "block", "edit"),
-    [(method, dtype, (16, 16), None) for method in ("emp-magnitude", "magnitude") for dtype in DTYPES]
-    + [("emp-magnitude", torch.float32, block, None) for block in ((24, 20), (128, 128), (1, 32))]  # not divisors of the matrix
+    [
+        (method, dtype, (16, 16), None)
+        for method in ("emp-magnitude", "magnitude")
+        for dtype in DTYPES
+    ]
+    # Not divisors of the matrix.
+    + [("emp-magnitude", torch.float32, block, None) for block in ((24, 20), (128, 128), (1, 32))]
     + [("magnitude", torch.float32, (16, 16), single)],
 )
 def test_masks_are_those_of_the_dequantised_weights(
-    models: Models, tmp_path: Path, method: str, dtype: torch.dtype, block: tuple[int, int], edit: Edit | None
+    models: Models,
+    tmp_path: Path,
+    method: str,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    edit: Edit | None,
 ) -> None:
     source = make_fp8(models("llama"), tmp_path / "model", block, dtype, edit)
     assert oracle.tensors(source)[f"{UP}.weight_scale_inv"].dtype == DTYPES[dtype]
@@ -139,7 +189,9 @@ def test_experts(models: Models, tmp_path: Path) -> None:
 
 
 def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
-    """Negative zeros are kept where their row is; a block whose scale is zero keeps its bits' order."""
+    """Negative zeros are kept where their row is; a block whose scale is zero keeps its bits'
+    order.
+    """
 
     def plant(tensors: dict[str, Tensor]) -> None:
         bits = tensors[f"{UP}.weight"].view(torch.uint8)
@@ -157,7 +209,9 @@ def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
     assert verify(out, source=str(source)).differences == []
 
 
-@pytest.mark.parametrize("options", [{"group": "matrix"}, {"group": "all"}, {"order": 1.0, "method": "emp-magnitude"}])
+@pytest.mark.parametrize(
+    "options", [{"group": "matrix"}, {"group": "all"}, {"order": 1.0, "method": "emp-magnitude"}]
+)
 def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     report: Any = prune(fp8, output=tmp_path / "out", **{"method": "magnitude"} | options)
     if "group" in options:
@@ -168,7 +222,8 @@ def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, A
             flat = np.concatenate([scores[layer].reshape(-1) for layer in group])
             mask = oracle.keep(flat, flat.size - flat.size // 2)
             for layer in group:
-                own, mask = mask[: scores[layer].size].reshape(scores[layer].shape), mask[scores[layer].size :]
+                own = mask[: scores[layer].size].reshape(scores[layer].shape)
+                mask = mask[scores[layer].size :]
                 check_bits(fp8, tmp_path / "out", layers[layer]["tensor"], own)
     assert verify(tmp_path / "out", source=str(fp8)).differences == []
 
@@ -176,7 +231,9 @@ def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, A
 def test_the_result_loads_as_fp8_with_its_zeros(fp8: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report: Any = prune(fp8, output=out, method="emp-magnitude")
-    dense, sparse = (AutoModelForCausalLM.from_pretrained(folder, device_map="cpu") for folder in (fp8, out))
+    dense, sparse = (
+        AutoModelForCausalLM.from_pretrained(folder, device_map="cpu") for folder in (fp8, out)
+    )
     removed = 0
     for name, weight in sparse.named_parameters():
         zero = (weight == 0) & (dense.get_parameter(name) != 0)
@@ -186,7 +243,9 @@ def test_the_result_loads_as_fp8_with_its_zeros(fp8: Path, tmp_path: Path) -> No
     assert reapply_mask(dense, out) == removed
     pack(out, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "again")
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        out / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_loaded_model_has_its_scales(fp8: Path) -> None:
@@ -196,7 +255,12 @@ def test_a_loaded_model_has_its_scales(fp8: Path) -> None:
 
 
 def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    how: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
     prune(fp8, output=tmp_path / "out", method="wanda", **how)
     norms = oracle.load_norms(tmp_path / "out/emp_llm/activations.safetensors")
     check_masks(fp8, tmp_path / "out", False, norms=norms)
@@ -221,9 +285,21 @@ def _nan(tensors: dict[str, Tensor]) -> None:
 
 
 BROKEN: dict[str, tuple[Edit, str]] = {
-    "no scales": (_scale_of(None), r"up_proj\.weight is stored as FP8 without its scales .*weight_scale_inv.*original model"),
-    "scales of another shape": (_scale_of((2, 2)), r"weight_scale_inv is F32 \[2, 2\], which does not fit .*\[80, 32\]"),
-    "a scale that is NaN": (_scale_of((5, 2), float("nan")), r"weight_scale_inv holds NaN, infinity or a scale below zero"),
+    "no scales": (
+        _scale_of(None),
+        r"up_proj\.weight is stored as FP8 without its scales "
+        r".*weight_scale_inv.*original model",
+    ),
+    "scales of another shape": (
+        _scale_of((2, 2)),
+        r"weight_scale_inv is F32 \[2, 2\], which does "
+        r"not fit .*\[80, 32\]",
+    ),
+    "a scale that is NaN": (
+        _scale_of((5, 2), float("nan")),
+        r"weight_scale_inv holds NaN, "
+        r"infinity or a scale below zero",
+    ),
     "a weight that is NaN": (_nan, r"up_proj\.weight holds NaN or infinity \(rows"),
 }
 
@@ -232,7 +308,9 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 def test_broken_checkpoints(models: Models, tmp_path: Path, command: Run, case: str) -> None:
     edit, sentence = BROKEN[case]
     source = make_fp8(models("llama"), tmp_path / "model", edit=edit)
-    done = command("prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out")
+    done = command(
+        "prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out"
+    )
     assert done.returncode == 2, done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()

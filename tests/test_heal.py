@@ -1,4 +1,6 @@
-"""Healing: kept weights that learn the dense model's probabilities, in runs of commands and in memory."""
+"""Healing: kept weights that learn the dense model's probabilities, in runs of commands and in
+memory.
+"""
 
 import errno
 import json
@@ -64,23 +66,35 @@ def given(text: Path) -> dict[str, Any]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def pruned_and_healed(model: Path, folder: Path, **how: Any) -> tuple[Path, Path, RunReport]:
     """A model pruned by a recipe, the same healed, and the report of the second."""
-    plain, healed = folder / "plain", folder / "healed"
-    prune(model, output=plain, **{name: value for name, value in how.items() if not name.startswith("heal")})
+    plain = folder / "plain"
+    healed = folder / "healed"
+    prune(
+        model,
+        output=plain,
+        **{name: value for name, value in how.items() if not name.startswith("heal")},
+    )
     report = prune(model, output=healed, heal=True, heal_steps=how.pop("heal_steps", STEPS), **how)
     assert isinstance(report, RunReport)
     return plain, healed, report
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "mixtral", "gpt_neox"])
-def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any], tmp_path: Path, family: str) -> None:
+def test_zeros_stay_and_kept_weights_move(
+    models: Models, given: dict[str, Any], tmp_path: Path, family: str
+) -> None:
     how = given | {"method": "wanda", "targets": "all-linear", "min_expert_tokens": 0}
     plain, healed, report = pruned_and_healed(models(family), tmp_path, **how)
-    before, after = weights_of(plain), weights_of(healed)
+    before = weights_of(plain)
+    after = weights_of(healed)
     targets = {entry.tensor for entry in report.matrices.values()}
     assert before.keys() == after.keys()
     for name, weight in before.items():
@@ -97,10 +111,14 @@ def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any],
     # The written weights are those of the best step: their divergence is the one in the curve.
     tokens = healing_tokens(models(family), given)
     held = tokens[-1:]
-    loaded = [AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)]
+    loaded = [
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)
+    ]
     with torch.no_grad():
         p, q, r = (each(held).logits.double().log_softmax(-1) for each in loaded)
-    assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(curve[report.healing.best], rel=0.1)
+    assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(
+        curve[report.healing.best], rel=0.1
+    )
     # So are the perplexities of the same sequences.
     for name, logs in {"dense": p, "after": q, "before": r}.items():
         loss = -logs[:, :-1].gather(2, held[:, 1:, None]).mean()
@@ -108,7 +126,11 @@ def test_zeros_stay_and_kept_weights_move(models: Models, given: dict[str, Any],
     assert report.healing.origin is not None
     assert (report.healing.origin.execution, report.healing.origin.seed) == ("model", 0)
     (line,) = healing_lines(report)
-    assert line.endswith("perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(**report.healing.perplexity))
+    assert line.endswith(
+        "perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(
+            **report.healing.perplexity
+        )
+    )
     assert verify(healed, source=str(models(family))).differences == []
 
 
@@ -117,16 +139,22 @@ def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.options.calibration import CalibrationOptions
 
-    how = CalibrationOptions(calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"])
+    how = CalibrationOptions(
+        calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"]
+    )
     return read_text(how, load_tokenizer(model), None).tokens
 
 
 def test_the_loss_is_the_divergence(models: Models) -> None:
     """Against numpy in float64."""
-    dense, model = (AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32) for _ in range(2))
+    dense, model = (
+        AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32) for _ in range(2)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     ids = torch.arange(24).reshape(2, 12)
     trainer = healing._Healer.__new__(healing._Healer)
     trainer.dense = dense
@@ -152,7 +180,9 @@ def test_the_command_makes_the_bytes_of_prune(
     manifest = json.loads((plain / "emp_manifest.json").read_text())
     manifest["files"]["emp_llm/.secret.json"] = {"bytes": 1, "blake3": "0" * 64}
     (plain / "emp_manifest.json").write_text(json.dumps(manifest))
-    again = heal(plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given)
+    again = heal(
+        plain, dense=str(models("llama")), output=tmp_path / "again", heal_steps=STEPS, **given
+    )
     for name in sorted(path.name for path in healed.glob("*.safetensors")):
         assert (healed / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     written = {path.name for path in (tmp_path / "again").rglob("*")}
@@ -177,7 +207,11 @@ def test_the_command_makes_the_bytes_of_prune(
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_killed_healing_resumes(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
 ) -> None:
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models(family), output=tmp_path / "whole" / "out", **how)
@@ -185,13 +219,19 @@ def test_a_killed_healing_resumes(
     killed_in_third_step(models(family), tmp_path / "killed" / "out", monkeypatch, **how)
     assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
     steps: list[int] = []
-    monkeypatch.setattr(healing._Watch, "on_train_begin", lambda self, args, state, *_, **__: steps.append(state.global_step))
+    monkeypatch.setattr(
+        healing._Watch,
+        "on_train_begin",
+        lambda self, args, state, *_, **__: steps.append(state.global_step),
+    )
     prune(models(family), output=tmp_path / "killed" / "out", **how)
     assert steps == [2]
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
-def killed_in_third_step(model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+def killed_in_third_step(
+    model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, **how: Any
+) -> None:
     """A healing with a checkpoint after two steps."""
     with monkeypatch.context() as patch:
         patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
@@ -226,10 +266,20 @@ def test_a_copied_checkpoint_is_on_disk_before_that_is_noted(
 ) -> None:
     """After a power cut, the healing would go on with copies that are cut."""
     prune(models("llama"), output=tmp_path / "plain", method="magnitude")
-    done, sync, note = list[str](), files.sync_path, OutputFolder.note
+    done = list[str]()
+    sync = files.sync_path
+    note = OutputFolder.note
     monkeypatch.setattr(files, "sync_path", lambda path: (done.append(path.name), sync(path))[1])
-    monkeypatch.setattr(OutputFolder, "note", lambda self, **said: (done.extend(said), note(self, **said))[1])
-    heal(tmp_path / "plain", dense=str(models("llama")), output=tmp_path / "out", heal_steps=1, **given)
+    monkeypatch.setattr(
+        OutputFolder, "note", lambda self, **said: (done.extend(said), note(self, **said))[1]
+    )
+    heal(
+        tmp_path / "plain",
+        dense=str(models("llama")),
+        output=tmp_path / "out",
+        heal_steps=1,
+        **given,
+    )
     shards = {path.name for path in (tmp_path / "plain").glob("*.safetensors")}
     assert shards <= set(done[: done.index("copied")])
 
@@ -294,7 +344,9 @@ def test_a_damaged_checkpoint_of_a_healing(
 def test_killed_while_healed_weights_are_written(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights that the training began with are gone, so it resumes from a checkpoint, or not at all."""
+    """The weights that the training began with are gone, so it resumes from a checkpoint, or not
+    at all.
+    """
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     calls = []
 
@@ -312,22 +364,36 @@ def test_killed_while_healed_weights_are_written(
     shutil.copytree(tmp_path / "killed", tmp_path / "lost")
     shutil.rmtree(tmp_path / "lost" / ".out.partial" / "healing")
     (tmp_path / "lost" / ".out.partial" / "healing").touch()
-    with pytest.raises(UserError, match=r"some weights are healed, and the training that healed them is lost. Delete it."):
+    with pytest.raises(
+        UserError,
+        match=r"some weights are healed, and the training that healed "
+        r"them is lost. Delete it.",
+    ):
         prune(models("llama"), output=tmp_path / "lost" / "out", **how)
     prune(models("llama"), output=tmp_path / "killed" / "out", **how)
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("fault", [SafetensorError("No space left (os error 28)"), RuntimeError("inline_container.cc:626")])
+@pytest.mark.parametrize(
+    "fault",
+    [SafetensorError("No space left (os error 28)"), RuntimeError("inline_container.cc:626")],
+)
 def test_a_disk_that_is_full_in_the_training(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception,
 ) -> None:
-    """safetensors and torch say it in words of their own. Of the checkpoint, only an empty file of its state is left."""
+    """safetensors and torch say it in words of their own. Of the checkpoint, only an empty file
+    of its state is left.
+    """
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     module, name = (healing, "save_file") if isinstance(fault, SafetensorError) else (torch, "save")
-    save, second = getattr(module, name), tmp_path / "full" / ".out.partial" / "healing" / "checkpoint-2"
+    save = getattr(module, name)
+    second = tmp_path / "full" / ".out.partial" / "healing" / "checkpoint-2"
 
     def fail(values: Any, path: Path | str) -> None:
         if Path(path).parent == second:
@@ -337,7 +403,11 @@ def test_a_disk_that_is_full_in_the_training(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, fail)
-        with pytest.raises(UserError, match=r"full/out: the disk is full.*the same command resumes"):
+        with pytest.raises(
+            UserError,
+            match=r"full/out: the disk is full.*the same command "
+            r"resumes",
+        ):
             prune(models("llama"), output=tmp_path / "full" / "out", **how)
     prune(models("llama"), output=tmp_path / "full" / "out", **how)
     assert torture.snapshot(tmp_path / "full") == torture.snapshot(tmp_path / "whole")
@@ -345,7 +415,9 @@ def test_a_disk_that_is_full_in_the_training(
 
 @pytest.fixture(scope="module")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with larger weights, whose probabilities differ from each other, so that neurons matter."""
+    """A model with larger weights, whose probabilities differ from each other, so that neurons
+    matter.
+    """
     name, values = tiny.FAMILIES["llama"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.FAMILIES, "sharp", (name, values | {"initializer_range": 0.2}))
@@ -353,21 +425,34 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_structures_heal(sharp: Path, given: dict[str, Any], tmp_path: Path, everything: bool) -> None:
-    how = {"structure": "neurons", "sparsity": 0.25, "width_multiple": 8, "heal_weights": "all" if everything else "targets"}
+def test_structures_heal(
+    sharp: Path, given: dict[str, Any], tmp_path: Path, everything: bool
+) -> None:
+    how = {
+        "structure": "neurons",
+        "sparsity": 0.25,
+        "width_multiple": 8,
+        "heal_weights": "all" if everything else "targets",
+    }
     prune(sharp, output=tmp_path / "out", heal=True, heal_steps=20, **given, **how)
     assert verify(tmp_path / "out", source=str(sharp)).differences == []
     healed = weights_of(tmp_path / "out")
     del how["heal_weights"]
     prune(sharp, output=tmp_path / "plain", **given, **how)
-    changed = {name for name, weight in weights_of(tmp_path / "plain").items() if not torch.equal(weight, healed[name])}
+    changed = {
+        name
+        for name, weight in weights_of(tmp_path / "plain").items()
+        if not torch.equal(weight, healed[name])
+    }
     assert any("mlp.down_proj" in name for name in changed)
     assert any("self_attn" in name for name in changed) == everything
     assert any("layernorm" in name for name in changed) == everything
     assert not any("embed" in name or "lm_head" in name for name in changed)
 
 
-def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_heal(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a processor without products of bfloat16."""
     monkeypatch.setattr(healing, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
     assert not healing.has_bfloat16(torch.device("cpu"))
@@ -379,9 +464,16 @@ def test_experts_heal(models: Models, given: dict[str, Any], tmp_path: Path, mon
     assert verify(tmp_path / "out", source=str(models("mixtral"))).differences == []
 
 
-def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_by_block(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model on the disk; killed in the second block, and resumed after the first."""
-    how = given | {"method": "wanda", "targets": "all-linear", "device_map": "disk", "heal_steps": STEPS}
+    how = given | {
+        "method": "wanda",
+        "targets": "all-linear",
+        "device_map": "disk",
+        "heal_steps": STEPS,
+    }
     plain, healed, report = pruned_and_healed(models("llama"), tmp_path, **how)
     assert report.healing is not None
     assert report.healing.by == "blocks"
@@ -391,7 +483,8 @@ def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, m
     for name, weight in weights_of(plain).items():
         assert bool((then[name][weight == 0] == 0).all()) or "norm" in name
     assert verify(healed, source=str(models("llama"))).differences == []
-    put, numbers = MovedWeights.put, list[int]()
+    put = MovedWeights.put
+    numbers = list[int]()
 
     def kill(self: MovedWeights, number: int, moved: Any) -> None:
         if number == 1:
@@ -405,7 +498,11 @@ def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, m
         with pytest.raises(_Killed):
             prune(models("llama"), **options)
     run = blocks._heal
-    monkeypatch.setattr(blocks, "_heal", lambda block, *rest: (numbers.append(block.step.index), run(block, *rest))[1])
+    monkeypatch.setattr(
+        blocks,
+        "_heal",
+        lambda block, *rest: (numbers.append(block.step.index), run(block, *rest))[1],
+    )
     prune(models("llama"), **options)
     assert numbers == [1]
     (tmp_path / "whole").mkdir()
@@ -414,9 +511,15 @@ def test_block_by_block(models: Models, given: dict[str, Any], tmp_path: Path, m
 
 
 def test_too_little_memory_for_the_whole_model(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It would be killed in the training. An interrupted run keeps its way, whatever memory is free then."""
+    """It would be killed in the training. An interrupted run keeps its way, whatever memory is
+    free then.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     free = iter([0, 10**12, 0])
     monkeypatch.setattr(healing, "available_memory", lambda: next(free))
@@ -447,15 +550,25 @@ def test_too_little_memory_for_the_whole_model(
 
 @pytest.mark.parametrize("instructions", [True, False])
 def test_a_layer_that_no_batch_calls(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instructions: bool
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    instructions: bool,
 ) -> None:
-    """As an expert that no token reaches: it keeps its weights, and the others heal. With and without bfloat16 products."""
+    """As an expert that no token reaches: it keeps its weights, and the others heal. With and
+    without bfloat16 products.
+    """
     monkeypatch.setattr(healing, "has_bfloat16", lambda device: instructions)
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
+    monkeypatch.setattr(
+        LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)))
+    )
     how = given | {"method": "magnitude", "targets": "mlp", "device_map": "disk"}
     plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, **how)
     after = weights_of(healed)
-    changed = {name for name, weight in weights_of(plain).items() if not torch.equal(weight, after[name])}
+    changed = {
+        name for name, weight in weights_of(plain).items() if not torch.equal(weight, after[name])
+    }
     assert {name.split(".")[4] for name in changed} == {"gate_proj", "down_proj"}
 
 
@@ -470,7 +583,9 @@ def test_a_layer_that_no_batch_calls(
         ({}, False),
     ],
 )
-def test_processors_with_products_of_bfloat16(fields: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_with_products_of_bfloat16(
+    fields: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(healing, "cpu_fields", lambda: fields)
     assert healing.has_bfloat16(torch.device("cpu")) == has
 
@@ -479,39 +594,56 @@ def test_a_diverging_training_changes_nothing(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(healing, "rate_of", lambda config: 1000.0)
-    plain, healed, report = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
+    plain, healed, report = pruned_and_healed(
+        models("llama"), tmp_path, method="wanda", heal_steps=30, **given
+    )
     assert report.healing is not None
     assert report.healing.best == 0
     assert report.healing.steps < 30
     assert any("did not bring the model nearer" in sentence for sentence in report.warnings)
-    assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
+    assert all(
+        torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items()
+    )
 
 
 def test_a_loss_that_is_not_finite(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training goes back four times, and ends; the weights stay, and the report can be read again."""
-    compute, steps = healing._Healer.compute_loss, chain([1.0], repeat(float("nan")))
+    """The training goes back four times, and ends; the weights stay, and the report can be read
+    again.
+    """
+    compute = healing._Healer.compute_loss
+    steps = chain([1.0], repeat(float("nan")))
 
-    def diverge(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+    def diverge(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any
+    ) -> Any:
         found = compute(self, model, inputs, return_outputs, **rest)
-        return (found[0] * next(steps), (found[1][0] * 1e9, found[1][1])) if return_outputs else found
+        return (
+            (found[0] * next(steps), (found[1][0] * 1e9, found[1][1])) if return_outputs else found
+        )
 
     monkeypatch.setattr(healing._Healer, "compute_loss", diverge)
-    plain, healed, _ = pruned_and_healed(models("llama"), tmp_path, method="wanda", heal_steps=30, **given)
+    plain, healed, _ = pruned_and_healed(
+        models("llama"), tmp_path, method="wanda", heal_steps=30, **given
+    )
     report = read_record(healed / "emp_report.json", RunReport)
     assert report.healing is not None
     assert (report.healing.best, report.healing.steps) == (0, 12)
     assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True, True]
     assert report.healing.perplexity["before"] is None
     assert "perplexity inf to inf, dense " in healing_lines(report)[0]
-    assert all(torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items())
+    assert all(
+        torch.equal(weight, weights_of(healed)[name]) for name, weight in weights_of(plain).items()
+    )
 
 
 def test_a_rate_that_is_too_high_is_lowered(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the held-out loss rises, the training goes back to the best weights, with a lower rate; also if it is killed."""
+    """Where the held-out loss rises, the training goes back to the best weights, with a lower
+    rate; also if it is killed.
+    """
     monkeypatch.setattr(healing, "rate_of", lambda config: 0.3)
     how = given | {"method": "wanda", "heal": True, "heal_steps": 30}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
@@ -538,7 +670,8 @@ def test_a_rate_that_is_too_high_is_lowered(
 
 
 @pytest.mark.parametrize(
-    ("width", "blocks", "rate"), [(64, 5, 0.01), (576, 30, 1 / (30 * 1152**0.5)), (4096, 32, 1 / (32 * 8192**0.5))]
+    ("width", "blocks", "rate"),
+    [(64, 5, 0.01), (576, 30, 1 / (30 * 1152**0.5)), (4096, 32, 1 / (32 * 8192**0.5))],
 )
 def test_the_rate_follows_from_the_size(width: int, blocks: int, rate: float) -> None:
     config = transformers.LlamaConfig(hidden_size=width, num_hidden_layers=blocks)
@@ -557,7 +690,9 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
     assert done.best > 0
     assert done.curve[done.best][1] < done.curve[0][1]
     assert report.masks.broken(model) == 0
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert changed == set(report.masks)
     assert {value.dtype for value in model.state_dict().values()} == {dtype}
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -566,23 +701,33 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
     both = prune_model(other, Recipe(method="wanda", heal=True, heal_steps=STEPS), tokens)
     assert both.record.healing is not None
     assert both.record.healing.curve == done.curve
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items()
+    )
 
 
 def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     """The model stays as it was."""
-    recipe, tokens = Recipe(method="wanda", heal=True), healing_tokens(models("llama"), given)
+    recipe = Recipe(method="wanda", heal=True)
+    tokens = healing_tokens(models("llama"), given)
     model = AutoModelForCausalLM.from_pretrained(models("llama"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for match, data in {
         r"^Recipe\(heal=True\) fits weights to calibration data; give data=": None,
-        "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out": tokens[:4],
+        "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held "
+        "out": tokens[:4],
         "trains on text alone": DataLoader(tokens, batch_size=2),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(UserError, match=match):
             prune_model(model, recipe, data)
-    with pytest.raises(UserError, match=r"^Recipe\(heal=True\) runs a model of transformers as a whole; Sequential is none"):
-        prune_model(nn.Sequential(nn.Linear(8, 8)), recipe.but(method="magnitude", targets=".*"), tokens)
+    with pytest.raises(
+        UserError,
+        match=r"^Recipe\(heal=True\) runs a model of transformers as a "
+        r"whole; Sequential is none",
+    ):
+        prune_model(
+            nn.Sequential(nn.Linear(8, 8)), recipe.but(method="magnitude", targets=".*"), tokens
+        )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(models("llama")))
     with pytest.raises(UserError, match="healing needs both models whole in memory"):
@@ -602,7 +747,11 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
         with pytest.raises(UserError, match=says):
             heal_model(model, dense, tokens, masks=report.masks, **wrong)
     dense.resize_token_embeddings(dense.config.vocab_size, pad_to_multiple_of=192)
-    with pytest.raises(UserError, match=r"the dense model predicts 384 tokens and the pruned one 256.*resize_token_embeddings"):
+    with pytest.raises(
+        UserError,
+        match=r"the dense model predicts 384 tokens and the pruned one "
+        r"256.*resize_token_embeddings",
+    ):
         heal_model(model, dense, tokens, masks=report.masks)
 
 
@@ -619,8 +768,21 @@ def test_options_of_the_text_count(
     assert "no effect" not in caplog.text
 
 
-def test_two_ranks(models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    line = ["prune", models("llama"), "--method", "wanda", "--calibration", text, "--samples", 10, "--seqlen", 32]
+def test_two_ranks(
+    models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    line = [
+        "prune",
+        models("llama"),
+        "--method",
+        "wanda",
+        "--calibration",
+        text,
+        "--samples",
+        10,
+        "--seqlen",
+        32,
+    ]
     line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
     assert done.codes == [0, 0], done.error
@@ -636,12 +798,19 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
 
     def refused(match: str, **how: Any) -> None:
         with pytest.raises(UserError, match=match):
-            heal(**{"folder": tmp_path / "plain", "dense": dense, "output": tmp_path / "out"} | given | how)
+            heal(
+                **{"folder": tmp_path / "plain", "dense": dense, "output": tmp_path / "out"}
+                | given
+                | how
+            )
         assert not (tmp_path / "out").exists()
 
     refused("no emp_report.json", folder=models("llama"))
     refused("its weights are not those that were pruned", dense=str(models("qwen2")), heal_steps=1)
-    refused("the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out", samples=4)
+    refused(
+        "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out",
+        samples=4,
+    )
     refused("must be at least 1", heal_steps=0)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
@@ -670,23 +839,38 @@ def test_the_best_method_is_one_word(models: Models, given: dict[str, Any], tmp_
         sweep(models("llama"), methods="best,wanda", output=tmp_path / "sweep", **given)
 
 
-def test_a_dry_run_says_what_it_takes(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_dry_run_says_what_it_takes(
+    models: Models, given: dict[str, Any], tmp_path: Path
+) -> None:
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
     (note,) = (each for each in plan.notes if each.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
     assert " min on this machine" in note
     assert f"{format_bytes(40 * plan.coverage.weights)} of disk beside the output" in note
-    by_blocks = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given | {"device_map": "disk"})
-    assert any(f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in each for each in by_blocks.notes)
+    by_blocks = prune(
+        models("llama"),
+        output=tmp_path / "out",
+        heal=True,
+        dry_run=True,
+        **given | {"device_map": "disk"},
+    )
+    assert any(
+        f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in each
+        for each in by_blocks.notes
+    )
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the free bytes of the disk."""
-    return lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    return lambda free: monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=free)
+    )
 
 
-@pytest.mark.parametrize("how", [{"method": "wanda"}, {"structure": "neurons", "width_multiple": 8}])
+@pytest.mark.parametrize(
+    "how", [{"method": "wanda"}, {"structure": "neurons", "width_multiple": 8}]
+)
 def test_a_disk_that_is_too_small(
     models: Models,
     given: dict[str, Any],
@@ -720,7 +904,11 @@ def test_a_disk_that_is_full_in_the_copy(
 
 
 def test_what_an_interrupted_run_has_written_is_not_needed_again(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Callable[[int], None]
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    disk: Callable[[int], None],
 ) -> None:
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
     how = given | {"heal": True, "heal_steps": STEPS, "output": tmp_path / "out"}

@@ -1,4 +1,6 @@
-"""Malicious model folders: refused in a sentence, without reading files outside them or allocating the sizes they claim."""
+"""Malicious model folders: refused in a sentence, without reading files outside them or
+allocating the sizes they claim.
+"""
 
 import json
 import os
@@ -57,8 +59,14 @@ HEADERS: dict[str, tuple[str, bytes]] = {
     "white space first": ("not a JSON object", raw(" {}", 0)),
     "not UTF-8": ("invalid start byte", (4).to_bytes(8, "little") + b'{"\xff"'),
     "deep": ("nested too deeply", raw('{"a":' + DEEP, 0)),
-    "duplicate name": ("a occurs twice in it", raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}')),
-    "duplicate field": ("shape occurs twice in it", raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}')),
+    "duplicate name": (
+        "a occurs twice in it",
+        raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}'),
+    ),
+    "duplicate field": (
+        "shape occurs twice in it",
+        raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}'),
+    ),
     "metadata of numbers": ("map of strings", raw({"__metadata__": {"a": 1}}, 0)),
     "overlap": ("b overlaps", raw({"a": entry(), "b": entry(4, 12)}, 12)),
     "gap": ("b leaves a gap", raw({"a": entry(), "b": entry(9, 17)}, 17)),
@@ -67,7 +75,10 @@ HEADERS: dict[str, tuple[str, bytes]] = {
     "backwards": ("a do not lie within", raw({"a": entry(8, 0)})),
     "negative size": ("shape of tensor a", raw({"a": entry(shape=[-2, -2])})),
     "sizes without end": ("shape of tensor a", raw({"a": entry(shape=[2**62] * 50_000)})),
-    "size 2^62 of nothing": ("shape of tensor a is too large", raw({"a": entry(0, 0, [0, 2**62, 2**62])}, 0)),
+    "size 2^62 of nothing": (
+        "shape of tensor a is too large",
+        raw({"a": entry(0, 0, [0, 2**62, 2**62])}, 0),
+    ),
     "size true": ("shape of tensor a", raw({"a": entry(shape=[True, 4])})),
     "size 4.0": ("4.0 is not a whole number", raw({"a": entry(shape=[4.0])})),
     "no offsets": ("no dtype, shape and data_offsets", raw({"a": {"dtype": "BF16", "shape": [4]}})),
@@ -87,12 +98,18 @@ def peak_of(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("match", "content"), [pytest.param(*case, id=name) for name, case in HEADERS.items()])
+@pytest.mark.parametrize(
+    ("match", "content"), [pytest.param(*case, id=name) for name, case in HEADERS.items()]
+)
 def test_invalid_headers(tmp_path: Path, match: str, content: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
 
     def read() -> None:
-        with pytest.raises(UserError, match=rf"x\.safetensors: not a complete safetensors file.*{match}.*again") as caught:
+        with pytest.raises(
+            UserError,
+            match=r"x\.safetensors: not a complete safetensors "
+            rf"file.*{match}.*again",
+        ) as caught:
             read_header(tmp_path / "x.safetensors")
         assert len(str(caught.value)) < 500
         assert str(caught.value).isprintable()
@@ -107,7 +124,9 @@ def test_huge_header_in_a_sparse_file(tmp_path: Path) -> None:
     os.truncate(path, 200_000_000)
 
     def read() -> None:
-        with pytest.raises(UserError, match="claims 150,000,000 bytes, and 100,000,000 are allowed"):
+        with pytest.raises(
+            UserError, match="claims 150,000,000 bytes, and 100,000,000 are allowed"
+        ):
             read_header(path)
 
     assert peak_of(read) < 1e6
@@ -115,10 +134,33 @@ def test_huge_header_in_a_sparse_file(tmp_path: Path) -> None:
 
 def test_all_dtypes_of_the_library(tmp_path: Path) -> None:
     """A checkpoint is read even if only some of its dtypes can be pruned."""
-    kinds = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
-    kinds += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint16, torch.uint32]
-    tensors = {str(dtype): torch.zeros((3, 5), dtype=dtype) for dtype in kinds} | {"empty": torch.zeros((0, 5))}
-    save_file(tensors | {"scalar": torch.zeros(())}, tmp_path / "x.safetensors", {"format": "pt", "é": "ü"})
+    kinds = [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ]
+    kinds += [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.uint16,
+        torch.uint32,
+    ]
+    tensors = {str(dtype): torch.zeros((3, 5), dtype=dtype) for dtype in kinds} | {
+        "empty": torch.zeros((0, 5))
+    }
+    save_file(
+        tensors | {"scalar": torch.zeros(())},
+        tmp_path / "x.safetensors",
+        {"format": "pt", "é": "ü"},
+    )
     stored = {tensor.name: tensor for tensor in read_header(tmp_path / "x.safetensors")}
     assert stored.keys() == tensors.keys() | {"scalar"}
     assert all(stored[name].shape == tuple(tensor.shape) for name, tensor in tensors.items())
@@ -135,7 +177,15 @@ def change_index(model: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (model / INDEX).write_text(json.dumps(index))
 
 
-NAMES = ["sub/x.safetensors", "..", "", "config.json", "x.safetensors/", ".x.safetensors", "a\0.safetensors"]
+NAMES = [
+    "sub/x.safetensors",
+    "..",
+    "",
+    "config.json",
+    "x.safetensors/",
+    ".x.safetensors",
+    "a\0.safetensors",
+]
 NAMES += ["a\n.safetensors", "x" * 300 + ".safetensors", "..\\x.safetensors"]
 
 
@@ -144,7 +194,11 @@ def test_index_with_other_than_plain_names(model: Path, name: str) -> None:
     (model / "sub").mkdir()
     shutil.copyfile(model / SHARD, model / "sub" / "x.safetensors")
     change_index(model, lambda weights: weights.update({"lm_head.weight": name}))
-    with pytest.raises(UserError, match=rf"{INDEX}: .* is not the plain name of a safetensors file") as caught:
+    with pytest.raises(
+        UserError,
+        match=rf"{INDEX}: .* is not the plain name of a safetensors "
+        r"file",
+    ) as caught:
         Checkpoint(model)
     assert str(caught.value).isprintable()
 
@@ -153,13 +207,19 @@ def test_indexes_that_name_too_little_or_twice(model: Path) -> None:
     """What it does not name is loaded all the same; what lies in two shards is loaded by chance."""
     dense = AutoModelForCausalLM.from_pretrained(model)(torch.arange(8)[None]).logits
     change_index(model, lambda weights: weights.pop("model.norm.weight"))
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(model)(torch.arange(8)[None]).logits, dense)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(model)(torch.arange(8)[None]).logits, dense
+    )
     assert "model.norm.weight" in Checkpoint(model).tensors
     first, second = sorted(model.glob("*.safetensors"))[:2]
     more = load_file(second) | dict(list(load_file(first).items())[:1])
     kept = second.read_bytes()
     save_file(more, second, {"format": "pt"})
-    with pytest.raises(UserError, match=r"is also in .*, and which of them is loaded depends on the program.*save_pretrained"):
+    with pytest.raises(
+        UserError,
+        match=r"is also in .*, and which of them is loaded depends on "
+        r"the program.*save_pretrained",
+    ):
         Checkpoint(model)
     second.write_bytes(kept)
     (model / INDEX).write_text(f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}')
@@ -188,7 +248,14 @@ def test_a_model_with_an_adapter_beside_it(model: Path, tmp_path: Path) -> None:
 
 
 def test_weights_in_other_formats_are_not_copied(model: Path, tmp_path: Path) -> None:
-    names = ["onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data", "training_args.bin", "state.pkl", "x.tflite"]
+    names = [
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+        "onnx/model.onnx.data",
+        "training_args.bin",
+        "state.pkl",
+        "x.tflite",
+    ]
     for name in names:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_bytes(b"x")
@@ -199,13 +266,23 @@ def test_weights_in_other_formats_are_not_copied(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["lm_heads.0", "model.layers.9.unembed", "heads.1.proj"])
-def test_a_head_is_no_target_where_only_names_are_known(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_head_is_no_target_where_only_names_are_known(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch", "architectures": ["Nonesuch"]}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"model_type": "nonesuch", "architectures": ["Nonesuch"]})
+    )
     shard = model / SHARD
     tensors = load_file(shard)
-    width = next(value.shape[0] for key, value in tensors.items() if key.endswith("layernorm.weight"))
-    save_file(tensors | {f"{name}.weight": torch.randn(config["vocab_size"], width)}, shard, {"format": "pt"})
+    width = next(
+        value.shape[0] for key, value in tensors.items() if key.endswith("layernorm.weight")
+    )
+    save_file(
+        tensors | {f"{name}.weight": torch.randn(config["vocab_size"], width)},
+        shard,
+        {"format": "pt"},
+    )
     report = prune(model, output=tmp_path / "out", method="emp-magnitude")
     assert isinstance(report, RunReport)
     assert report.matrices
@@ -225,7 +302,15 @@ def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> No
         header, data = parts(shard)
         shard.write_bytes((len(header) + 1).to_bytes(8, "little") + header + b" " + data)
     for source in (model, odd):
-        line = ("prune", "--model", source, "--method", "emp-magnitude", "--output", source.with_suffix(".out"))
+        line = (
+            "prune",
+            "--model",
+            source,
+            "--method",
+            "emp-magnitude",
+            "--output",
+            source.with_suffix(".out"),
+        )
         assert command(*line).returncode == 0
     shards = [shard.name for shard in model.glob("*.safetensors")]
     pruned = [parts(model.with_suffix(".out") / name)[1] for name in shards]
@@ -255,17 +340,27 @@ def test_json_that_is_too_large(tmp_path: Path) -> None:
     os.truncate(tmp_path / "config.json", 1 << 31)
 
     def read() -> None:
-        with pytest.raises(UserError, match=r"config\.json: .*2,147,483,648 bytes, and 16,777,216 are allowed"):
+        with pytest.raises(
+            UserError,
+            match=r"config\.json: .*2,147,483,648 bytes, and 16,777,216 "
+            r"are allowed",
+        ):
             read_json(tmp_path / "config.json")
 
     assert peak_of(read) < 1e6
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 10**9}}])
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 10**9}}]
+)
 def test_config_of_a_billion_layers(model: Path, change: dict[str, Any]) -> None:
     config = json.loads((model / "config.json").read_text()) | change
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config\.json: .* is 1000000000, and the checkpoint has \d+ tensors"):
+    with pytest.raises(
+        UserError,
+        match=r"config\.json: .* is 1000000000, and the checkpoint has "
+        r"\d+ tensors",
+    ):
         _ = Checkpoint(model).config
 
 
@@ -287,8 +382,11 @@ def test_links_out_of_the_folder(model: Path, tmp_path: Path, name: str) -> None
 
 
 def test_links_of_the_hub_cache(model: Path, tmp_path: Path) -> None:
-    """snapshots/REVISION/FILE -> ../../blobs/HASH is allowed, also through a link to the folder; so are links within it."""
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    """snapshots/REVISION/FILE -> ../../blobs/HASH is allowed, also through a link to the folder;
+    so are links within it.
+    """
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, path in enumerate(sorted(model.iterdir())):
@@ -300,18 +398,25 @@ def test_links_of_the_hub_cache(model: Path, tmp_path: Path) -> None:
         assert len(Checkpoint(folder).shards) == 2
 
 
-@pytest.mark.parametrize(("reader", "number"), [("fuzz_header", 200), ("fuzz_folder", 200), ("fuzz_packed", 100)])
+@pytest.mark.parametrize(
+    ("reader", "number"), [("fuzz_header", 200), ("fuzz_folder", 200), ("fuzz_packed", 100)]
+)
 def test_readers_accept_or_refuse(tmp_path: Path, reader: str, number: int) -> None:
     """A short run of scripts/fuzz_checkpoint.py."""
     for seed in range(number):
-        assert fuzz.outcome_of(getattr(fuzz, reader), tmp_path, random.Random(seed)) in ("accepted", "refused"), seed
+        assert fuzz.outcome_of(getattr(fuzz, reader), tmp_path, random.Random(seed)) in (
+            "accepted",
+            "refused",
+        ), seed
 
 
 class TestPacked:
     """Packed folders by an author who computes the hashes again."""
 
     @pytest.fixture(scope="class")
-    def packed(self, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def packed(
+        self, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> Path:
         folder = tmp_path_factory.mktemp("packed")
         how: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
         prune(models("llama"), method="magnitude", sparsity=0.5, output=folder / "pruned", **how)
@@ -325,10 +430,12 @@ class TestPacked:
     def change(self, folder: Path, change: Callable[..., object], odd: int = 0) -> None:
         """Apply `change(header, data, entry of emp_pack.json)` to the first packed shard."""
         told = json.loads((folder / PACK_NAME).read_text())
-        path, entry = folder / packed_name(SHARD), told["shards"][SHARD]
+        path = folder / packed_name(SHARD)
+        entry = told["shards"][SHARD]
         content = path.read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")
-        header, data = json.loads(content[8:end]), bytearray(content[end:])
+        header = json.loads(content[8:end])
+        data = bytearray(content[end:])
         change(header, data, entry)
         fuzz.write_shard(path, header, data, odd)
         entry["packed"]["blake3"] = file_hash(path)
@@ -350,8 +457,11 @@ class TestPacked:
 
     def one_entry_of_two_tensors(self, header: Any, data: bytearray, entry: Any) -> None:
         name = f"{self.mask(header)[0]}.values"
-        original, size = json.loads(entry["header"]), header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
-        end = max(each["data_offsets"][1] for key, each in original.items() if key != "__metadata__")
+        original = json.loads(entry["header"])
+        size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+        end = max(
+            each["data_offsets"][1] for key, each in original.items() if key != "__metadata__"
+        )
         original[name] = header[name] | {"data_offsets": [end, end + size]}
         entry["header"] = json.dumps(original)
         entry["bytes"] = 8 + len(entry["header"]) + end + size
@@ -392,7 +502,11 @@ class TestPacked:
         told["shards"]["again.safetensors"] = told["shards"][SHARD]
         shutil.copy(folder / packed_name(SHARD), folder / "again.packed.safetensors")
         (folder / PACK_NAME).write_text(json.dumps(told))
-        with pytest.raises(UserError, match=rf"{PACK_NAME}: not a sound packed file \(model\..* is in two shards\)"):
+        with pytest.raises(
+            UserError,
+            match=rf"{PACK_NAME}: not a sound packed file \(model\..* is "
+            r"in two shards\)",
+        ):
             load(folder)
 
     def test_a_header_of_2_gb(self, folder: Path) -> None:
@@ -402,14 +516,17 @@ class TestPacked:
         os.truncate(path, (2 << 30) + 8)
 
         def read() -> None:
-            with pytest.raises(UserError, match="claims 2,147,483,648 bytes, and 100,000,000 are allowed"):
+            with pytest.raises(
+                UserError, match="claims 2,147,483,648 bytes, and 100,000,000 are allowed"
+            ):
                 load(folder, check=False)
 
         assert peak_of(read) < 5e6
 
     def test_values_at_odd_bytes(self, packed: Path, folder: Path) -> None:
         self.change(folder, lambda *_: None, odd=1)
-        found, expected = load(folder), load(packed)
+        found = load(folder)
+        expected = load(packed)
         ids = torch.arange(3, 9)[None]
         for name, layer in sparse_layers(found).items():
             assert layer.values.data_ptr() % 2 == 0, name
@@ -419,7 +536,8 @@ class TestPacked:
     def test_a_file_that_shrinks(self, folder: Path) -> None:
         """Before it is opened, and between the check of its header and its mapping."""
         path = folder / packed_name(SHARD)
-        weights, name = StoredWeights(folder), self.mask(json.loads(header_text(path)))[0]
+        weights = StoredWeights(folder)
+        name = self.mask(json.loads(header_text(path)))[0]
         os.truncate(path, path.stat().st_size - 2)
         with pytest.raises(UserError, match=rf"{path.name}: .*weight.mask cannot be mapped"):
             weights.rows(name, 0.2)
@@ -430,14 +548,20 @@ class TestPacked:
         weights = StoredWeights(folder)
         path = folder / packed_name(SHARD)
         name = self.mask(json.loads(header_text(path)))[0]
-        save_file({f"{name}.mask": torch.zeros(8, dtype=torch.uint8), f"{name}.values": torch.zeros(0)}, path)
+        save_file(
+            {f"{name}.mask": torch.zeros(8, dtype=torch.uint8), f"{name}.values": torch.zeros(0)},
+            path,
+        )
         with pytest.raises(UserError, match=rf"{path.name}: it changed while it was read"):
             weights.rows(name, 0.2)
 
     def test_a_matrix_of_odd_width(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its bits are moved, as bytes, if there is room; none lies behind the last weight."""
         (tmp_path / "model").mkdir()
-        save_file({"a": torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]] * 5)}, tmp_path / "model" / "model.safetensors")
+        save_file(
+            {"a": torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]] * 5)},
+            tmp_path / "model" / "model.safetensors",
+        )
         pack(tmp_path / "model", tmp_path / "packed")
         rows = StoredWeights(tmp_path / "packed").rows("a", 0.2)
         assert rows is not None
@@ -501,18 +625,24 @@ def test_token_ids_beyond_the_embeddings(talking: Path, text: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
-def test_matrices_without_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: tuple[int, int], group: str) -> None:
-    source, out = tmp_path / "model", tmp_path / "out"
+def test_matrices_without_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: tuple[int, int], group: str
+) -> None:
+    source = tmp_path / "model"
+    out = tmp_path / "out"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "nonesuch"}')
-    full, empty = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+    full = "model.layers.0.mlp.up_proj"
+    empty = "model.layers.0.mlp.down_proj"
     tensors = {f"{full}.weight": torch.randn(8, 8), f"{empty}.weight": torch.zeros(shape)}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     report = prune(source, output=out, method="emp-magnitude", group=group)
     assert isinstance(report, RunReport)
     assert f"{empty} has no weights: its shape is {list(shape)}" in caplog.text
     assert verify(out, source=str(source)).differences == []
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(shape[1], shape[0])})
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(shape[1], shape[0])}
+    )
     recipe = Recipe(method="magnitude", targets=".*", group=group)  # type: ignore[arg-type]
     assert set(prune_model(model, recipe).masks) == {"a.weight"}
 
@@ -523,6 +653,8 @@ def test_more_rows_than_kernels_count(model: Path) -> None:
     architecture = Architecture.of_checkpoint(checkpoint)
     checkpoint.tensors[name] = replace(checkpoint.tensors[name], shape=(2**31 + 8, 1))
     with pytest.raises(
-        UserError, match=r"at most 2,147,483,647 rows and columns can be pruned. Leave it out by --ignore up_proj"
+        UserError,
+        match=r"at most 2,147,483,647 rows and columns can be pruned. Leave it out by "
+        r"--ignore up_proj",
     ):
         architecture.select("mlp")

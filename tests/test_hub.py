@@ -1,4 +1,6 @@
-"""Models by their Hub id, through the unmodified client, from a loopback server and from the cache; retries and errors."""
+"""Models by their Hub id, through the unmodified client, from a loopback server and from the
+cache; retries and errors.
+"""
 
 import hashlib
 import json
@@ -26,7 +28,9 @@ from emp_llm.hub import client as hub_calls
 from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries
 
 NOT_CACHED = "not (or not all of it) in the Hub cache, and the Hub cannot be reached"
-NOTHING = "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+NOTHING = (
+    "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,9 @@ def offline(hub_home: Path) -> Iterator[Client]:
     one.close()
 
 
-def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offline: Client, tmp_path: Path) -> None:
+def test_download_prune_and_prune_again_offline(
+    hub: Hub, client: Client, offline: Client, tmp_path: Path
+) -> None:
     line = ["prune", "--method", "magnitude", "--model", "someone/tiny"]
     client.succeed(tmp_path, *line)
     code, _, err = client.command(tmp_path, *line, "--revision", "v9", "--output", "b")
@@ -53,15 +59,21 @@ def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offlin
 
 
 def test_a_dry_run_downloads_no_weights(client: Client, hub_home: Path, tmp_path: Path) -> None:
-    line, known_by_weights = ("prune", "--model", "someone/fresh"), ("--method", "emp-magnitude", "--dry-run")
+    line = ("prune", "--model", "someone/fresh")
+    known_by_weights = ("--method", "emp-magnitude", "--dry-run")
     wanda = client.succeed(tmp_path, *line, "--dry-run")
     magnitude = client.succeed(tmp_path, *line, *known_by_weights)
-    neurons = client.succeed(tmp_path, *line, "--structure", "neurons", "--method", "magnitude", "--dry-run")
+    neurons = client.succeed(
+        tmp_path, *line, "--structure", "neurons", "--method", "magnitude", "--dry-run"
+    )
     assert not [*hub_home.rglob("models--someone--fresh/**/*.safetensors")]
     assert "a dry run downloads none" in magnitude
     assert "found: " in neurons
     client.succeed(tmp_path, *line, "--method", "magnitude", "--output", "whole")
-    assert client.succeed(tmp_path, *line, "--dry-run").partition("disk")[0] == wanda.partition("disk")[0]
+    assert (
+        client.succeed(tmp_path, *line, "--dry-run").partition("disk")[0]
+        == wanda.partition("disk")[0]
+    )
     curve = client.succeed(tmp_path, *line, *known_by_weights)
     assert "beta" in curve
     assert "a dry run downloads none" not in curve
@@ -72,7 +84,10 @@ def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_p
     line = ("--prompt", "The lamp", "--max-new-tokens", 4, "--device", "cpu")
     code, text, err = client.command(tmp_path, "generate", "--model", "user/packed", *line)
     assert (code, "linear layers packed" in err) == (0, True), err
-    assert client.succeed(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense") == text
+    assert (
+        client.succeed(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense")
+        == text
+    )
 
 
 def test_a_revision_is_compared_with_its_main_branch(
@@ -85,18 +100,32 @@ def test_a_revision_is_compared_with_its_main_branch(
     name = next(name for name in files if name.endswith(".safetensors"))
     files[name] = files[name][:-2] + b"\x40\x40"
     repository.branches["other"] = [Commit(other, "other weights", files)]
-    line = ("evaluate", "--suite", f"{hub_suite},limit=1", "--device-map", "cpu", "--model", "user/two")
+    line = (
+        "evaluate",
+        "--suite",
+        f"{hub_suite},limit=1",
+        "--device-map",
+        "cpu",
+        "--model",
+        "user/two",
+    )
     for revision, baseline, shown in (
         (("--revision", "other"), "user/two", (COMMIT, other)),
         ((), "user/two@other", (other, COMMIT)),
     ):
-        out = client.succeed(tmp_path, *line, *revision, "--baseline", baseline, "--output", "a.json", "--overwrite")
+        out = client.succeed(
+            tmp_path, *line, *revision, "--baseline", baseline, "--output", "a.json", "--overwrite"
+        )
         assert out.split()[:3] == [f"user/two@{shown[0][:8]}", f"user/two@{shown[1][:8]}", "change"]
-        records = [json.loads((tmp_path / each).read_text()) for each in ("a-baseline.json", "a.json")]
+        records = [
+            json.loads((tmp_path / each).read_text()) for each in ("a-baseline.json", "a.json")
+        ]
         assert [record["revision"] for record in records] == list(shown)
         assert records[0]["perplexity"]["loss"] != records[1]["perplexity"]["loss"]
     found = client.call("find_model", name="user/two@other", revision="main")
-    assert found["error"].endswith("revision main and user/two@other both name a revision; give only one.")
+    assert found["error"].endswith(
+        "revision main and user/two@other both name a revision; give only one."
+    )
 
 
 def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_path: Path) -> None:
@@ -106,7 +135,10 @@ def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_
     assert refusal("someone/nothing") == NOTHING
     assert refusal("someone/gated").startswith("someone/gated: you have no access to it yet.")
     assert re.search(r"pickles are not loaded here.*convert it once", refusal("someone/pickles"))
-    gguf = r"someone/gguf: it holds its weights as GGUF \(tiny-Q4_K_M\.gguf\).*safetensors checkpoint"
+    gguf = (
+        r"someone/gguf: it holds its weights as GGUF \(tiny-Q4_K_M\.gguf\).*safetensors "
+        r"checkpoint"
+    )
     assert re.search(gguf, refusal("someone/gguf"))
     assert "not a Hub id" in refusal("no such name")
     assert "is for Hub ids" in refusal(str(tmp_path), revision="main")
@@ -114,7 +146,9 @@ def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_
     assert NOT_CACHED in refusal("someone/other", offline)
 
 
-def test_of_a_planned_model_only_the_config_is_downloaded(hub: Hub, client: Client, offline: Client, models: Any) -> None:
+def test_of_a_planned_model_only_the_config_is_downloaded(
+    hub: Hub, client: Client, offline: Client, models: Any
+) -> None:
     assert NOT_CACHED in offline.call("model_size", name="user/dense")["error"]
     before = len(hub.asked)
     size = client.call("model_size", name="user/dense")["result"]
@@ -123,9 +157,13 @@ def test_of_a_planned_model_only_the_config_is_downloaded(hub: Hub, client: Clie
     assert fetched
     assert all(path.endswith("/config.json") for path in fetched), fetched
     assert offline.call("model_size", name="user/dense")["result"] == size
-    assert "no config.json in this repository" in client.call("model_size", name="someone/gguf")["error"]
+    assert ("no config.json in this repository") in client.call("model_size", name="someone/gguf")[
+        "error"
+    ]
     assert client.call("model_size", name="someone/nothing")["error"] == NOTHING
-    assert "no such branch or revision" in client.call("model_size", name="user/dense", revision="v9")["error"]
+    assert ("no such branch or revision") in client.call(
+        "model_size", name="user/dense", revision="v9"
+    )["error"]
 
 
 def test_transient_errors_of_a_download_are_retried(hub: Hub, client: Client) -> None:
@@ -162,16 +200,32 @@ NOT_TRANSIENT = [answer(404), answer(403), ValueError("ours"), OSError("disk")]
 @pytest.mark.parametrize(
     ("errors", "wanted"),
     [
-        *(([error] * 9, [1, 2, 4, 8, 16]) for error in (HUB_ERRORS[0]("connection failed"), answer(503), answer(412))),
+        *(
+            ([error] * 9, [1, 2, 4, 8, 16])
+            for error in (HUB_ERRORS[0]("connection failed"), answer(503), answer(412))
+        ),
         ([json.JSONDecodeError("a proxy's page", "<", 0)] * 9, [1, 2, 4, 8, 16]),
-        ([answer(429, **{"Retry-After": "7"}), answer(429, **{"Retry-After": "99999"}), KeyError("last")], [7, 600]),
-        *(([answer(429, **{"Retry-After": asked}), KeyError("last")], [1]) for asked in ("²", "9" * 5000, "-1", "soon")),
+        (
+            [
+                answer(429, **{"Retry-After": "7"}),
+                answer(429, **{"Retry-After": "99999"}),
+                KeyError("last"),
+            ],
+            [7, 600],
+        ),
+        *(
+            ([answer(429, **{"Retry-After": asked}), KeyError("last")], [1])
+            for asked in ("²", "9" * 5000, "-1", "soon")
+        ),
         *(([error], []) for error in NOT_TRANSIENT),
     ],
     ids=str,
 )
 def test_transient_errors_are_retried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, errors: list[Exception], wanted: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    errors: list[Exception],
+    wanted: list[int],
 ) -> None:
     """Five times, after longer and longer waits, or those that the Hub asks for."""
     waits: list[float] = []
@@ -195,15 +249,31 @@ class XetAuthenticationError(PermissionError):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ValueError("LFS batch API returned errors:\nEncountered error: `Storage is full`"), "Storage is full"),
+        (
+            ValueError("LFS batch API returned errors:\nEncountered error: `Storage is full`"),
+            "Storage is full",
+        ),
         (XetAuthenticationError("Authentication error"), "does not accept your token"),
-        (ConnectionError("Network error: https://x/y?signature=secret"), "https://x/y). Check the network."),
-        *((error, None) for error in (RuntimeError("CUDA is broken"), ValueError("a defect"), FileNotFoundError(2, "no file"))),
+        (
+            ConnectionError("Network error: https://x/y?signature=secret"),
+            "https://x/y). Check the network.",
+        ),
+        *(
+            (error, None)
+            for error in (
+                RuntimeError("CUDA is broken"),
+                ValueError("a defect"),
+                FileNotFoundError(2, "no file"),
+            )
+        ),
     ],
 )
 def test_errors_that_the_user_can_mend_are_sentences(error: Exception, words: str | None) -> None:
     """Defects keep their traceback."""
-    with pytest.raises(type(error) if words is None else UserError) as caught, hub_errors_explained("user/name"):
+    with (
+        pytest.raises(type(error) if words is None else UserError) as caught,
+        hub_errors_explained("user/name"),
+    ):
         raise error
     if words is None:
         assert caught.value is error
@@ -243,12 +313,18 @@ def write_suite(folder: Path) -> None:
     (folder / "mine.toml").write_text(SUITE)
 
 
-def test_a_suite_prepared_with_a_network_runs_without(client: Client, offline: Client, tmp_path: Path) -> None:
+def test_a_suite_prepared_with_a_network_runs_without(
+    client: Client, offline: Client, tmp_path: Path
+) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
     write_suite(tmp_path)
     line = ["evaluate", "--suite", "mine.toml"]
     code, _, err = offline.command(tmp_path, *line, "--model", model)
-    assert (code, "task questions: its data set someone/questions cannot be loaded" in err, "--prepare" in err) == (
+    assert (
+        code,
+        "task questions: its data set someone/questions cannot be loaded" in err,
+        "--prepare" in err,
+    ) == (
         2,
         True,
         True,
@@ -262,7 +338,9 @@ def test_a_suite_prepared_with_a_network_runs_without(client: Client, offline: C
 def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
     hub: Hub, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything that the jobs read of the Hub, but nothing that another job makes; then the nodes need no network."""
+    """Everything that the jobs read of the Hub, but nothing that another job makes; then the
+    nodes need no network.
+    """
     jobs = [
         command_job("p", "prune", "--model someone/tiny --calibration user/data,column=text"),
         command_job("e", "evaluate", "--model runs/p --suite mine.toml", "p"),
@@ -280,7 +358,10 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
     assert {"user___data", "someone___text", "someone___questions"} <= data
     script = (study / "slurm" / "001-prune.sh").read_text()
     assert f"export HF_HOME={tmp_path / 'home'}\n" in script
-    missing = study_of(tmp_path / "other", [command_job("p", "prune", "--model someone/nothing --method magnitude")])
+    missing = study_of(
+        tmp_path / "other",
+        [command_job("p", "prune", "--model someone/nothing --method magnitude")],
+    )
     done = command("submit", missing, "--site", study / "site.toml")
     assert done.returncode == 2
     assert NOTHING in done.stderr
@@ -290,7 +371,9 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
 def test_signatures_of_addresses_are_not_logged(
     hub: Hub, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client logs the address of each upload that it repeats, and its query may be a signature."""
+    """The client logs the address of each upload that it repeats, and its query may be a
+    signature.
+    """
     shown = StringIO()
     for handler in logging.getLogger("huggingface_hub").handlers:
         monkeypatch.setattr(handler, "stream", shown)

@@ -1,4 +1,6 @@
-"""Models in memory: the same bits as the command, any module, any data, and folders that the other commands take."""
+"""Models in memory: the same bits as the command, any module, any data, and folders that the
+other commands take.
+"""
 
 import re
 from collections.abc import Callable
@@ -15,7 +17,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from emp_llm import Masks, Recipe, masks_of, pack, prune, prune_model, push, reapply_mask, report, unpack, verify
+from emp_llm import (
+    Masks,
+    Recipe,
+    masks_of,
+    pack,
+    prune,
+    prune_model,
+    push,
+    reapply_mask,
+    report,
+    unpack,
+    verify,
+)
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import StructureRecipe
@@ -46,12 +60,24 @@ def same(model: nn.Module, other: nn.Module) -> bool:
         ("gpt_neox", {"method": "emp-wanda"}),
     ],
 )
-def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, family: str, options: dict[str, Any]) -> None:
-    source, given = models(family), GIVEN if options["method"].endswith("wanda") else {}
+def test_the_bits_of_the_command(
+    models: Models, text: Path, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    source = models(family)
+    given = GIVEN if options["method"].endswith("wanda") else {}
     data = str(text) if given else None
-    written: Any = prune(model=source, output=tmp_path / "out", calibration=data, device_map="cpu", **options, **given)
+    written: Any = prune(
+        model=source,
+        output=tmp_path / "out",
+        calibration=data,
+        device_map="cpu",
+        **options,
+        **given,
+    )
     model = load(source)
-    found = prune_model(model, Recipe(**options), data, AutoTokenizer.from_pretrained(source), **given)
+    found = prune_model(
+        model, Recipe(**options), data, AutoTokenizer.from_pretrained(source), **given
+    )
     assert same(model, load(tmp_path / "out"))
     assert found.targets == written.targets
     assert found.matrices == written.matrices
@@ -59,12 +85,21 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, fam
 
 
 def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_path: Path) -> None:
-    source, out = models("llama"), tmp_path / "out"
-    prune(model=source, output=out, calibration=str(text), propagate="pruned", device_map="cpu", **GIVEN)
+    source = models("llama")
+    out = tmp_path / "out"
+    prune(
+        model=source,
+        output=out,
+        calibration=str(text),
+        propagate="pruned",
+        device_map="cpu",
+        **GIVEN,
+    )
     model = load(source)
     prune_model(model, None, text, source, propagate="pruned", **GIVEN)
     assert same(model, load(out))
-    by_name = prune_model(source, None, text, propagate="pruned", **GIVEN)  # loads model and tokenizer
+    # Loads model and tokenizer.
+    by_name = prune_model(source, None, text, propagate="pruned", **GIVEN)
     assert same(by_name.model, load(out))
     wide = load(source, dtype=torch.float32)
     prune_model(wide, Recipe(method="emp-magnitude"))
@@ -75,7 +110,8 @@ def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_pat
 def test_parts_on_the_cpu_of_an_accelerator(models: Models, text: Path) -> None:
     """Weights that accelerate keeps in CPU memory are read and changed there."""
     source = models("llama")
-    plain, offloaded = load(source), load(source)
+    plain = load(source)
+    offloaded = load(source)
     prune_model(plain, None, text, source, **GIVEN)
     accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
     assert next(offloaded.parameters()).device.type == "meta"
@@ -87,12 +123,16 @@ def test_parts_on_the_cpu_of_an_accelerator(models: Models, text: Path) -> None:
 
 def test_masks_are_tensors_that_can_be_saved(models: Models, tmp_path: Path) -> None:
     source = models("mixtral")
-    model, recipe = load(source), Recipe(method="emp-magnitude", group="matrix")
+    model = load(source)
+    recipe = Recipe(method="emp-magnitude", group="matrix")
     masks = masks_of(model, recipe)
     assert same(model, load(source))  # nothing was changed
     parameters = dict(model.named_parameters())
     assert masks.keys() == {name for name in parameters if ".experts." in name}
-    assert all(mask.shape == parameters[name].shape and mask.dtype == torch.bool for name, mask in masks.items())
+    assert all(
+        mask.shape == parameters[name].shape and mask.dtype == torch.bool
+        for name, mask in masks.items()
+    )
     masks.save(tmp_path / "masks.safetensors")
     size = sum(mask.numel() for mask in masks.values()) // 8
     assert size < (tmp_path / "masks.safetensors").stat().st_size < size + 2000
@@ -115,12 +155,18 @@ def test_masks_are_tensors_that_can_be_saved(models: Models, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_a_saved_folder_is_a_finished_checkpoint(models: Models, text: Path, tmp_path: Path, family: str) -> None:
-    source, folder = models(family), tmp_path / "saved"
-    model, tokenizer = load(source), AutoTokenizer.from_pretrained(source)
+def test_a_saved_folder_is_a_finished_checkpoint(
+    models: Models, text: Path, tmp_path: Path, family: str
+) -> None:
+    source = models(family)
+    folder = tmp_path / "saved"
+    model = load(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     found = prune_model(model, Recipe(), text, tokenizer, **GIVEN)
     load(source).save_pretrained(folder)
-    with pytest.raises(UserError, match="weights that the masks remove; save the pruned model there first"):
+    with pytest.raises(
+        UserError, match="weights that the masks remove; save the pruned model there first"
+    ):
         found.save(folder)
     assert not (folder / "emp_report.json").exists()
     model.save_pretrained(folder)
@@ -135,10 +181,18 @@ def test_a_saved_folder_is_a_finished_checkpoint(models: Models, text: Path, tmp
     unpack(tmp_path / "packed", tmp_path / "unpacked")
     assert same(load(tmp_path / "unpacked"), model)
     files = push(folder, "me/pruned", dry_run=True).files
-    assert {"emp_report.json", "emp_manifest.json", "emp_llm/activations.safetensors"} <= files.keys()
-    assert str(tmp_path) not in (folder / "emp_llm" / "activations.safetensors").read_bytes().decode("latin-1")
+    assert {
+        "emp_report.json",
+        "emp_manifest.json",
+        "emp_llm/activations.safetensors",
+    } <= files.keys()
+    assert str(tmp_path) not in (
+        folder / "emp_llm" / "activations.safetensors"
+    ).read_bytes().decode("latin-1")
     norms = folder / "emp_llm/activations.safetensors"
-    baseline: Any = prune(model=source, method="wanda", match=folder, activations=norms, output=tmp_path / "wanda")
+    baseline: Any = prune(
+        model=source, method="wanda", match=folder, activations=norms, output=tmp_path / "wanda"
+    )
     assert baseline.targets.kept == found.targets.kept
 
 
@@ -148,19 +202,26 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.first, self.second, self.attn_out = nn.Linear(12, 20), nn.Linear(20, 16, bias=False), nn.Linear(16, 4)
+        self.first = nn.Linear(12, 20)
+        self.second = nn.Linear(20, 16, bias=False)
+        self.attn_out = nn.Linear(16, 4)
         for parameter in self.parameters():
             parameter.data.normal_(generator=generator)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attn_out(self.dropout(torch.relu(self.second(torch.relu(self.first(x))))))
+        out: torch.Tensor = self.attn_out(
+            self.dropout(torch.relu(self.second(torch.relu(self.first(x)))))
+        )
         return out
 
 
 def test_any_module_and_a_data_loader() -> None:
-    net, x = Net().train(), torch.randn(50, 12, generator=torch.Generator().manual_seed(1))
-    weights = {name: parameter.detach().double().numpy() for name, parameter in net.named_parameters()}
+    net = Net().train()
+    x = torch.randn(50, 12, generator=torch.Generator().manual_seed(1))
+    weights = {
+        name: parameter.detach().double().numpy() for name, parameter in net.named_parameters()
+    }
     hidden = torch.relu(net.first(x)).detach()
     loader = DataLoader(TensorDataset(x, torch.zeros(50)), batch_size=8)
     found = prune_model(net, data=loader)
@@ -171,17 +232,25 @@ def test_any_module_and_a_data_loader() -> None:
         norms = inputs.double().square().sum(0).sqrt().float().numpy()
         mask = oracle.row_masks(oracle.scores(weights[f"{name}.weight"], norms), adaptive=True)
         np.testing.assert_array_equal(found.masks[f"{name}.weight"].numpy(), mask)
-        np.testing.assert_array_equal(getattr(net, name).weight.detach().double().numpy(), weights[f"{name}.weight"] * mask)
-    np.testing.assert_array_equal(net.attn_out.weight.detach().double().numpy(), weights["attn_out.weight"])
+        np.testing.assert_array_equal(
+            getattr(net, name).weight.detach().double().numpy(), weights[f"{name}.weight"] * mask
+        )
+    np.testing.assert_array_equal(
+        net.attn_out.weight.detach().double().numpy(), weights["attn_out.weight"]
+    )
 
 
 def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> None:
     source = models("llama")
-    model, tokenizer = load(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+    model = load(source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     ids = torch.tensor(tokenizer(text.read_text())["input_ids"][: 4 * 64]).reshape(4, 64)
     padded = torch.cat([ids, torch.zeros(4, 9, dtype=torch.int64)], 1)
     mask = torch.cat([torch.ones_like(ids), torch.zeros(4, 9, dtype=torch.int64)], 1)
-    rows = [{"input_ids": i, "attention_mask": m, "labels": i} for i, m in zip(padded, mask, strict=True)]
+    rows = [
+        {"input_ids": i, "attention_mask": m, "labels": i}
+        for i, m in zip(padded, mask, strict=True)
+    ]
     lines = text.read_text().splitlines(keepends=True)
     whole = "".join(lines)
     ways: list[tuple[Any, dict[str, Any]]] = [
@@ -207,7 +276,9 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
             torch.testing.assert_close(other.relative[name], norm, rtol=1e-5, atol=0)
         assert norms[0].relative.keys() == other.relative.keys() == norms[0].input_of.keys()
     masks = masks_of(model, Recipe(), activations=norms[0])
-    assert torch.equal(masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(
+        masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
 def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,12 +286,19 @@ def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureF
     assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
         prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--propagate pruned is for methods that need activations; magnitude needs none"):
+    with pytest.raises(
+        UserError,
+        match="--propagate pruned is for methods that need activations; magnitude needs none",
+    ):
         prune_model(models("llama"), "magnitude", propagate="pruned")
-    norms = prune_model(models("llama"), None, ["Once upon a time. " * 40], samples=2, seqlen=64).activations
+    norms = prune_model(
+        models("llama"), None, ["Once upon a time. " * 40], samples=2, seqlen=64
+    ).activations
     with pytest.raises(UserError, match="activations and data both give the norms; give only one"):
         prune_model(models("llama"), None, ["Once upon a time. " * 40], activations=norms)
-    with pytest.raises(UserError, match="--propagate pruned collects its norms itself; leave out --activations"):
+    with pytest.raises(
+        UserError, match="--propagate pruned collects its norms itself; leave out --activations"
+    ):
         prune_model(models("llama"), None, activations=norms, propagate="pruned")
 
 
@@ -229,7 +307,10 @@ def test_own_criterion_and_scores_in_memory(models: Models) -> None:
     wanted = masks_of(load(source), Recipe(method="emp-magnitude"))
     model = load(source)
     scores = {name: parameter.detach().abs() for name, parameter in model.named_parameters()}
-    assert all(torch.equal(mask, wanted[name]) for name, mask in masks_of(model, Recipe(scores=scores)).items())
+    assert all(
+        torch.equal(mask, wanted[name])
+        for name, mask in masks_of(model, Recipe(scores=scores)).items()
+    )
 
     def mine(weight: torch.Tensor) -> torch.Tensor:
         return weight.abs()
@@ -253,9 +334,15 @@ def on_meta(_: Path) -> object:
         return prune_model(nn.Sequential(nn.Linear(3, 4)), MAGNITUDE)
 
 
-def on_llama(data: Any, recipe: Recipe | None = None, tokenized: bool = False, **how: Any) -> Callable[[Path], object]:
+def on_llama(
+    data: Any, recipe: Recipe | None = None, tokenized: bool = False, **how: Any
+) -> Callable[[Path], object]:
     return lambda source: prune_model(
-        load(source), recipe, data, AutoTokenizer.from_pretrained(source) if tokenized else None, **how
+        load(source),
+        recipe,
+        data,
+        AutoTokenizer.from_pretrained(source) if tokenized else None,
+        **how,
     )
 
 
@@ -265,27 +352,45 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta": (on_meta, r"0\.weight: its values are not in memory \(device meta\)"),
     "path": (lambda source: prune_model(str(source / "nowhere")), "no such model folder"),
     "a number": (lambda _: prune_model(3), "model is a int; give a model in memory"),  # type: ignore[arg-type]
-    "a command": (lambda source: prune(model=load(source)), "LlamaForCausalLM. For a model in memory there is prune_model"),
+    "a command": (
+        lambda source: prune(model=load(source)),
+        "LlamaForCausalLM. For a model in memory there is prune_model",
+    ),
     "no data": (on_llama(None), "emp-wanda needs calibration data"),
     "empty": (on_llama(DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
-    "keys": (on_llama(DataLoader([{"text": "a", "n": 1}])), "a batch has no input_ids; its keys are text, n"),  # type: ignore[arg-type]
+    "keys": (
+        on_llama(DataLoader([{"text": "a", "n": 1}])),
+        "a batch has no input_ids; its keys are text, n",
+    ),  # type: ignore[arg-type]
     "strings": (on_llama(iter(["a"])), "a batch is str"),
     "no tokenizer": (on_llama(["a text"]), "a? ?texts? needs? a tokenizer"),
     "short": (on_llama(["a"], tokenized=True, **GIVEN), "too few for 4 samples x"),
     "template": (on_llama(CONVERSATION, tokenized=True), "no chat template"),
     "floats": (on_llama(torch.rand(3, 4)), "token ids are integers"),
-    "nothing matches": (lambda _: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")), "match nothing"),
+    "nothing matches": (
+        lambda _: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")),
+        "match nothing",
+    ),
     "beta": (on_llama(None, Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
-    "nan": (lambda _: prune_model(nn.Sequential(nn.Linear(3, 4).apply(spoil)), MAGNITUDE), "holds NaN or infinity"),
+    "nan": (
+        lambda _: prune_model(nn.Sequential(nn.Linear(3, 4).apply(spoil)), MAGNITUDE),
+        "holds NaN or infinity",
+    ),
 }
 
 
 def test_a_wrapped_model_is_pruned_inside(models: Models, tmp_path: Path) -> None:
-    """Masks and report are those of the model itself, and the wrapped one is as sparse; a wrapped part is refused."""
+    """Masks and report are those of the model itself, and the wrapped one is as sparse; a
+    wrapped part is refused.
+    """
     source = models("llama")
     plain = masks_of(load(source), "magnitude")
     ids = torch.arange(256).reshape(4, 64) % 200
-    for wrap in (torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))):
+    for wrap in (
+        torch.compile,
+        nn.DataParallel,
+        lambda model: torch.compile(nn.DataParallel(model)),
+    ):
         model: Any = load(source)
         wrapped: Any = wrap(model)
         assert list(masks_of(wrapped, "wanda", ids)) == list(plain)
@@ -298,7 +403,11 @@ def test_a_wrapped_model_is_pruned_inside(models: Models, tmp_path: Path) -> Non
         found.save(tmp_path / "out")
         assert reapply_mask(wrap(load(source)), tmp_path / "out") > 0
     model.model.layers[1] = torch.compile(model.model.layers[1])
-    with pytest.raises(UserError, match=r"^model\.layers\.1\._orig_mod: this part of the model is compiled or wrapped\. Give"):
+    with pytest.raises(
+        UserError,
+        match=r"^model\.layers\.1\._orig_mod: this part of the model is "
+        r"compiled or wrapped\. Give",
+    ):
         prune_model(model, "magnitude")
     assert reapply_mask(model, plain) == 0
 
@@ -320,20 +429,38 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 SOME: Any = 5
 ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
-    (lambda model: masks_of(model, activations=SOME), "^activations must be of type Activations or text or a path, got 5"),
-    (lambda model: masks_of(model, data=["a"], samples=SOME / 2), "^--samples must be a whole number, got 2.5"),
-    (lambda model: masks_of(model, data=["a"], batch_size=[SOME]), r"^--batch-size must be a whole number, got \[5\]"),
+    (
+        lambda model: masks_of(model, activations=SOME),
+        "^activations must be of type Activations or text or a path, got 5",
+    ),
+    (
+        lambda model: masks_of(model, data=["a"], samples=SOME / 2),
+        "^--samples must be a whole number, got 2.5",
+    ),
+    (
+        lambda model: masks_of(model, data=["a"], batch_size=[SOME]),
+        r"^--batch-size must be a whole "
+        r"number, got \[5\]",
+    ),
     (
         lambda model: prune_model(model, "magnitude", sparsity=SOME),  # type: ignore[call-arg]
-        r"^sparsity belongs to the recipe. Give Recipe\(method='magnitude', sparsity=...\) as the second argument",
+        r"^sparsity belongs to the recipe. Give Recipe\(method='magnitude', sparsity=...\) as the "
+        r"second argument",
     ),
     (
         lambda model: masks_of(model, "magnitude", sed=SOME),  # type: ignore[call-arg]
         "^sed is no argument. There are activations, samples, seqlen, batch_size, seed, propagate",
     ),
     (lambda model: masks_of(model, data=SOME), "^data must be of type Iterable, got 5"),
-    (lambda model: reapply_mask(model, [SOME]), r"^masks must be a path or text or of type Mapping, got \[5\]"),
-    (lambda model: reapply_mask(model, "x", targets=SOME), "^--targets must be text or a list of names, got 5"),
+    (
+        lambda model: reapply_mask(model, [SOME]),
+        r"^masks must be a path or text or of type "
+        r"Mapping, got \[5\]",
+    ),
+    (
+        lambda model: reapply_mask(model, "x", targets=SOME),
+        "^--targets must be text or a list of names, got 5",
+    ),
     (lambda _: reapply_mask(SOME, {}), "^model must be of type Module, got 5"),
     (lambda _: Masks(SOME), "^masks must be of type Mapping, got 5"),
     (lambda _: Masks.load(SOME), "^path must be text or a path, got 5"),
@@ -343,7 +470,9 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "match"), FIELDS)
-def test_fields_of_other_types_are_named(models: Models, fields: dict[str, Any], match: str) -> None:
+def test_fields_of_other_types_are_named(
+    models: Models, fields: dict[str, Any], match: str
+) -> None:
     recipe = Recipe(**{"method": "magnitude"} | fields)
     for function in (masks_of, prune_model):
         with pytest.raises(UserError, match=match):
@@ -354,7 +483,9 @@ def test_fields_of_other_types_are_named(models: Models, fields: dict[str, Any],
 
 
 @pytest.mark.parametrize(("call", "match"), ARGUMENTS)
-def test_arguments_of_other_types_are_named(models: Models, call: Callable[[Any], object], match: str) -> None:
+def test_arguments_of_other_types_are_named(
+    models: Models, call: Callable[[Any], object], match: str
+) -> None:
     with pytest.raises(UserError, match=match):
         call(load(models("llama")))
 
@@ -369,7 +500,10 @@ def test_every_option_of_every_command_has_a_type(name: str) -> None:
                 taken = option.checked(value)
             except UserError:
                 continue
-            kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in option.kinds]
+            kinds = [
+                str if get_origin(kind) is Literal else get_origin(kind) or kind
+                for kind in option.kinds
+            ]
             kinds += [int] if float in kinds else []
             kinds += [type(None)] if option.parameter.default is None else []
             assert Any in kinds or any(isinstance(taken, kind) for kind in kinds), (option, value)
@@ -394,7 +528,8 @@ def test_a_model_that_fails_is_unchanged() -> None:
     last = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).apply(spoil))
     with pytest.raises(UserError, match="NaN"):
         prune_model(last, Recipe(method="magnitude"))
-    assert bool((last[0].weight != 0).all())  # the masks of all layers are decided before one is applied
+    # The masks of all layers are decided before one is applied.
+    assert bool((last[0].weight != 0).all())
 
 
 class Filters(nn.Module):
@@ -403,8 +538,10 @@ class Filters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, (1, 3), groups=2, bias=False)
-        self.line, self.head = nn.Conv1d(6, 5, 2), nn.Linear(5, 4)
+        self.first = nn.Conv2d(3, 8, 3)
+        self.second = nn.Conv2d(8, 6, (1, 3), groups=2, bias=False)
+        self.line = nn.Conv1d(6, 5, 2)
+        self.head = nn.Linear(5, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(torch.relu(self.first(x))).flatten(2)
@@ -417,7 +554,11 @@ class Filters(nn.Module):
 def test_convolutions_are_pruned_like_matrices(make: Callable[[], nn.Module], group: Any) -> None:
     """The masks of the rule on flat filters, in each group: a row, a parameter, all parameters."""
     net = make()
-    weights = {name: value.detach().clone() for name, value in net.named_parameters() if name.endswith("weight")}
+    weights = {
+        name: value.detach().clone()
+        for name, value in net.named_parameters()
+        if name.endswith("weight")
+    }
     found = prune_model(net, Recipe(method="emp-magnitude", group=group, targets="all-linear"))
     assert found.masks.keys() == weights.keys()
     rows = {name: weight.double().abs().flatten(1) for name, weight in weights.items()}
@@ -427,7 +568,10 @@ def test_convolutions_are_pruned_like_matrices(make: Callable[[], nn.Module], gr
         wanted = dict(zip(rows, flat[0].split([row.numel() for row in rows.values()]), strict=True))
     else:
         groups = {name: row if group == "row" else row.reshape(1, -1) for name, row in rows.items()}
-        wanted = {name: torch.from_numpy(oracle.row_masks(each.numpy(), adaptive=True)) for name, each in groups.items()}
+        wanted = {
+            name: torch.from_numpy(oracle.row_masks(each.numpy(), adaptive=True))
+            for name, each in groups.items()
+        }
     for name, weight in weights.items():
         mask = wanted[name].reshape(weight.shape)
         assert torch.equal(found.masks[name], mask)
@@ -440,11 +584,14 @@ def test_convolutions_are_pruned_like_matrices(make: Callable[[], nn.Module], gr
 
 def test_convolutions_have_no_norms() -> None:
     x = torch.rand(2, 3, 8, 8)
-    with pytest.raises(UserError, match="first is a convolution, which has no norms of input features"):
+    with pytest.raises(
+        UserError, match="first is a convolution, which has no norms of input features"
+    ):
         prune_model(Filters(), Recipe(method="emp-wanda", targets="all-linear"), data=[x])
     net = Filters()
     dense = net.first.weight.detach().clone()
-    found = prune_model(net, Recipe(method="emp-wanda", targets="head"), data=[x])  # the other layers are not calibrated
+    # The other layers are not calibrated.
+    found = prune_model(net, Recipe(method="emp-wanda", targets="head"), data=[x])
     assert found.matrices.keys() == {"head"}
     assert torch.equal(net.first.weight, dense)
 
@@ -455,7 +602,8 @@ def test_a_wrong_propagate_is_refused(models: Models) -> None:
 
 
 def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
-    named, whole = prune_model(models("llama"), "magnitude"), prune_model(models("llama"), Recipe(method="magnitude"))
+    named = prune_model(models("llama"), "magnitude")
+    whole = prune_model(models("llama"), Recipe(method="magnitude"))
     assert same(named.model, whole.model)
     assert masks_of(models("llama"), "emp-magnitude").keys() == named.masks.keys()
     for wrong, message in (
@@ -466,7 +614,9 @@ def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
             prune_model(models("llama"), wrong)  # type: ignore[arg-type]
 
 
-def test_a_model_that_is_already_pruned_is_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_is_already_pruned_is_named(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     report = prune_model(models("llama"), "emp-magnitude")
     assert "already pruned" not in caplog.text
     masks_of(report.model, "magnitude")

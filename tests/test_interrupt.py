@@ -18,9 +18,12 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def stop_half_way(number: int) -> None:
-    """Send this process a signal when a shard is finished and the next one begun, as Ctrl-C or a scheduler does."""
+    """Send this process a signal when a shard is finished and the next one begun, as Ctrl-C or a
+    scheduler does.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-    rows, begun = Pruner.pruned, [0]
+    rows = Pruner.pruned
+    begun = [0]
 
     def stop(pruner: Any, target: Any, *arguments: Any) -> Any:
         begun[0] += 1
@@ -35,8 +38,11 @@ def stop_half_way(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_run_that_is_stopped_half_way(models: Callable[[str], Path], tmp_path: Path, number: int) -> None:
-    folder, logs = tmp_path / "run", tmp_path / "logs"
+def test_a_run_that_is_stopped_half_way(
+    models: Callable[[str], Path], tmp_path: Path, number: int
+) -> None:
+    folder = tmp_path / "run"
+    logs = tmp_path / "logs"
     (folder / "out").mkdir(parents=True)
     (folder / "out" / "emp_report.json").write_text("{}")
     logs.mkdir()
@@ -48,7 +54,11 @@ def test_a_run_that_is_stopped_half_way(models: Callable[[str], Path], tmp_path:
     assert f"kept in {folder / '.out.partial'}; the same command resumes from there" in done.error
     assert {path.name for path in folder.iterdir()} == {"out", ".out.partial"}
     assert [path.name for path in (folder / "out").iterdir()] == ["emp_report.json"]
-    prune(models("llama"), method="magnitude", targets=TARGETS, output=folder / "out", overwrite=True)
+    prune(
+        models("llama"), method="magnitude", targets=TARGETS, output=folder / "out", overwrite=True
+    )
     prune(models("llama"), method="magnitude", targets=TARGETS, output=tmp_path / "whole")
-    assert (folder / "out" / "emp_manifest.json").read_bytes() == (tmp_path / "whole" / "emp_manifest.json").read_bytes()
+    assert (folder / "out" / "emp_manifest.json").read_bytes() == (
+        tmp_path / "whole" / "emp_manifest.json"
+    ).read_bytes()
     assert {path.name for path in folder.iterdir()} == {"out"}

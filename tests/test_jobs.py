@@ -1,4 +1,6 @@
-"""Studies of many jobs: the plan file, the plan of options, the run on one machine, its state, and the collected tables."""
+"""Studies of many jobs: the plan file, the plan of options, the run on one machine, its state,
+and the collected tables.
+"""
 
 import errno
 import fcntl
@@ -37,19 +39,34 @@ SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)
 
 
 def job(name: str, after: tuple[str, ...] = (), **more: Any) -> Job:
-    values = {"kind": "prune", "command": f"emp-llm prune --output runs/{name}", "output": f"runs/{name}", "needs": SMALL}
+    values = {
+        "kind": "prune",
+        "command": f"emp-llm prune --output runs/{name}",
+        "output": f"runs/{name}",
+        "needs": SMALL,
+    }
     return Job(id=name, after=list(after), **values | more)
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Programs of jobs by id, in place of their commands; a job without one writes an output that emp-llm would take."""
+    """Programs of jobs by id, in place of their commands; a job without one writes an output
+    that emp-llm would take.
+    """
     programs: dict[str, str] = {}
 
     def launches(job: Job, **_: Any) -> list[tuple[list[str], dict[str, str]]]:
         report = json.dumps({"command": job.command})
-        write = f"import os; os.makedirs({job.output!r}); open({job.output!r} + '/emp_report.json', 'w').write({report!r})"
-        return [([sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)], dict(os.environ))]
+        write = (
+            f"import os; os.makedirs({job.output!r}); open({job.output!r} + "
+            f"'/emp_report.json', 'w').write({report!r})"
+        )
+        return [
+            (
+                [sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)],
+                dict(os.environ),
+            )
+        ]
 
     monkeypatch.setattr(cluster_jobs, "launches", launches)
     return programs
@@ -95,7 +112,11 @@ def test_the_order_of_jobs(tmp_path: Path) -> None:
     study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
     assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
     study_of(tmp_path, job("a", ("c",)), job("b", ("a",)), job("c", ("b",)), job("free"))
-    with pytest.raises(UserError, match=r"wait for each other: a -> c -> b -> a\. Take one out of after"):
+    with pytest.raises(
+        UserError,
+        match=r"wait for each other: a -> c -> b -> a\. Take one out of "
+        r"after",
+    ):
         status(tmp_path)
     (tmp_path / "plan.jsonl").write_text("\n")
     with pytest.raises(UserError, match="the plan has no jobs"):
@@ -115,7 +136,15 @@ def planned(made: Models, folder: Path, **options: Any) -> list[Job]:
 
 def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
     names = f"{models('llama')},{models('opt')}"
-    jobs = planned(models, tmp_path, models=names, methods="emp-wanda,magnitude", betas="0.5,1", sparsities="0.4", samples=4)
+    jobs = planned(
+        models,
+        tmp_path,
+        models=names,
+        methods="emp-wanda,magnitude",
+        betas="0.5,1",
+        sparsities="0.4",
+        samples=4,
+    )
     assert jobs == read_plan(tmp_path)
     kinds = [(each.id, each.kind, each.after) for each in jobs[:8]]
     assert kinds == [
@@ -140,12 +169,22 @@ def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
 
 
 def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
-    """A refit reads the text itself; one who reads activations is one process; every process gets a batch."""
-    jobs = planned(models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2)
-    assert [(each.kind, each.needs.processes) for each in jobs] == [("evaluate", 2), ("prune", 2), ("evaluate", 2)]
+    """A refit reads the text itself; one who reads activations is one process; every process
+    gets a batch.
+    """
+    jobs = planned(
+        models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2
+    )
+    assert [(each.kind, each.needs.processes) for each in jobs] == [
+        ("evaluate", 2),
+        ("prune", 2),
+        ("evaluate", 2),
+    ]
     assert jobs[1].command.endswith("--refit")
     assert "--calibration demo" in jobs[1].command
-    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2, samples=12, overwrite=True)
+    jobs = planned(
+        models, tmp_path, methods="wanda", processes=2, nodes=2, samples=12, overwrite=True
+    )
     needs = {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs}
     assert needs == {"evaluate": (2, 2), "calibrate": (2, 2), "prune": (1, 1)}
     assert "--samples 12 --batch-size 3" in jobs[1].command
@@ -159,7 +198,11 @@ def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
     assert list(prunes) == ["llama.sparsegpt-2of4.prune", "llama.admm-2of4.prune"]
     assert all("--calibration demo" in each.command and not each.after for each in prunes.values())
     how |= {"patterns": None, "sparsities": "0.5", "prune_options": "--heal"}
-    (healed,) = (each for each in planned(models, tmp_path, methods="wanda", overwrite=True, **how) if each.kind == "prune")
+    (healed,) = (
+        each
+        for each in planned(models, tmp_path, methods="wanda", overwrite=True, **how)
+        if each.kind == "prune"
+    )
     assert "--calibration demo" in healed.command
     assert "--heal" in healed.command
     assert not healed.after  # it reads the text itself
@@ -171,10 +214,14 @@ def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
 def test_a_table(models: Models, tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text(
-        f"models = ['{models('llama')}']\nmethods = ['magnitude']\nsparsities = [0.25, 0.5]\nsuite = 'demo'\ngpu_gb = 0\n"
+        f"models = ['{models('llama')}']\nmethods = ['magnitude']\nsparsities = [0.25, 0.5]\nsuite "
+        "= 'demo'\ngpu_gb = 0\n"
     )
     jobs = plan(table, output=tmp_path / "a", quiet=True).jobs
-    assert [each.id for each in jobs if each.kind == "prune"] == ["llama.magnitude-0.25.prune", "llama.magnitude-0.5.prune"]
+    assert [each.id for each in jobs if each.kind == "prune"] == [
+        "llama.magnitude-0.25.prune",
+        "llama.magnitude-0.5.prune",
+    ]
     fewer = plan(table, output=tmp_path / "b", sparsities="0.75", quiet=True).jobs
     assert [each.id for each in fewer if each.kind == "prune"] == ["llama.magnitude-0.75.prune"]
     table.write_text("modles = ['x']")
@@ -199,7 +246,9 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
         ({"gpu_gb": -1}, "--gpu-gb must be at least 0"),
     ],
 )
-def test_wrong_options_of_a_plan(models: Models, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_of_a_plan(
+    models: Models, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         planned(models, tmp_path, **options)
     assert not (tmp_path / "plan.jsonl").exists()
@@ -208,7 +257,11 @@ def test_wrong_options_of_a_plan(models: Models, tmp_path: Path, options: dict[s
 def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
     planned(models, tmp_path, methods="magnitude")
     planned(models, tmp_path, methods="magnitude")  # the same
-    with pytest.raises(UserError, match=r"it holds another plan; 5 jobs would change\. Name another --output, or --overwrite"):
+    with pytest.raises(
+        UserError,
+        match=r"it holds another plan; 5 jobs would change\. Name "
+        r"another --output, or --overwrite",
+    ):
         planned(models, tmp_path, methods="wanda")
     planned(models, tmp_path, methods="wanda", overwrite=True)
 
@@ -216,7 +269,9 @@ def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
 # Running.
 
 
-def test_jobs_run_in_order(scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_run_in_order(
+    scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study_of(tmp_path, job("c", ("a", "b")), job("a"), job("b", ("a",)))
     summary = run_study(tmp_path, workers=3)
     assert summary.done == ["a", "b", "c"]
@@ -230,7 +285,8 @@ def test_jobs_run_in_order(scripted: dict[str, str], tmp_path: Path, capsys: pyt
     files = JobFiles(tmp_path, job("a"))
     assert files.state() == state
     files.state_path.write_text('{"format": "emp-llm job sta')
-    assert (files.state(), files.status()) == (None, "done")  # a damaged state is none; the output says so
+    # A damaged state is none; the output says so.
+    assert (files.state(), files.status()) == (None, "done")
 
 
 def test_a_failed_job_stops_those_that_wait_for_it(
@@ -252,7 +308,10 @@ def test_a_failed_job_stops_those_that_wait_for_it(
     assert "    one" not in shown
     for program, message in (
         ("pass", "the command ended well, but did not write runs/a"),
-        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL; the machine may have too little memory."),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "was ended by SIGKILL; the machine may have too little memory.",
+        ),
     ):
         scripted["a"] = program
         (failed,) = run_study(tmp_path).failed
@@ -272,14 +331,28 @@ def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
     assert run_study(tmp_path, only="b,a").done == ["a", "b"]
 
 
-@pytest.mark.parametrize(("handler", "signals", "code"), [("lambda *_: sys.exit(143)", 1, 143), ("signal.SIG_IGN", 2, 137)])
+@pytest.mark.parametrize(
+    ("handler", "signals", "code"),
+    [("lambda *_: sys.exit(143)", 1, 143), ("signal.SIG_IGN", 2, 137)],
+)
 def test_a_signal_stops_the_commands(
-    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, signals: int, code: int
+    scripted: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handler: str,
+    signals: int,
+    code: int,
 ) -> None:
-    """They end where they can go on, and the next run goes on with them; a second signal kills them."""
-    scripted["a"] = f"import signal, sys, time; signal.signal(signal.SIGTERM, {handler}); open('up', 'w'); time.sleep(60)"
+    """They end where they can go on, and the next run goes on with them; a second signal kills
+    them.
+    """
+    scripted["a"] = (
+        f"import signal, sys, time; signal.signal(signal.SIGTERM, {handler}); "
+        "open('up', 'w'); time.sleep(60)"
+    )
     study_of(tmp_path, job("a"), job("b", ("a",)))
-    sleep, left = time.sleep, list(range(signals))
+    sleep = time.sleep
+    left = list(range(signals))
 
     def interrupted(seconds: float) -> None:
         sleep(seconds)
@@ -302,7 +375,9 @@ def test_a_signal_stops_the_commands(
 
 
 def in_fork(call: Callable[..., Any], study: Path, **options: Any) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=call, args=(study,), kwargs=options)
+    process = multiprocessing.get_context("fork").Process(
+        target=call, args=(study,), kwargs=options
+    )
     process.start()
     return process
 
@@ -315,11 +390,16 @@ def until(condition: Callable[[], bool]) -> None:
     pytest.fail("it does not happen")
 
 
-def test_a_killed_run_loses_nothing(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command goes on alone and holds the lock; the next run waits for it and does not start it twice."""
+def test_a_killed_run_loses_nothing(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command goes on alone and holds the lock; the next run waits for it and does not start
+    it twice.
+    """
     monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
     scripted["a"] = (
-        "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', 'a').write('x'); WRITE"
+        "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', "
+        "'a').write('x'); WRITE"
     )
     study_of(tmp_path, job("a"), job("b", ("a",)))
     process = in_fork(run_study, tmp_path, quiet=True)
@@ -348,8 +428,12 @@ def test_looking_at_a_lock_does_no_harm(scripted: dict[str, str], tmp_path: Path
     assert files.status() == "done"
 
 
-def test_a_job_that_another_process_has_just_finished(scripted: dict[str, str], tmp_path: Path) -> None:
-    """Between the look at its state and its lock, another process finished it: it does not run again."""
+def test_a_job_that_another_process_has_just_finished(
+    scripted: dict[str, str], tmp_path: Path
+) -> None:
+    """Between the look at its state and its lock, another process finished it: it does not run
+    again.
+    """
     study_of(tmp_path, job("a"))
     lock = FileLock(tmp_path / "jobs" / "a.lock", "a")
     lock.path.parent.mkdir()
@@ -357,7 +441,9 @@ def test_a_job_that_another_process_has_just_finished(scripted: dict[str, str], 
 
     def finish() -> None:
         (tmp_path / "runs" / "a").mkdir(parents=True)
-        (tmp_path / "runs" / "a" / "emp_report.json").write_text(json.dumps({"command": job("a").command}))
+        (tmp_path / "runs" / "a" / "emp_report.json").write_text(
+            json.dumps({"command": job("a").command})
+        )
         lock.release()
 
     threading.Timer(0.2, finish).start()
@@ -368,11 +454,15 @@ def test_a_job_that_another_process_has_just_finished(scripted: dict[str, str], 
     assert not lock.path.exists()
 
 
-def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_share_the_jobs(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
     jobs = [job(f"j{number}") for number in range(8)]
     for each in jobs:
-        scripted[each.id] = f"import time; time.sleep(0.1); open('ran', 'a').write('{each.id} '); WRITE"
+        scripted[each.id] = (
+            f"import time; time.sleep(0.1); open('ran', 'a').write('{each.id} '); WRITE"
+        )
     study_of(tmp_path, *jobs)
     process = in_fork(run_study, tmp_path, quiet=True)
     assert run_study(tmp_path, quiet=True).complete
@@ -381,11 +471,15 @@ def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monke
     assert sorted((tmp_path / "ran").read_text().split()) == [each.id for each in jobs]
 
 
-def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_the_schedulers(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
     given: list[int | None] = []
     launches = cluster_jobs.launches
-    monkeypatch.setattr(cluster_jobs, "launches", lambda job, **how: given.append(how["threads"]) or launches(job))
+    monkeypatch.setattr(
+        cluster_jobs, "launches", lambda job, **how: given.append(how["threads"]) or launches(job)
+    )
     study_of(tmp_path, job("a"), job("b"))
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete
@@ -395,15 +489,27 @@ def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, mo
 def test_memory_limits_what_runs_together(scripted: dict[str, str], tmp_path: Path) -> None:
     large = Needs(memory_gb=1e6, disk_gb=0, hours=1)
     for name in ("a", "b"):
-        scripted[name] = "import os; assert not os.path.exists('busy'); open('busy', 'w'); WRITE; os.remove('busy')"
-    assert run_study(study_of(tmp_path, job("a", needs=large), job("b", needs=large)), workers=4).complete
+        scripted[name] = (
+            "import os; assert not os.path.exists('busy'); open('busy', 'w'); WRITE; "
+            "os.remove('busy')"
+        )
+    assert run_study(
+        study_of(tmp_path, job("a", needs=large), job("b", needs=large)), workers=4
+    ).complete
 
 
-def test_a_full_disk(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run ends with a sentence, stops the other jobs, and goes on when there is room."""
-    ends = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    ends = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    )
     scripted["b"] = f"{ends}; time.sleep(60)"
-    scripted["c"] = f"{ends.replace('sys.exit', '(time.sleep(0.5), pathlib.Path(str(1)).touch(), sys.exit')}); time.sleep(60)"
+    scripted["c"] = (
+        f"{ends.replace('sys.exit', '(time.sleep(0.5), pathlib.Path(str(1)).touch(), sys.exit')}); "
+        "time.sleep(60)"
+    )
     scripted["a"] = "import time; time.sleep(0.5); WRITE"
     study_of(tmp_path, job("a"), job("b"), job("c"))
     save = JobState.save
@@ -414,11 +520,19 @@ def test_a_full_disk(scripted: dict[str, str], tmp_path: Path, monkeypatch: pyte
         save(self, path)
 
     monkeypatch.setattr(JobState, "save", full)
-    with pytest.raises(UserError, match=r"jobs/a\.json: cannot be written \(No space left on device\)"):
+    with pytest.raises(
+        UserError,
+        match=r"jobs/a\.json: cannot be written \(No space left on "
+        r"device\)",
+    ):
         run_study(tmp_path, workers=3)
     assert (tmp_path / "1").exists()  # the slower one was not killed while it cleaned up
     monkeypatch.setattr(JobState, "save", save)
-    assert [JobFiles(tmp_path, each).status() for each in read_plan(tmp_path)] == ["done", "stopped", "stopped"]
+    assert [JobFiles(tmp_path, each).status() for each in read_plan(tmp_path)] == [
+        "done",
+        "stopped",
+        "stopped",
+    ]
     scripted.clear()
     assert run_study(tmp_path).complete
 
@@ -427,19 +541,27 @@ def test_a_full_disk(scripted: dict[str, str], tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_job_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where locks are not seen across machines, signs of life are: by the clock of the file server."""
+    """Where locks are not seen across machines, signs of life are: by the clock of the file
+    server.
+    """
     files = JobFiles(tmp_path, job("a"))
-    JobState(id="a", command=files.job.command, status="running", host="node7").save(files.state_path)
+    JobState(id="a", command=files.job.command, status="running", host="node7").save(
+        files.state_path
+    )
     assert files.status() == "stopped"
     files.lock_path.touch()
     assert files.status() == "running"
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock is wrong
     assert files.status() == "running"
-    monkeypatch.setattr(cluster_jobs, "server_time", lambda _: files.lock_path.stat().st_mtime + 300)
+    monkeypatch.setattr(
+        cluster_jobs, "server_time", lambda _: files.lock_path.stat().st_mtime + 300
+    )
     assert files.status() == "stopped"
 
 
-def test_signs_of_life(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster_jobs, "BEAT", 0.0)
     scripted["a"] = "import time; time.sleep(0.3)"
     attempt = Attempt(tmp_path, job("a"))
@@ -449,10 +571,15 @@ def test_signs_of_life(scripted: dict[str, str], tmp_path: Path, monkeypatch: py
     until(lambda: attempt.poll() is not None)
 
 
-def test_an_output_of_another_plan(scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_of_another_plan(
+    scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_study(study_of(tmp_path, job("a")))
     study_of(tmp_path, job("a", command="emp-llm prune --beta 2 --output runs/a"))
-    message = r"runs/a: it was made by another command than this plan's \(emp-llm prune --output runs/a\)\. Move it away"
+    message = (
+        r"runs/a: it was made by another command than this plan's \(emp-llm prune --output "
+        r"runs/a\)\. Move it away"
+    )
     for command in (run_study, collect):
         with pytest.raises(UserError, match=message):
             command(tmp_path)
@@ -482,7 +609,9 @@ def study(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def make_study(models: Models, text: Path, folder: Path, **more: Any) -> None:
     (folder / "suite.txt").write_text(text.read_text()[:1500])
-    (folder / "suite.toml").write_text('about = "A text."\n[perplexity]\nfile = "suite.txt"\nseqlen = 64\n')
+    (folder / "suite.toml").write_text(
+        'about = "A text."\n[perplexity]\nfile = "suite.txt"\nseqlen = 64\n'
+    )
     given = {"methods": "emp-wanda,magnitude", "calibration": str(text), "samples": 4, "seqlen": 32}
     planned(models, folder, suite=str(folder / "suite.toml"), **given, **more)
 
@@ -497,7 +626,11 @@ def run_here(folder: Path, each: Job) -> None:
 
 
 def rows_of(page: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("|")
+    ]
 
 
 def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
@@ -518,7 +651,9 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     lines = (folder / "tables" / "tables.csv").read_text().splitlines()
     assert len(lines) == 4
     assert repr(result["perplexity"]["perplexity"]) in lines[-1]
-    assert {"report.html", "report.md", "points.csv"} <= {path.name for path in (folder / "tables" / "report").iterdir()}
+    assert {"report.html", "report.md", "points.csv"} <= {
+        path.name for path in (folder / "tables" / "report").iterdir()
+    }
 
 
 def test_tables_of_a_sweep(models: Models, text: Path, tmp_path: Path) -> None:
@@ -527,22 +662,30 @@ def test_tables_of_a_sweep(models: Models, text: Path, tmp_path: Path) -> None:
     (sweep,) = read_plan(tmp_path)
     assert "| llama.sweep | missing |" in collect(tmp_path).page
     run_here(tmp_path, sweep)
-    JobState(id=sweep.id, command=sweep.command, status="done").save(tmp_path / "jobs" / f"{sweep.id}.json")
+    JobState(id=sweep.id, command=sweep.command, status="done").save(
+        tmp_path / "jobs" / f"{sweep.id}.json"
+    )
     page = collect(tmp_path, no_plots=True).page
     rows = rows_of(page)
-    assert [row[:2] for row in rows[2:]] == [["dense", "-"], ["emp-wanda-beta-1", rows[3][1]], ["magnitude-0.5", "50.00"]]
+    assert [row[:2] for row in rows[2:]] == [
+        ["dense", "-"],
+        ["emp-wanda-beta-1", rows[3][1]],
+        ["magnitude-0.5", "50.00"],
+    ]
     assert all("%)" in row[2] for row in rows[3:])
 
 
 def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
-    """Missing, unfinished and damaged results are left out and named; two collectors at once do no harm."""
+    """Missing, unfinished and damaged results are left out and named; two collectors at once do
+    no harm.
+    """
     folder = Path(shutil.copytree(study, tmp_path / "study"))
     dense = folder / "results" / "llama.dense.json"
     dense.write_text(dense.read_text().replace('"complete": true', '"complete": false'))
     damaged = folder / "results" / "llama.magnitude-0.5.json"
-    JobState(id="llama.magnitude-0.5.evaluate", command=read_plan(folder)[-1].command, status="done").save(
-        folder / "jobs" / "llama.magnitude-0.5.evaluate.json"
-    )
+    JobState(
+        id="llama.magnitude-0.5.evaluate", command=read_plan(folder)[-1].command, status="done"
+    ).save(folder / "jobs" / "llama.magnitude-0.5.evaluate.json")
     damaged.write_bytes(damaged.read_bytes()[:200])
     forks = [in_fork(collect, folder, no_plots=True) for _ in range(2)]
     for fork in forks:
@@ -563,13 +706,17 @@ def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
 
 
 def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:
-    """A model and a recipe of the paper: its values and the difference of the changes stand below ours."""
+    """A model and a recipe of the paper: its values and the difference of the changes stand
+    below ours.
+    """
     folder = Path(shutil.copytree(study, tmp_path / "study"))
     name = "meta-llama/Llama-2-7b-hf"
     old = json.loads((folder / "results" / "llama.dense.json").read_text())["model"]
     text = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
     for path in (folder / "results").iterdir():
-        result = json.loads(path.read_text().replace(old, name).replace("blocks of 64", "blocks of 2048"))
+        result = json.loads(
+            path.read_text().replace(old, name).replace("blocks of 64", "blocks of 2048")
+        )
         result["made_by"]["text"] = text
         result["perplexity"] |= {"block_length": 2048, "block_losses": []}
         path.write_text(json.dumps(result))
@@ -579,7 +726,9 @@ def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:
     write_plan(folder, jobs)
     shutil.rmtree(folder / "runs")
     ours, paper, gap = rows_of(collect(folder, no_plots=True).page)[4:7]
-    published = json.loads((Path(__file__).parents[1] / "eval" / "published" / "llama.json").read_text())["results"][name]
+    published = json.loads(
+        (Path(__file__).parents[1] / "eval" / "published" / "llama.json").read_text()
+    )["results"][name]
     assert f"{published['emp-wanda']['wikitext2_perplexity']:.3f}" in " ".join(paper)
     assert (ours[0], gap[0]) == ("emp-wanda-beta-1", "change beyond the paper's")
 
@@ -604,10 +753,20 @@ def test_a_refit_of_every_method_gets_the_text(models: Models, tmp_path: Path) -
     """Also methods that need no calibration, and beside norms from a file."""
     for number, further in enumerate(("--refit", "--refit --activations norms.safetensors")):
         options = {"methods": "wanda,magnitude", "calibration": "demo", "prune_options": further}
-        prunes = [each for each in planned(models, tmp_path / str(number), **options) if each.kind == "prune"]
+        prunes = [
+            each
+            for each in planned(models, tmp_path / str(number), **options)
+            if each.kind == "prune"
+        ]
         assert len(prunes) == 2
-        assert all("--calibration demo" in each.command and each.command.endswith(further) for each in prunes)
-    with pytest.raises(UserError, match="--refit fits weights to a calibration text, and method magnitude needs none"):
+        assert all(
+            "--calibration demo" in each.command and each.command.endswith(further)
+            for each in prunes
+        )
+    with pytest.raises(
+        UserError,
+        match="--refit fits weights to a calibration text, and method magnitude needs none",
+    ):
         planned(models, tmp_path / "none", methods="magnitude", prune_options="--refit")
 
 
@@ -620,9 +779,15 @@ def test_a_refit_of_every_method_gets_the_text(models: Models, tmp_path: Path) -
     ],
 )
 def test_a_plan_for_more_gpus_than_there_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, there: int, given: dict[str, list[int]]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    there: int,
+    given: dict[str, list[int]],
 ) -> None:
-    """Its estimate is no reason to refuse: a job gets the GPUs that are there, or computes on the CPU."""
+    """Its estimate is no reason to refuse: a job gets the GPUs that are there, or computes on
+    the CPU.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     seen: dict[str, Any] = {}
 
@@ -630,11 +795,19 @@ def test_a_plan_for_more_gpus_than_there_are(
         seen[job.id] = gpus
         (real,) = cluster_launches(job, gpus=gpus, environment={})[:1]
         assert real[1]["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
-        return [([sys.executable, "-S", "-c", f"import os; os.makedirs({job.output!r})"], dict(os.environ))]
+        return [
+            (
+                [sys.executable, "-S", "-c", f"import os; os.makedirs({job.output!r})"],
+                dict(os.environ),
+            )
+        ]
 
     monkeypatch.setattr(cluster_jobs, "launches", launches)
     needs = {"one": {"gpus": 1}, "four": {"gpus": 4}, "pair": {"gpus": 4, "processes": 4}}
-    jobs = [job(name, kind="calibrate", command=f"emp-llm calibrate --output runs/{name}") for name in needs]
+    jobs = [
+        job(name, kind="calibrate", command=f"emp-llm calibrate --output runs/{name}")
+        for name in needs
+    ]
     for each in jobs:
         each.needs = Needs(memory_gb=0.1, disk_gb=0, hours=1, gpu_gb=80, **needs[each.id])
     assert run_study(study_of(tmp_path, *jobs), workers=1).complete

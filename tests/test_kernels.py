@@ -1,4 +1,6 @@
-"""The CPU kernel against the reference in plain torch: the same bits for any weights, budget, dtype and threads."""
+"""The CPU kernel against the reference in plain torch: the same bits for any weights, budget,
+dtype and threads.
+"""
 
 import math
 import sys
@@ -54,7 +56,9 @@ def assert_same(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
-def test_every_budget_on_every_kind_of_weights(dtype: torch.dtype, kind: str, criterion: str) -> None:
+def test_every_budget_on_every_kind_of_weights(
+    dtype: torch.dtype, kind: str, criterion: str
+) -> None:
     weight = weights(kind, (7, 520), dtype, 0)
     for budget in BUDGETS:
         assert_same(weight, norms_of(kind, 520) if criterion == "wanda" else None, budget)
@@ -64,7 +68,11 @@ def test_every_budget_on_every_kind_of_weights(dtype: torch.dtype, kind: str, cr
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
 def test_edges(dtype: torch.dtype, criterion: str) -> None:
     for kind, shape, budget in EDGES:
-        assert_same(weights(kind, shape, dtype, 0), torch.ones(shape[1]) if criterion == "wanda" else None, budget)
+        assert_same(
+            weights(kind, shape, dtype, 0),
+            torch.ones(shape[1]) if criterion == "wanda" else None,
+            budget,
+        )
 
 
 @given(
@@ -77,7 +85,9 @@ def test_edges(dtype: torch.dtype, criterion: str) -> None:
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_shape(height: int, width: int, dtype: torch.dtype, kind: str, by_norms: bool, beta: float, seed: int) -> None:
+def test_any_shape(
+    height: int, width: int, dtype: torch.dtype, kind: str, by_norms: bool, beta: float, seed: int
+) -> None:
     norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if by_norms else None
     weight = weights(kind, (height, width), dtype, seed)
     assert_same(weight, norms, effective(beta))
@@ -92,7 +102,8 @@ def test_long_rows(width: int) -> None:
 
 def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # up to ten pieces
-    weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
+    weight = weights("normal", (37, 500), torch.bfloat16, 3)
+    norms = torch.rand(500)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
@@ -111,14 +122,18 @@ def test_non_finite_weights_stay_unchanged(dtype: torch.dtype, bad: float, crite
     weight[2, 69] = bad
     before = weight.clone()
     with pytest.raises(NonFiniteError):
-        prune_rows(weight, torch.rand(70) + 0.1 if criterion == "wanda" else None, KeepRule(beta=1.0))
+        prune_rows(
+            weight, torch.rand(70) + 0.1 if criterion == "wanda" else None, KeepRule(beta=1.0)
+        )
     assert torch.equal(weight.nan_to_num(7, 8, 9), before.nan_to_num(7, 8, 9))
     overflow = weights("huge", (2, 70), torch.float32, 0)
     with pytest.raises(NonFiniteError):
         prune_rows(overflow, torch.full((70,), 1e10), KeepRule(beta=1.0))
 
 
-def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A missing compiler is normal and gives no message; any other reason gives one warning."""
 
     class Broken:
@@ -145,7 +160,9 @@ def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplo
 
 @contextmanager
 def counted_kernel_calls() -> Iterator[list[str]]:
-    """The dtypes of the weights in each call of the CPU kernel, which `effective_mask` calls for tensors of any size."""
+    """The dtypes of the weights in each call of the CPU kernel, which `effective_mask` calls for
+    tensors of any size.
+    """
     calls: list[str] = []
     compiled = rows.prune_words
 
@@ -161,17 +178,23 @@ def counted_kernel_calls() -> Iterator[list[str]]:
 
 @st.composite
 def tensors_of_scores(draw: st.DrawFn) -> Tensor:
-    """Signed scores of 1 to 3 dimensions, in any order in memory, with ties, zeros of both signs and groups of zeros."""
+    """Signed scores of 1 to 3 dimensions, in any order in memory, with ties, zeros of both signs
+    and groups of zeros.
+    """
     shape = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     kind = draw(st.sampled_from(["normal", "ties", "heavy", "zeros", "negative zeros", "uniform"]))
     dtype = draw(st.sampled_from((*DTYPES, torch.float64)))
-    scores = weights(kind, (shape[0], math.prod(shape[1:])), dtype, draw(st.integers(0, 1 << 30))).reshape(shape)
+    scores = weights(
+        kind, (shape[0], math.prod(shape[1:])), dtype, draw(st.integers(0, 1 << 30))
+    ).reshape(shape)
     return scores.permute(draw(st.permutations(range(len(shape)))))
 
 
 @given(tensors_of_scores(), st.data(), st.sampled_from([0.3, 1.0, 1.7, 4.0]))
 @settings(max_examples=200, deadline=None)
-def test_effective_mask_by_kernel_and_in_plain_torch(scores: Tensor, data: st.DataObject, beta: float) -> None:
+def test_effective_mask_by_kernel_and_in_plain_torch(
+    scores: Tensor, data: st.DataObject, beta: float
+) -> None:
     dims = st.sets(st.integers(0, scores.dim() - 1), min_size=1).map(tuple)
     dim = data.draw(st.one_of(st.none(), st.integers(-scores.dim(), scores.dim() - 1), dims))
     before = scores.clone()

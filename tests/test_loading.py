@@ -25,12 +25,17 @@ from emp_llm.models.loading import load_model, load_tokenizer
 
 Models = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-# An MLP matrix (of an expert, in mixtures), a layer norm, and the head (the embeddings, where the head is tied to them).
+# An MLP matrix (of an expert, in mixtures), a layer norm, and the head (the embeddings, where the
+# head is tied to them).
 PARTS = ("mlp", "norm", "head")
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+    return {
+        name: tensor
+        for shard in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
 
 
 def changed(source: Path, folder: Path, change: Change) -> Path:
@@ -46,13 +51,24 @@ def without(*names: str) -> Change:
 
 
 def larger(name: str) -> Change:
-    return lambda tensors: tensors | {name: torch.zeros([size + 1 for size in tensors[name].shape], dtype=torch.bfloat16)}
+    return lambda tensors: (
+        tensors
+        | {name: torch.zeros([size + 1 for size in tensors[name].shape], dtype=torch.bfloat16)}
+    )
 
 
 def name_of(folder: Path, part: str) -> str:
     """The stored name of a part: of the second block, or the head."""
     words = {
-        "mlp": ("up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "experts.1.w2", "experts.1.up_proj"),
+        "mlp": (
+            "up_proj",
+            "gate_up_proj",
+            "c_fc",
+            "fc1",
+            "dense_h_to_4h",
+            "experts.1.w2",
+            "experts.1.up_proj",
+        ),
         "norm": ("input_layernorm", "ln_1", "self_attn_layer_norm"),
         "head": ("lm_head", "embed_out", "embed_tokens", "wte"),
     }[part]
@@ -66,19 +82,29 @@ def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str
         name = name_of(models(family), part)
         folder = changed(models(family), tmp_path / part, without(name))
         for where in ("cpu", "disk", block_map(models(family)))[: 1 if part == "norm" else 3]:
-            with pytest.raises(UserError, match=rf"{folder}.*(1 weight|parts of).*{leaf_of(name)}.*complete checkpoint"):
+            with pytest.raises(
+                UserError,
+                match=rf"{folder}.*(1 weight|parts "
+                rf"of).*{leaf_of(name)}.*complete checkpoint",
+            ):
                 load_model(folder, where)
 
 
 def leaf_of(name: str) -> str:
-    """What a message names. For a matrix of an expert, transformers names only the parameter that merges the matrices."""
-    leaf = name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "(lm_head|embed_out)")
+    """What a message names. For a matrix of an expert, transformers names only the parameter
+    that merges the matrices.
+    """
+    leaf = (
+        name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "(lm_head|embed_out)")
+    )
     return "experts" if ".experts." in name else leaf
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3_moe"])
-def test_weights_of_another_shape_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
+def test_weights_of_another_shape_are_refused(
+    models: Models, tmp_path: Path, family: str, part: str
+) -> None:
     name = name_of(models(family), part)
     folder = changed(models(family), tmp_path / "model", larger(name))
     for where in ("cpu", "disk"):
@@ -88,10 +114,16 @@ def test_weights_of_another_shape_are_refused(models: Models, tmp_path: Path, fa
 
 def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Path) -> None:
     """transformers reads a stack of three experts in place of four, without a message."""
-    folder = changed(models("qwen3_moe"), tmp_path / "model", without("model.layers.1.mlp.experts.3.down_proj.weight"))
+    folder = changed(
+        models("qwen3_moe"),
+        tmp_path / "model",
+        without("model.layers.1.mlp.experts.3.down_proj.weight"),
+    )
     for where in ("cpu", "disk"):
         with pytest.raises(
-            UserError, match=r"1 weight .*model\.layers\.1\.mlp\.experts\.down_proj is \[3, 32, 24\].* \[4, 32, 24\]"
+            UserError,
+            match=r"1 weight .*model\.layers\.1\.mlp\.experts\.down_proj is \[3, 32, "
+            r"24\].* \[4, 32, 24\]",
         ):
             load_model(folder, where)
 
@@ -101,13 +133,19 @@ def test_missing_weights_of_a_quantised_model(models: Models, tmp_path: Path) ->
     load_model(models("llama"), "cpu", quantization="4bit")
     name = name_of(models("llama"), "mlp")
     with pytest.raises(UserError, match=name):
-        load_model(changed(models("llama"), tmp_path / "model", without(name)), "cpu", quantization="4bit")
+        load_model(
+            changed(models("llama"), tmp_path / "model", without(name)), "cpu", quantization="4bit"
+        )
 
 
-def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Path, command: Callable[..., object]) -> None:
+def test_all_commands_that_load_refuse(
+    models: Models, text: Path, tmp_path: Path, command: Callable[..., object]
+) -> None:
     """The message names a few weights and counts the others."""
     folder = changed(
-        models("llama"), tmp_path / "model", without(*(name for name in stored(models("llama")) if "norm" in name))
+        models("llama"),
+        tmp_path / "model",
+        without(*(name for name in stored(models("llama")) if "norm" in name)),
     )
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
     given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
@@ -118,13 +156,19 @@ def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Pat
     ):
         done: Any = command(*line)
         assert done.returncode == 2, done.stderr
-        assert re.search(r"5 .*model\.layers\.0\.input_layernorm\.weight, .* and 2 more", done.stderr), done.stderr
+        assert re.search(
+            r"5 .*model\.layers\.0\.input_layernorm\.weight, .* and 2 "
+            r"more",
+            done.stderr,
+        ), done.stderr
         assert "LOAD REPORT" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "suite.toml"]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_complete_checkpoints_are_loaded_silently(models: Models, family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_complete_checkpoints_are_loaded_silently(
+    models: Models, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     for where in ("cpu", "disk"):
         load_model(models(family), where)
@@ -132,11 +176,16 @@ def test_complete_checkpoints_are_loaded_silently(models: Models, family: str, c
 
 
 def test_a_base_model_without_its_prefix(models: Models, tmp_path: Path) -> None:
-    """As GPT-2 is stored on the Hub: no prefix, a tied head that is not stored, and buffers of old versions."""
+    """As GPT-2 is stored on the Hub: no prefix, a tied head that is not stored, and buffers of
+    old versions.
+    """
 
     def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-        return plain | {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.ones(())}
+        return plain | {
+            "h.0.attn.bias": torch.ones(1, 1, 128, 128),
+            "h.0.attn.masked_bias": torch.ones(()),
+        }
 
     folder = changed(models("gpt2"), tmp_path / "model", bare)
     model = load_model(folder, "cpu")
@@ -144,9 +193,13 @@ def test_a_base_model_without_its_prefix(models: Models, tmp_path: Path) -> None
     load_model(folder, "disk")
 
 
-def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_weights_are_named(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
-    extra = {f"model.layers.{number}.mlp.up_proj.weight": torch.zeros(80, 32) for number in (2, 3, 4, 5)}
+    extra = {
+        f"model.layers.{number}.mlp.up_proj.weight": torch.zeros(80, 32) for number in (2, 3, 4, 5)
+    }
     load_model(changed(models("llama"), tmp_path / "model", lambda tensors: tensors | extra), "cpu")
     (warning,) = [message for message in caplog.messages if message.startswith("warning:")]
     assert "4 tensors" in warning
@@ -154,7 +207,9 @@ def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: py
     assert warning.endswith("and 1 more.")
 
 
-def test_memory_that_runs_out_while_loading(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_loading(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
@@ -163,7 +218,11 @@ def test_memory_that_runs_out_while_loading(models: Models, monkeypatch: pytest.
         ("AutoModelForCausalLM.from_pretrained", "llama"),
     ):
         monkeypatch.setattr(f"transformers.{place}", fail)
-        with pytest.raises(OutOfMemory, match=r"out of memory while loading it with --device-map cpu\. .*auto, disk"):
+        with pytest.raises(
+            OutOfMemory,
+            match=r"out of memory while loading it with --device-map "
+            r"cpu\. .*auto, disk",
+        ):
             load_model(models(family), "cpu")
 
 
@@ -194,18 +253,31 @@ def test_errors_of_transformers(
 def test_tokenizers_that_cannot_be_loaded(models: Models, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models("llama"), folder)
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "Abacus"}}))
-    with pytest.raises(UserError, match=r"no tokenizer that transformers can load \(.*\)\. Copy the model's tokenizer files"):
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "Abacus"}})
+    )
+    with pytest.raises(
+        UserError,
+        match=r"no tokenizer that transformers can load \(.*\)\. Copy "
+        r"the model's tokenizer files",
+    ):
         load_tokenizer(folder)
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(UserError, match=r"\(1\) a `tokenizers` library.*\(3\).*sentencepiece or tiktoken installed"):
+    with pytest.raises(
+        UserError,
+        match=r"\(1\) a `tokenizers` library.*\(3\).*sentencepiece or "
+        r"tiktoken installed",
+    ):
         load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_bar_of_transformers_is_for_terminals(
-    models: Models, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], terminal: bool
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    terminal: bool,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     enabled = transformers.utils.logging.is_progress_bar_enabled()
@@ -228,8 +300,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_for_offloaded_weights_exists_only_while_it_holds_some(
     models: Models, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that ends without its exit handlers, such as a child of multiprocessing, would leave the folder."""
-    for family, where in (("llama", "cpu"), ("llama", "disk"), ("llama", block_map(models("llama"))), ("mixtral", "cpu")):
+    """A process that ends without its exit handlers, such as a child of multiprocessing, would
+    leave the folder.
+    """
+    for family, where in (
+        ("llama", "cpu"),
+        ("llama", "disk"),
+        ("llama", block_map(models("llama"))),
+        ("mixtral", "cpu"),
+    ):
         model = load_model(models(family), where)
         assert not list(temporary.iterdir()), (family, where)
     model = load_model(models("mixtral"), "disk")
@@ -244,7 +323,11 @@ def test_a_folder_for_offloaded_weights_exists_only_while_it_holds_some(
         load_model(broken, "disk")
     assert not list(temporary.iterdir()), "after an error, at once"
     with monkeypatch.context() as patch:
-        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **more: fail_in(more["offload_folder"]))
+        patch.setattr(
+            transformers.AutoModelForCausalLM,
+            "from_pretrained",
+            lambda *_, **more: fail_in(more["offload_folder"]),
+        )
         with pytest.raises(KeyboardInterrupt):
             load_model(models("llama"), "disk")
     assert not list(temporary.iterdir())

@@ -1,4 +1,6 @@
-"""A rank that dies or fails ends the others with its cause, when they next wait for it; one that is busy or done does not."""
+"""A rank that dies or fails ends the others with its cause, when they next wait for it; one that
+is busy or done does not.
+"""
 
 import os
 import signal
@@ -41,7 +43,10 @@ def test_a_rank_that_is_killed_ends_the_others(met: Met, dead: int) -> None:
 
     done = met(3, work)
     assert done.codes == [-9 if rank == dead else 75 for rank in range(3)], done.error
-    assert "error: The connection to another rank is lost: it was killed, or it crashed. The same command resumes" in done.error
+    assert (
+        "error: The connection to another rank is lost: it was killed, or it crashed. The same "
+        "command resumes"
+    ) in done.error
     assert "Traceback" not in done.error
 
 
@@ -55,7 +60,10 @@ def test_a_silent_rank_is_taken_to_be_gone(met: Met, monkeypatch: pytest.MonkeyP
 
     done = met(2, work)
     assert done.codes == [75, 75], done.error
-    assert "error: Another rank has not been heard from for 2 s; it or its network is gone. The same command" in done.errors[0]
+    assert (
+        "error: Another rank has not been heard from for 2 s; it or its network is gone. The "
+        "same command"
+    ) in done.errors[0]
 
 
 def test_another_error_of_a_collective_call_stays(met: Met) -> None:
@@ -72,11 +80,17 @@ def test_another_error_of_a_collective_call_stays(met: Met) -> None:
     ("error", "codes", "said"),
     [
         (UserError("the file is missing."), [2, 2], "the file is missing.\n"),
-        (ValueError("of many lines\n" * 10_000), [75, 1], "ValueError: of many lines of many lines"),
+        (
+            ValueError("of many lines\n" * 10_000),
+            [75, 1],
+            "ValueError: of many lines of many lines",
+        ),
     ],
     ids=["wrong input", "a long message"],
 )
-def test_the_failure_of_one_rank_is_told_by_all(met: Met, error: Exception, codes: list[int], said: str) -> None:
+def test_the_failure_of_one_rank_is_told_by_all(
+    met: Met, error: Exception, codes: list[int], said: str
+) -> None:
     def work(rank: int) -> None:
         if rank == 1:
             raise error

@@ -20,14 +20,23 @@ from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.scores import Scores
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
-from emp_llm.selection.reference import GroupSelector, Selection, largest_mask, select_rows, sum_rows, sum_vector
+from emp_llm.selection.reference import (
+    GroupSelector,
+    Selection,
+    largest_mask,
+    select_rows,
+    sum_rows,
+    sum_vector,
+)
 from emp_llm.selection.rule import Group, KeepRule, spread_counts, uniform_counts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random weights with ties, rows of zeros, rows of equal weights, subnormal numbers, outliers and negative zeros."""
+    """Random weights with ties, rows of zeros, rows of equal weights, subnormal numbers,
+    outliers and negative zeros.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(rows, columns, generator=generator).mul_(0.02).to(dtype)
     weights[0::11] = 0
@@ -51,7 +60,9 @@ def select(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selectio
 
 
 def oracle(scores: np.ndarray, count: int) -> np.ndarray:
-    """The mask from a stable sort in descending order, which keeps equal scores in the order of their index."""
+    """The mask from a stable sort in descending order, which keeps equal scores in the order of
+    their index.
+    """
     mask = np.zeros(scores.shape, dtype=bool)
     mask[np.argsort(-scores, kind="stable")[:count]] = True
     return mask
@@ -59,7 +70,8 @@ def oracle(scores: np.ndarray, count: int) -> np.ndarray:
 
 def oracle_counts(scores: np.ndarray) -> np.ndarray:
     """clip(floor(N_eff), 1, N) of each row, from float64 sums by numpy; N for a row of zeros."""
-    total, squares = scores.sum(1), np.square(scores).sum(1)
+    total = scores.sum(1)
+    squares = np.square(scores).sum(1)
     with np.errstate(invalid="ignore"):
         counts = np.clip(np.floor(total * total / squares), 1, scores.shape[1])
     return np.where(total == 0, scores.shape[1], counts).astype(int)
@@ -67,19 +79,28 @@ def oracle_counts(scores: np.ndarray) -> np.ndarray:
 
 @given(st.integers(1, 200), st.sampled_from(DTYPES), st.integers(0, 1 << 30))
 @settings(max_examples=60, deadline=None)
-def test_exactly_the_largest_lowest_index_first(columns: int, dtype: torch.dtype, seed: int) -> None:
+def test_exactly_the_largest_lowest_index_first(
+    columns: int, dtype: torch.dtype, seed: int
+) -> None:
     scores = hostile_weights(44, columns, dtype, seed)
     counts = torch.randint(0, columns + 1, (44,), generator=torch.Generator().manual_seed(seed))
-    mask, values = largest_mask(scores, counts).numpy(), scores.abs().double().numpy()
+    mask = largest_mask(scores, counts).numpy()
+    values = scores.abs().double().numpy()
     for row in range(44):
         assert (mask[row] == oracle(values[row], int(counts[row]))).all()
 
 
 @given(st.integers(1, 400), st.integers(1, 5), st.sampled_from(DTYPES), st.integers(0, 1 << 30))
 @settings(max_examples=50, deadline=None)
-def test_sums_add_to_64_lanes_in_order(columns: int, rows: int, dtype: torch.dtype, seed: int) -> None:
-    values = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    assert sum_rows(values, torch.abs)[0].tolist() == [sum_in_order(row) for row in values.abs().double().tolist()]
+def test_sums_add_to_64_lanes_in_order(
+    columns: int, rows: int, dtype: torch.dtype, seed: int
+) -> None:
+    values = torch.randn(
+        rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
+    assert sum_rows(values, torch.abs)[0].tolist() == [
+        sum_in_order(row) for row in values.abs().double().tolist()
+    ]
 
 
 def test_a_long_sum_has_the_same_order() -> None:
@@ -103,8 +124,12 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
     weights = hostile_weights(2443, 4096, torch.bfloat16)
     norms = torch.rand(4096, generator=torch.Generator().manual_seed(4)).mul(8)
     norms[7] = 3000.0
-    scores = magnitude(weights) if criterion == "magnitude" else wanda(weights, InputStatistics(norms))
-    by_hand = weights.float().abs().numpy() * (norms.numpy() if criterion == "wanda" else np.float32(1))
+    scores = (
+        magnitude(weights) if criterion == "magnitude" else wanda(weights, InputStatistics(norms))
+    )
+    by_hand = weights.float().abs().numpy() * (
+        norms.numpy() if criterion == "wanda" else np.float32(1)
+    )
     assert np.array_equal(scores.float().numpy(), by_hand)
     values = by_hand.astype(np.float64)
     counts = oracle_counts(values)
@@ -113,7 +138,10 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
     np.put_along_axis(expected, order, np.arange(4096)[None, :] < counts[:, None], axis=1)
     for block in (1, 97, 2443) if criterion == "magnitude" else (512,):
         mask = torch.cat(
-            [select_rows(part, KeepRule(beta=1.0)).mask for part in scores[: 300 if block == 1 else None].split(block)]
+            [
+                select_rows(part, KeepRule(beta=1.0)).mask
+                for part in scores[: 300 if block == 1 else None].split(block)
+            ]
         )
         rows = mask.shape[0]
         assert int((mask.sum(1).numpy() != counts[:rows]).sum()) == 0
@@ -123,7 +151,13 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "budget",
-    [KeepRule(beta=1.0), KeepRule(beta=0.7), KeepRule(beta=1.0, order=1.0), KeepRule(counts=4200), KeepRule(counts=4766)],
+    [
+        KeepRule(beta=1.0),
+        KeepRule(beta=0.7),
+        KeepRule(beta=1.0, order=1.0),
+        KeepRule(counts=4200),
+        KeepRule(counts=4766),
+    ],
 )
 def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: KeepRule) -> None:
     scores = hostile_weights(40, 150, dtype, seed=5).abs()
@@ -138,10 +172,13 @@ def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: KeepR
         assert kept_mass == pytest.approx(float(one_row.kept_mass), rel=1e-12)
 
 
-@pytest.mark.parametrize("rows", [700, 70_000])  # torch shares a sum of 70,000 numbers among threads
+# Torch shares a sum of 70,000 numbers among threads.
+@pytest.mark.parametrize("rows", [700, 70_000])
 def test_blocks_and_threads_do_not_change_a_bit(rows: int) -> None:
     scores = torch.rand(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    before, of_group, of_rows = torch.get_num_threads(), set(), set()
+    before = torch.get_num_threads()
+    of_group = set()
+    of_rows = set()
     try:
         for block, threads in ((rows, 1), (rows, 2), (rows, 5), (rows // 2, 1), (rows // 100, 1)):
             torch.set_num_threads(threads)
@@ -151,7 +188,11 @@ def test_blocks_and_threads_do_not_change_a_bit(rows: int) -> None:
             chunks = scores.reshape(rows // 100, 300).split(max(block // 100, 1))
             parts = [select_rows(chunk, KeepRule(beta=1.0)) for chunk in chunks]
             fields = ("mask", "kept_mass", "mass", "n_eff", "s_eff")
-            of_rows.add(b"".join(getattr(part, field).numpy().tobytes() for field in fields for part in parts))
+            of_rows.add(
+                b"".join(
+                    getattr(part, field).numpy().tobytes() for field in fields for part in parts
+                )
+            )
     finally:
         torch.set_num_threads(before)
     assert len(of_group) == len(of_rows) == 1
@@ -159,7 +200,9 @@ def test_blocks_and_threads_do_not_change_a_bit(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
-    """Two weights of a total that loses 18 of 20: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of them are removed."""
+    """Two weights of a total that loses 18 of 20: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of
+    them are removed.
+    """
     rule = KeepRule(counts=spread_counts(np.array([2]), 18, 20, 2))
     scores = torch.tensor([[0.5, torch.finfo(dtype).max]], dtype=dtype)
     for part in (select_rows(scores, rule), select(GroupSelector(rule), (scores,))[0]):
@@ -170,7 +213,9 @@ def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
     selector = GroupSelector(KeepRule(beta=0.5))
-    assert all(bool(part.mask.all()) for part in select(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
+    assert all(
+        bool(part.mask.all()) for part in select(selector, torch.zeros(4, 3, dtype=dtype).split(3))
+    )
     assert (float(selector.moments.number()), selector.effective_mass()) == (12.0, 1.0)
 
 
@@ -178,16 +223,25 @@ def test_ratio_removes_the_floor_of_every_row() -> None:
     scores = hostile_weights(22, 101, torch.float32).abs()
     for sparsity in (0.0, 0.1, 0.5, 0.999):
         counts = uniform_counts(np.full(22, 101), sparsity)
-        assert set(select_rows(scores, KeepRule(counts=counts)).kept.tolist()) == {101 - math.floor(sparsity * 101)}
+        assert set(select_rows(scores, KeepRule(counts=counts)).kept.tolist()) == {
+            101 - math.floor(sparsity * 101)
+        }
     # In binary, 0.3 is a little less than 3 / 10; still, 3 of 10 are removed.
-    assert [int(uniform_counts(np.array([10]), sparsity)[0]) for sparsity in (0.3, 0.7, 0.29)] == [7, 3, 8]
+    assert [int(uniform_counts(np.array([10]), sparsity)[0]) for sparsity in (0.3, 0.7, 0.29)] == [
+        7,
+        3,
+        8,
+    ]
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5), (1, 2), (40, 63), (7, 64), (40, 90)])
+@pytest.mark.parametrize(
+    ("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5), (1, 2), (40, 63), (7, 64), (40, 90)]
+)
 def test_pattern_keeps_n_of_every_m(n: int, m: int) -> None:
     scores = hostile_weights(33, 4 * m, torch.bfloat16).abs()
     mask = select_rows(scores, KeepRule(pattern=(n, m))).mask
-    groups, values = mask.reshape(-1, m).numpy(), scores.double().reshape(-1, m).numpy()
+    groups = mask.reshape(-1, m).numpy()
+    values = scores.double().reshape(-1, m).numpy()
     assert all((groups[i] == oracle(values[i], n)).all() for i in range(len(groups)))
 
 
@@ -202,7 +256,11 @@ def test_a_spread_total_is_exact_in_large_numbers_and_does_not_depend_on_chunks(
     for row in range(rows):
         start = offset + row * columns
         alone = spread_counts(np.array([columns]), removed, total, start).tolist()
-        assert alone == whole[row : row + 1] == [columns - ((start + columns) * removed // total - start * removed // total)]
+        assert (
+            alone
+            == whole[row : row + 1]
+            == [columns - ((start + columns) * removed // total - start * removed // total)]
+        )
     with pytest.raises(ValueError, match="cannot remove 5 of 5"):
         spread_counts(np.array([5]), 5, 5)
 
@@ -211,7 +269,9 @@ def test_a_spread_total_is_exact_in_large_numbers_and_does_not_depend_on_chunks(
 @settings(max_examples=100, deadline=None)
 def test_counts_by_beta(rows: int, columns: int, beta: float, seed: int) -> None:
     scores = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).abs()
-    assert select_rows(scores, KeepRule(beta=beta)).kept.tolist() == [count_of(row, beta) for row in scores.double().tolist()]
+    assert select_rows(scores, KeepRule(beta=beta)).kept.tolist() == [
+        count_of(row, beta) for row in scores.double().tolist()
+    ]
 
 
 def count_of(row: list[float], beta: float) -> int:
@@ -221,8 +281,15 @@ def count_of(row: list[float], beta: float) -> int:
 
 
 def test_counts_in_bfloat16() -> None:
-    """omega, its squares and their sum in bfloat16, as torch computes them for a row: only a handful of counts remain."""
-    weights = torch.randn(400, 4096, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16().abs()
+    """omega, its squares and their sum in bfloat16, as torch computes them for a row: only a
+    handful of counts remain.
+    """
+    weights = (
+        torch.randn(400, 4096, generator=torch.Generator().manual_seed(6))
+        .mul(0.02)
+        .bfloat16()
+        .abs()
+    )
     counts = select_rows(weights, KeepRule(beta=1.0, dtype="bfloat16")).kept
     omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
     n_eff = omega.square().float().sum(1).bfloat16().reciprocal()
@@ -237,7 +304,8 @@ def test_counts_in_bfloat16() -> None:
 
 
 def test_wanda_rounds_the_product_once() -> None:
-    weight, norms = torch.tensor([[-3.0, 0.1]], dtype=torch.bfloat16), torch.tensor([2.0, 1 / 3])
+    weight = torch.tensor([[-3.0, 0.1]], dtype=torch.bfloat16)
+    norms = torch.tensor([2.0, 1 / 3])
     scores = wanda(weight, InputStatistics(norms))
     assert scores.dtype == torch.float32
     assert scores.tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
@@ -249,21 +317,32 @@ def test_wanda_rounds_the_product_once() -> None:
 
 
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
-def test_masks_in_any_order_are_the_same(models: Callable[[str], Path], tmp_path: Path, group: Group) -> None:
-    """Of equal scores, which are most of a group of all here, those of the first targets stay, whoever is asked first."""
+def test_masks_in_any_order_are_the_same(
+    models: Callable[[str], Path], tmp_path: Path, group: Group
+) -> None:
+    """Of equal scores, which are most of a group of all here, those of the first targets stay,
+    whoever is asked first.
+    """
     source = Path(shutil.copytree(models("llama"), tmp_path / "coarse"))
     for shard in source.glob("*.safetensors"):
-        save_file({name: (tensor * 8).round() / 8 for name, tensor in load_file(shard).items()}, shard, {"format": "pt"})
+        save_file(
+            {name: (tensor * 8).round() / 8 for name, tensor in load_file(shard).items()},
+            shard,
+            {"format": "pt"},
+        )
     recipe = Recipe(method="magnitude", sparsity=0.001, group=group)
     chosen = targets_of_folder(source, "coarse", recipe, False, False)
     scores = Scores(chosen.checkpoint, chosen.targets, recipe)
     pruner = Pruner(scores, counts_of(scores))
     wanted: dict[str, Tensor] = {
-        target.name: torch.zeros(target.matrix.rows, target.matrix.columns) for target in pruner.targets
+        target.name: torch.zeros(target.matrix.rows, target.matrix.columns)
+        for target in pruner.targets
     }
 
     def put(target: Target, chunk: Chunk) -> None:
-        wanted[target.name][chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(chunk.words != 0)
+        wanted[target.name][chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(
+            chunk.words != 0
+        )
 
     pruner.decide(put)
     for order in (slice(None), slice(None, None, -1), slice(1, None, 2)):

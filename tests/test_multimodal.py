@@ -1,4 +1,6 @@
-"""Multimodal and encoder-decoder models: which layers are pruned, with which norms, and what is refused."""
+"""Multimodal and encoder-decoder models: which layers are pruned, with which norms, and what is
+refused.
+"""
 
 import json
 import re
@@ -27,9 +29,15 @@ from emp_llm.verify import verify
 
 Towers = Callable[[str], Path]
 ALL_METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
-# The methods share all code but the scores, so two families run all of them, and the others one of each kind.
+# The methods share all code but the scores, so two families run all of them, and the others one of
+# each kind.
 PAIRS = [(name, method) for name in ("llava", "t5") for method in ALL_METHODS]
-PAIRS += [(name, method) for name in FAMILIES if name not in ("llava", "t5") for method in ("emp-wanda", "magnitude")]
+PAIRS += [
+    (name, method)
+    for name in FAMILIES
+    if name not in ("llava", "t5")
+    for method in ("emp-wanda", "magnitude")
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +54,9 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
 
 @pytest.fixture(scope="module")
-def pruned(towers: Towers, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Any]]]:
+def pruned(
+    towers: Towers, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Path, dict[str, Any]]]:
     """Prune a tiny model in-process, each combination once: (output folder, report)."""
     made: dict[str, tuple[Path, dict[str, Any]]] = {}
 
@@ -54,8 +64,14 @@ def pruned(towers: Towers, text: Path, tmp_path_factory: pytest.TempPathFactory)
         key = f"{name} {method} {options}"
         if key not in made:
             out = tmp_path_factory.mktemp("pruned") / "out"
-            given = {"calibration": str(text), "samples": 4, "seqlen": 32} if method.endswith("wanda") else {}
-            report: Any = prune(model=towers(name), output=out, method=method, device_map="cpu", **given, **options)
+            given = (
+                {"calibration": str(text), "samples": 4, "seqlen": 32}
+                if method.endswith("wanda")
+                else {}
+            )
+            report: Any = prune(
+                model=towers(name), output=out, method=method, device_map="cpu", **given, **options
+            )
             made[key] = out, report.as_dict()
         return made[key]
 
@@ -67,14 +83,17 @@ Pruned = Callable[..., tuple[Path, dict[str, Any]]]
 
 def changed_names(before: Path, after: Path) -> set[str]:
     """The tensors whose bits differ; everything else must be equal."""
-    old, new = oracle.tensors(before), oracle.tensors(after)
+    old = oracle.tensors(before)
+    new = oracle.tensors(after)
     assert [(name, each.dtype, each.shape, each.start) for name, each in old.items()] == [
         (name, each.dtype, each.shape, each.start) for name, each in new.items()
     ]
     for path in before.iterdir():
         if path.suffix != ".safetensors":
             assert path.read_bytes() == (after / path.name).read_bytes()
-    return {name for name in old if not np.array_equal(oracle.bits(old[name]), oracle.bits(new[name]))}
+    return {
+        name for name in old if not np.array_equal(oracle.bits(old[name]), oracle.bits(new[name]))
+    }
 
 
 def stored_names(report: dict[str, Any]) -> set[str]:
@@ -87,24 +106,35 @@ def test_the_mlps_of_the_language_tower_have_the_masks_of_the_oracle(
 ) -> None:
     family = FAMILIES[name]
     out, report = pruned(name, method)
-    before, after = oracle.tensors(towers(name)), oracle.tensors(out)
+    before = oracle.tensors(towers(name))
+    after = oracle.tensors(out)
     wanted = {each for each in before if re.fullmatch(family.mlp, each)}
     assert len(wanted) == family.number
     assert changed_names(towers(name), out) == stored_names(report) == wanted
     assert list(report["targets"]["dense_towers"]) == list(family.dense)
     if name == "llama4":
         return  # several layers have one tensor
-    norms = oracle.load_norms(out / "emp_llm/activations.safetensors") if method.endswith("wanda") else {}
+    norms = (
+        oracle.load_norms(out / "emp_llm/activations.safetensors")
+        if method.endswith("wanda")
+        else {}
+    )
     for layer, entry in report["matrices"].items():
         stored = entry["tensor"]
         scores = oracle.scores(oracle.weight(towers(name), stored), norms.get(layer))
         mask = oracle.row_masks(scores, method.startswith("emp-"))
-        np.testing.assert_array_equal(oracle.bits(after[stored]), np.where(mask, oracle.bits(before[stored]), 0), layer)
+        np.testing.assert_array_equal(
+            oracle.bits(after[stored]), np.where(mask, oracle.bits(before[stored]), 0), layer
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama4"])
-def test_the_norms_are_those_of_plain_hooks(towers: Towers, pruned: Pruned, text: Path, name: str) -> None:
-    """In an encoder-decoder model, the encoder reads the text, and the decoder the same text, shifted by one."""
+def test_the_norms_are_those_of_plain_hooks(
+    towers: Towers, pruned: Pruned, text: Path, name: str
+) -> None:
+    """In an encoder-decoder model, the encoder reads the text, and the decoder the same text,
+    shifted by one.
+    """
     out, report = pruned(name, "emp-wanda")
     model = load_own(towers(name), name)
     sums: dict[str, torch.Tensor] = {}
@@ -129,15 +159,25 @@ def _ids(folder: Path, characters: torch.Tensor) -> torch.Tensor:
 def test_the_result_loads_with_its_zeros(pruned: Pruned, towers: Towers, name: str) -> None:
     """transformers' own class finds every zero, under whatever name it stores the weight."""
     out, report = pruned(name, "magnitude")
-    dense, sparse = load_own(towers(name), name), load_own(out, name)
-    assert removed_weights(dense, sparse) == report["targets"]["weights"] - report["targets"]["kept"] > 0
+    dense = load_own(towers(name), name)
+    sparse = load_own(out, name)
+    assert (
+        removed_weights(dense, sparse)
+        == report["targets"]["weights"] - report["targets"]["kept"]
+        > 0
+    )
     assert verify(out, source=str(towers(name))).differences == []
     assert reapply_mask(dense, out) == report["targets"]["weights"] - report["targets"]["kept"]
-    assert all(torch.equal(weight, dense.get_parameter(key)) for key, weight in sparse.named_parameters())
+    assert all(
+        torch.equal(weight, dense.get_parameter(key)) for key, weight in sparse.named_parameters()
+    )
 
 
 def removed_weights(dense: PreTrainedModel, sparse: PreTrainedModel) -> int:
-    return sum(int(((weight == 0) & (dense.get_parameter(key) != 0)).sum()) for key, weight in sparse.named_parameters())
+    return sum(
+        int(((weight == 0) & (dense.get_parameter(key) != 0)).sum())
+        for key, weight in sparse.named_parameters()
+    )
 
 
 def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path) -> None:
@@ -147,23 +187,40 @@ def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path
         r"^model\.language_model\.": "language_model.model.",
     }
     source = tmp_path / "model"
-    shutil.copytree(towers("llava"), source, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    tensors = {name: tensor for shard in towers("llava").glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    shutil.copytree(
+        towers("llava"), source, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json")
+    )
+    tensors = {
+        name: tensor
+        for shard in towers("llava").glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
     for pattern, new in older.items():
         tensors = {re.sub(pattern, new, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    how: dict[str, Any] = {"calibration": str(text), "samples": 2, "seqlen": 32, "device_map": "cpu"}
+    how: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 2,
+        "seqlen": 32,
+        "device_map": "cpu",
+    }
     prune(model=source, output=tmp_path / "out", method="wanda", **how)
     prune(model=source, output=tmp_path / "vision", method="magnitude", tower="vision")
-    assert changed_names(source, tmp_path / "out") == {name for name in tensors if re.fullmatch(FAMILIES["llava"].mlp, name)}
+    assert changed_names(source, tmp_path / "out") == {
+        name for name in tensors if re.fullmatch(FAMILIES["llava"].mlp, name)
+    }
     assert len(changed_names(source, tmp_path / "vision")) == 6
-    dense, sparse = load_own(towers("llava"), "llava"), load_own(tmp_path / "vision", "llava")
+    dense = load_own(towers("llava"), "llava")
+    sparse = load_own(tmp_path / "vision", "llava")
     assert removed_weights(dense, sparse) == 6 * 32 * 64 // 2
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_block_by_block_gives_the_same_norms(pruned: Pruned, name: str) -> None:
-    files = [pruned(name, "emp-wanda", **how)[0] / "emp_llm/activations.safetensors" for how in ({}, {"execution": "blocks"})]
+    files = [
+        pruned(name, "emp-wanda", **how)[0] / "emp_llm/activations.safetensors"
+        for how in ({}, {"execution": "blocks"})
+    ]
     whole, by_blocks = (oracle.load_norms(file) for file in files)
     assert whole.keys() == by_blocks.keys()
     for layer, norm in whole.items():
@@ -174,7 +231,9 @@ def test_block_by_block_gives_the_same_norms(pruned: Pruned, name: str) -> None:
 def test_the_vision_tower_alone(towers: Towers, pruned: Pruned, name: str) -> None:
     pattern, number = FAMILIES[name].vision or ("", 0)
     out, report = pruned(name, "magnitude", tower="vision")
-    assert changed_names(towers(name), out) == {each for each in oracle.tensors(towers(name)) if re.fullmatch(pattern, each)}
+    assert changed_names(towers(name), out) == {
+        each for each in oracle.tensors(towers(name)) if re.fullmatch(pattern, each)
+    }
     assert len(report["matrices"]) == number
     assert report["recipe"]["tower"] == "vision"
     (share,) = report["targets"]["dense_towers"].values()
@@ -186,7 +245,9 @@ def test_the_vision_tower_alone(towers: Towers, pruned: Pruned, name: str) -> No
 
 def test_all_towers(towers: Towers, pruned: Pruned) -> None:
     out, report = pruned("llava", "emp-magnitude", tower="all", targets="all-linear")
-    weights = [each for each, tensor in oracle.tensors(towers("llava")).items() if len(tensor.shape) == 2]
+    weights = [
+        each for each, tensor in oracle.tensors(towers("llava")).items() if len(tensor.shape) == 2
+    ]
     kept = [each for each in weights if re.search(r"embed|lm_head", each)]
     assert changed_names(towers("llava"), out) == set(weights) - set(kept)
     assert report["targets"]["dense_towers"] == {}
@@ -194,8 +255,12 @@ def test_all_towers(towers: Towers, pruned: Pruned) -> None:
     assert {"vision.mlp.fc1", "mlp.up_proj", "model.multi_modal_projector.linear_1"} <= roles
 
 
-@pytest.mark.parametrize(("targets", "number"), [("attention", 8), ("all-linear", 14), (r".*(down_proj|fc1)", 2)])
-def test_other_targets_stay_in_the_language_tower(pruned: Pruned, targets: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("targets", "number"), [("attention", 8), ("all-linear", 14), (r".*(down_proj|fc1)", 2)]
+)
+def test_other_targets_stay_in_the_language_tower(
+    pruned: Pruned, targets: str, number: int
+) -> None:
     _, report = pruned("llava", "magnitude", targets=targets)
     assert len(report["matrices"]) == number
     assert all(name.startswith("model.language_model.") for name in report["matrices"])
@@ -207,14 +272,18 @@ def test_roles_tell_encoder_and_decoder_apart(pruned: Pruned, name: str) -> None
     places = [(entry["role"], entry["block"]) for entry in report["matrices"].values()]
     assert len(set(places)) == len(places)
     assert {role.partition(".")[0] for role, _ in places} == {"encoder", "decoder"}
-    assert not any("relative_attention_bias" in role for role, _ in places), "T5's position bias is a table"
+    assert not any("relative_attention_bias" in role for role, _ in places), (
+        "T5's position bias is a table"
+    )
 
 
 def test_a_dry_run_names_what_stays_dense(towers: Towers, command: Run) -> None:
     done = command("prune", "--model", towers("llava"), "--method", "magnitude", "--dry-run")
     assert done.returncode == 0, done.stderr
     match = re.search(
-        r"stay dense, of all parameters: model\.vision_tower \((.*) %\), model\.multi_modal_pro.* \((.*) %\)", done.stdout
+        r"stay dense, of all parameters: model\.vision_tower \((.*) %\), model\.multi_modal_pro.* "
+        r"\((.*) %\)",
+        done.stdout,
     )
     assert match is not None, done.stdout
     stored = oracle.tensors(towers("llava"))
@@ -228,7 +297,9 @@ def test_perplexity_of_the_language_tower(towers: Towers, tmp_path: Path, text: 
     (tmp_path / "short.txt").write_text(text.read_text()[:400])
     suite = tmp_path / "suite.toml"
     suite.write_text('[perplexity]\nfile = "short.txt"\nseqlen = 64\n')
-    record = evaluate(towers("qwen3_vl"), suite=str(suite), device_map="cpu", output=tmp_path / "results.json")
+    record = evaluate(
+        towers("qwen3_vl"), suite=str(suite), device_map="cpu", output=tmp_path / "results.json"
+    )
     model = load_own(towers("qwen3_vl"), "qwen3_vl")
     ids = _ids(towers("qwen3_vl"), torch.tensor([list(text.read_bytes()[:64])]))
     with torch.no_grad():
@@ -247,16 +318,24 @@ def test_encoder_decoders_in_memory(towers: Towers, pruned: Pruned, text: Path, 
         model = load_own(towers(name), name)
         found = prune_model(model, data=data, samples=4, seqlen=32)
         assert found.matrices.keys() == report["matrices"].keys()
-        kept = [(entry.kept, report["matrices"][layer]["kept"]) for layer, entry in found.matrices.items()]
+        kept = [
+            (entry.kept, report["matrices"][layer]["kept"])
+            for layer, entry in found.matrices.items()
+        ]
         assert sum(abs(one - other) for one, other in kept) <= 0.002 * report["targets"]["weights"]
         if data is ids:
-            assert all(torch.equal(weight, model.get_parameter(key)) for key, weight in load_own(out, name).named_parameters())
+            assert all(
+                torch.equal(weight, model.get_parameter(key))
+                for key, weight in load_own(out, name).named_parameters()
+            )
 
 
 def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> None:
     folder = make_multimodal(tmp_path / "bart", "bart")
     tokenizer = tiny.make_tokenizer()
-    tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([0, 1, 2])
+    tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens(
+        [0, 1, 2]
+    )
     tokenizer.save_pretrained(folder)
     suite = tmp_path / "suite.toml"
     suite.write_text(f'[[tasks]]\nnames = ["sums"]\nfolder = "{task_suite.parent / "tasks"}"\n')
@@ -266,23 +345,69 @@ def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> 
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "vision of a text model": ("llama", ["--tower", "vision"], r"--tower vision: .*has no vision tower.*Leave it out"),
-    "by activations": ("llava", ["--tower", "all", "--method", "wanda"], r"vision tower.*no input activations.*magnitude"),
-    "two choices": ("llava", ["--tower", "all", "--blocks", "model.language_model.layers"], r"--blocks and --tower.*only one"),
-    "a layer of another tower": ("llava", ["--targets", "fc1"], r"'fc1' match no layer of the language tower.*--tower all"),
-    "two lists": ("t5", ["--method", "wanda", "--execution", "blocks"], r"two lists of blocks.*--execution model"),
-    "propagation": ("bart", ["--method", "wanda", "--propagate", "pruned"], r"two lists of blocks.*--propagate dense"),
+    "vision of a text model": (
+        "llama",
+        ["--tower", "vision"],
+        r"--tower vision: .*has no vision "
+        r"tower.*Leave it out",
+    ),
+    "by activations": (
+        "llava",
+        ["--tower", "all", "--method", "wanda"],
+        r"vision tower.*no input "
+        r"activations.*magnitude",
+    ),
+    "two choices": (
+        "llava",
+        ["--tower", "all", "--blocks", "model.language_model.layers"],
+        r"--blocks and --tower.*only one",
+    ),
+    "a layer of another tower": (
+        "llava",
+        ["--targets", "fc1"],
+        r"'fc1' match no layer of the "
+        r"language tower.*--tower all",
+    ),
+    "two lists": (
+        "t5",
+        ["--method", "wanda", "--execution", "blocks"],
+        r"two lists of "
+        r"blocks.*--execution model",
+    ),
+    "propagation": (
+        "bart",
+        ["--method", "wanda", "--propagate", "pruned"],
+        r"two lists of "
+        r"blocks.*--propagate dense",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(towers: Towers, models: Callable[[str], Path], text: Path, tmp_path: Path, command: Run, case: str) -> None:
+def test_refusals(
+    towers: Towers,
+    models: Callable[[str], Path],
+    text: Path,
+    tmp_path: Path,
+    command: Run,
+    case: str,
+) -> None:
     name, options, sentence = REFUSED[case]
     given = [] if "--method" in options else ["--method", "magnitude"]
     if "wanda" in " ".join(options):
         given += ["--calibration", str(text), "--samples", "2", "--seqlen", "32"]
     folder = towers(name) if name in FAMILIES else models(name)
-    done = command("prune", "--model", folder, "--output", tmp_path / "out", "--device-map", "cpu", *given, *options)
+    done = command(
+        "prune",
+        "--model",
+        folder,
+        "--output",
+        tmp_path / "out",
+        "--device-map",
+        "cpu",
+        *given,
+        *options,
+    )
     assert done.returncode == 2, done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
@@ -297,21 +422,45 @@ def edit_config(source: Path, folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_an_architecture_that_transformers_does_not_know(towers: Towers, text: Path, tmp_path: Path, command: Run) -> None:
+def test_an_architecture_that_transformers_does_not_know(
+    towers: Towers, text: Path, tmp_path: Path, command: Run
+) -> None:
     """A forward pass is impossible; without one, the towers are known by their names."""
-    folder = edit_config(towers("llava"), tmp_path / "model", model_type="future_vl", architectures=["FutureVL"])
-    line = ("prune", "--model", folder, "--output", tmp_path / "out", "--calibration", text, "--samples", 2, "--seqlen", 32)
+    folder = edit_config(
+        towers("llava"), tmp_path / "model", model_type="future_vl", architectures=["FutureVL"]
+    )
+    line = (
+        "prune",
+        "--model",
+        folder,
+        "--output",
+        tmp_path / "out",
+        "--calibration",
+        text,
+        "--samples",
+        2,
+        "--seqlen",
+        32,
+    )
     done = command(*line)
     assert done.returncode == 2
-    assert re.search(r"transformers [\d.]+ does not know the model type 'future_vl'\. Install a version that does", done.stderr)
+    assert re.search(
+        r"transformers [\d.]+ does not know the model type 'future_vl'\. Install a "
+        r"version that does",
+        done.stderr,
+    )
     assert "--trust-remote-code" not in done.stderr
-    done = command("prune", "--model", folder, "--output", tmp_path / "out", "--method", "magnitude")
+    done = command(
+        "prune", "--model", folder, "--output", tmp_path / "out", "--method", "magnitude"
+    )
     assert done.returncode == 0, done.stderr
     assert changed_names(folder, tmp_path / "out") == {
         name for name in oracle.tensors(folder) if re.fullmatch(FAMILIES["llava"].mlp, name)
     }
     assert "stay dense, of all parameters: vision_tower" in done.stdout
-    code = edit_config(folder, tmp_path / "code", auto_map={"AutoModelForImageTextToText": "modeling.FutureVL"})
+    code = edit_config(
+        folder, tmp_path / "code", auto_map={"AutoModelForImageTextToText": "modeling.FutureVL"}
+    )
     done = command("prune", "--model", code, "--output", tmp_path / "other", "--calibration", text)
     assert done.returncode == 2
     assert "if you trust it, add --trust-remote-code" in done.stderr
@@ -322,10 +471,18 @@ def test_a_model_without_a_language_tower(tmp_path: Path, text: Path, command: R
     line = ("prune", "--model", tmp_path / "vit", "--output", tmp_path / "out")
     done = command(*line, "--method", "magnitude")
     assert done.returncode == 2
-    assert re.search(r"--tower language: .*has no language tower; its layers belong to: vision.*--tower all", done.stderr)
+    assert re.search(
+        r"--tower language: .*has no language tower; its layers belong to: "
+        r"vision.*--tower all",
+        done.stderr,
+    )
     done = command(*line, "--calibration", text)
     assert done.returncode == 2
-    assert re.search(r"has no causal language model, image-text-to-text or encoder-decoder class for ViT", done.stderr)
+    assert re.search(
+        r"has no causal language model, image-text-to-text or encoder-decoder class "
+        r"for ViT",
+        done.stderr,
+    )
     done = command(*line, "--method", "magnitude", "--tower", "vision")
     assert done.returncode == 0, done.stderr
     assert len(changed_names(tmp_path / "vit", tmp_path / "out")) == 6

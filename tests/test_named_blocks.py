@@ -1,4 +1,6 @@
-"""A model whose blocks must be named with --blocks: verify, masks and packed folders take the name from the run's files."""
+"""A model whose blocks must be named with --blocks: verify, masks and packed folders take the
+name from the run's files.
+"""
 
 import json
 from pathlib import Path
@@ -17,16 +19,28 @@ from emp_llm.prune import prune
 from emp_llm.verify import verify
 
 BLOCKS = "model.language_model.layers"
-VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 whose vision tower has larger blocks than its language model."""
     folder = tmp_path_factory.mktemp("towers") / "gemma3"
-    tokens = {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252, "mm_tokens_per_image": 4}
+    tokens = {
+        "image_token_index": 250,
+        "boi_token_index": 251,
+        "eoi_token_index": 252,
+        "mm_tokens_per_image": 4,
+    }
     vision = VISION | {"image_size": 16, "patch_size": 8}
-    config = transformers.Gemma3Config(text_config=FAMILIES["gemma3"][1], vision_config=vision, **tokens)
+    config = transformers.Gemma3Config(
+        text_config=FAMILIES["gemma3"][1], vision_config=vision, **tokens
+    )
     random_model(AutoModelForCausalLM, config, torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -61,7 +75,8 @@ def test_masks_use_it(source: Path, pruned: Path, tmp_path: Path, kind: str) -> 
     folder = pruned if kind == "checkpoint" else tmp_path / kind
     if folder != pruned:
         pack(pruned, folder, mask_only=kind == "mask")
-    model, wanted = load(source), load(pruned).state_dict()
+    model = load(source)
+    wanted = load(pruned).state_dict()
     removed = json.loads((pruned / "emp_report.json").read_text())["targets"]["zeros"]
     assert reapply_mask(model, folder) == removed > 0
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())

@@ -18,8 +18,12 @@ from emp_llm.records.source import TextRecord
 
 
 def test_the_digest_covers_norms_relative_to_the_outputs() -> None:
-    ones, input_of = torch.ones(4), {"q": "q"}
-    assert Activations({"q": ones}, input_of, relative={"q": ones}).digest != Activations({"q": ones}, input_of).digest
+    ones = torch.ones(4)
+    input_of = {"q": "q"}
+    assert (
+        Activations({"q": ones}, input_of, relative={"q": ones}).digest
+        != Activations({"q": ones}, input_of).digest
+    )
 
 
 def test_tokens_without_output_do_not_count() -> None:
@@ -27,24 +31,39 @@ def test_tokens_without_output_do_not_count() -> None:
     sums = InputSums()
     inputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     sums.observe("layer", inputs, torch.tensor([[0.0, 0.0], [3e-15, 4e-15], [0.0, 5e-15]]))
-    plain, relative = sums.norm("layer"), sums.norm(relative_name("layer"))
+    plain = sums.norm("layer")
+    relative = sums.norm(relative_name("layer"))
     torch.testing.assert_close(plain, inputs.square().sum(0).sqrt())
     torch.testing.assert_close(relative, torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
     sums.observe("zero", inputs, torch.zeros(3, 2))
     assert torch.equal(sums.norm("zero.relative"), torch.zeros(2))
     sums.observe("broken", inputs, torch.tensor([[1.0], [torch.inf], [torch.nan]]))
-    assert torch.equal(sums.norm("broken.relative"), inputs[0]), "the next layer's input or the weights are to blame"
+    assert torch.equal(sums.norm("broken.relative"), inputs[0]), (
+        "the next layer's input or the weights are to blame"
+    )
 
 
-def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    """Files of norms are shared: they hold the names of the model and the text, and no paths of a machine."""
-    dense, matched = tmp_path / "dense", tmp_path / "matched"
+def test_activations_name_no_folders(
+    models: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """Files of norms are shared: they hold the names of the model and the text, and no paths of
+    a machine.
+    """
+    dense = tmp_path / "dense"
+    matched = tmp_path / "matched"
     shutil.copytree(models("llama"), dense)
     prune(dense, output=matched, method="magnitude", sparsity=0.3)
     prune(
-        dense, output=tmp_path / "out", method="wanda", match=matched, propagate="pruned", calibration=str(text), samples=2,
-        seqlen=32, device_map="cpu",
-    )  # fmt: skip
+        dense,
+        output=tmp_path / "out",
+        method="wanda",
+        match=matched,
+        propagate="pruned",
+        calibration=str(text),
+        samples=2,
+        seqlen=32,
+        device_map="cpu",
+    )
     file = tmp_path / "out" / "emp_llm" / "activations.safetensors"
     assert str(tmp_path).encode() not in file.read_bytes()
     assert str(text.parent).encode() not in file.read_bytes()
@@ -52,19 +71,32 @@ def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, 
     assert about.text is not None
     assert about.pruned_by is not None
     assert (about.model, about.text.file, about.pruned_by.match) == ("dense", "text.txt", "matched")
-    assert json.loads((tmp_path / "out" / "emp_report.json").read_text())["calibration"] == about.as_dict()
-    assert [Corpus(dataset=name).record().dataset for name in ("/data/prose", "someone/prose")] == ["prose", "someone/prose"]
+    assert (
+        json.loads((tmp_path / "out" / "emp_report.json").read_text())["calibration"]
+        == about.as_dict()
+    )
+    assert [Corpus(dataset=name).record().dataset for name in ("/data/prose", "someone/prose")] == [
+        "prose",
+        "someone/prose",
+    ]
 
 
 def test_older_files_with_folders(
-    norms: Callable[[str], Path], models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    norms: Callable[[str], Path],
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """They are read as before, and a file for other weights is noticed by its identity, regardless of names."""
+    """They are read as before, and a file for other weights is noticed by its identity,
+    regardless of names.
+    """
     found = Activations.load(norms("llama"))
     text = TextRecord(file="/home/someone/text.txt")
     for identity, warned in ((found.about.identity, False), ("another", True)):
         caplog.clear()
-        about = msgspec.structs.replace(found.about, model="/home/someone/llama", text=text, identity=identity)
+        about = msgspec.structs.replace(
+            found.about, model="/home/someone/llama", text=text, identity=identity
+        )
         replace(found, about=about).save(tmp_path / "old")
         assert Activations.load(tmp_path / "old").about == about
         prune(models("llama"), output=tmp_path / f"out-{warned}", activations=tmp_path / "old")

@@ -22,13 +22,27 @@ SCRIPT = ROOT / "scripts" / "on_gpu.sh"
 
 def printed(folder: Path, **more: str) -> str:
     """The commands of the script."""
-    environment = os.environ | {"DRY_RUN": "1", "OUT": str(folder), "SCRATCH": str(folder), "PYTHON": sys.executable} | more
-    done = subprocess.run(["bash", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    environment = (
+        os.environ
+        | {"DRY_RUN": "1", "OUT": str(folder), "SCRATCH": str(folder), "PYTHON": sys.executable}
+        | more
+    )
+    done = subprocess.run(
+        ["bash", SCRIPT],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def check_options(line: str, name: str, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def check_options(
+    line: str, name: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The options of a script in a command exist."""
     with pytest.raises(SystemExit, match="0"):
         script.main(["--help"])
@@ -39,35 +53,66 @@ def check_options(line: str, name: str, script: ModuleType, capsys: pytest.Captu
 
 
 def test_every_file_and_option_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, shown = SCRIPT.read_text(), printed(tmp_path)
+    script = SCRIPT.read_text()
+    shown = printed(tmp_path)
     named = set(re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", shown + script))
     assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_runtime_cuda.py"} <= named
     assert all((ROOT / name).is_file() for name in named)
     lines = [line for line in shown.splitlines() if "bench_gpu.py" in line]
-    assert [re.findall(r"--only (\w+)", line) for line in lines] == [[section] for section in bench_gpu.SECTIONS]
+    assert [
+        re.findall(
+            r"--only "
+            r"(\w+)",
+            line,
+        )
+        for line in lines
+    ] == [[section] for section in bench_gpu.SECTIONS]
     for line in lines:
         check_options(line, "bench_gpu.py", bench_gpu, capsys)
     (line,) = (line for line in printed(tmp_path, WITNESS="texts").splitlines() if ".py" in line)
     assert "--text" in line
     check_options(line, "train_witness.py", train_witness, capsys)
     (limit,) = re.findall(r"SECONDS_IN_ALL:-(\d+)", script)
-    assert int(limit) + 15 < 600, "each step gets the time that is left, and fifteen seconds more to end"
-    elsewhere = subprocess.run(["bash", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (elsewhere.returncode, "Run it from the root of the repository" in elsewhere.stderr) == (2, True)
-    # Every test is in one group. Names stand in for pytest's own collection, which takes seconds for each of the groups.
+    assert int(limit) + 15 < 600, (
+        "each step gets the time that is left, and fifteen seconds more to end"
+    )
+    elsewhere = subprocess.run(
+        ["bash", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (elsewhere.returncode, "Run it from the root of the repository" in elsewhere.stderr) == (
+        2,
+        True,
+    )
+    # Every test is in one group. Names stand in for pytest's own collection, which takes seconds
+    # for each of the groups.
     groups = [line.split(" -k ") for line in shown.splitlines() if " -m pytest " in line]
     for file in ("tests/test_cuda.py", "tests/test_runtime_cuda.py"):
-        expressions = [expression.strip() for command, expression in groups if command.endswith(file)]
+        expressions = [
+            expression.strip() for command, expression in groups if command.endswith(file)
+        ]
         for test in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE):
-            for case in [f"{test}[emp-wanda]", f"{test}[magnitude]"] if test.startswith("test_checkpoints") else [test]:
-                found = [text for text in expressions if not text or Expression.compile(text).evaluate(case.__contains__)]
+            for case in (
+                [f"{test}[emp-wanda]", f"{test}[magnitude]"]
+                if test.startswith("test_checkpoints")
+                else [test]
+            ):
+                found = [
+                    text
+                    for text in expressions
+                    if not text or Expression.compile(text).evaluate(case.__contains__)
+                ]
                 assert len(found) == 1, f"{file}: {case} is in {found}"
 
 
 def test_the_table_has_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Run,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On the CPU, with a tiny model; the prunes run within this process. A failure has a row, and does not stop the others."""
+    """On the CPU, with a tiny model; the prunes run within this process. A failure has a row,
+    and does not stop the others.
+    """
 
     def prune_here(line: list[str]) -> int:
         assert line[:3] == [sys.executable, "-m", "emp_llm.prune"]
@@ -81,13 +126,29 @@ def test_the_table_has_every_row(
     monkeypatch.setattr(bench_gpu, "run_and_watch", prune_here)
     (tmp_path / "tests.tsv").write_text("masks\t9 passed, 2 skipped\t31\n")
     line = ["--device", "cpu", "--size", "tiny", "--output", str(tmp_path / "gpu.md")]
-    more = ["--seconds", "0", "--repeats", "1", "--folder", str(tmp_path / "work"), "--tests", str(tmp_path / "tests.tsv")]
+    more = [
+        "--seconds",
+        "0",
+        "--repeats",
+        "1",
+        "--folder",
+        str(tmp_path / "work"),
+        "--tests",
+        str(tmp_path / "tests.tsv"),
+    ]
     with pytest.raises(SystemExit, match="0"):
         bench_gpu.main([*line, *more])
     page = (tmp_path / "gpu.md").read_text()
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| ")][1:]
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in page.splitlines()
+        if row.startswith("| ")
+    ][1:]
     assert all(len(row) == 7 and row[2] for row in rows)
-    counts = {section: len([row for row in rows if row[0] == section]) for section in ("tests", *bench_gpu.SECTIONS)}
+    counts = {
+        section: len([row for row in rows if row[0] == section])
+        for section in ("tests", *bench_gpu.SECTIONS)
+    }
     assert counts == {"tests": 1, "masks": 2 * (1 + 3 * 5), "calibration": 7, "prune": 4}
     assert "`bash scripts/on_gpu.sh`" in page
     assert f"torch {torch.__version__.partition('+')[0]}" in page
@@ -97,18 +158,45 @@ def test_the_table_has_every_row(
         bench_gpu.main([*line, "--only", "masks"])
     assert (tmp_path / "gpu.md").read_text().count("failed: RuntimeError: no kernel image |") == 10
     monkeypatch.setattr(bench_gpu.torch.cuda, "is_available", lambda: False)
-    for script, options in ((bench_gpu, ["--only", "masks"]), (bench_runtime_gpu, ["--device", "cpu", "--tune"])):
+    for script, options in (
+        (bench_gpu, ["--only", "masks"]),
+        (bench_runtime_gpu, ["--device", "cpu", "--tune"]),
+    ):
         with pytest.raises(SystemExit, match="2"):
             script.main(options)
-        assert f"{'--tune' if script is bench_runtime_gpu else '--device cuda'} needs" in capsys.readouterr().err
+        assert (
+            f"{'--tune' if script is bench_runtime_gpu else '--device cuda'} needs"
+        ) in capsys.readouterr().err
 
 
 def test_the_table_of_packed_layers(tmp_path: Path) -> None:
-    line = ["--device", "cpu", "--shapes", "64x96", "--zeros", "40", "60", "--tokens", "1", "20", "--repeats", "1"]
+    line = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "64x96",
+        "--zeros",
+        "40",
+        "60",
+        "--tokens",
+        "1",
+        "20",
+        "--repeats",
+        "1",
+    ]
     bench_runtime_gpu.main([*line, "--output", str(tmp_path / "runtime_gpu.md")])
     page = (tmp_path / "runtime_gpu.md").read_text()
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| 64")]
-    assert [row[:3] for row in rows] == [["64 x 96", zeros, tokens] for zeros in ("40 %", "60 %") for tokens in ("1", "20")]
-    assert all(len(row) == len(bench_runtime_gpu.COLUMNS) and float(row[5]) > 0 and float(row[6]) > 1 for row in rows)
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in page.splitlines()
+        if row.startswith("| 64")
+    ]
+    assert [row[:3] for row in rows] == [
+        ["64 x 96", zeros, tokens] for zeros in ("40 %", "60 %") for tokens in ("1", "20")
+    ]
+    assert all(
+        len(row) == len(bench_runtime_gpu.COLUMNS) and float(row[5]) > 0 and float(row[6]) > 1
+        for row in rows
+    )
     with pytest.raises(SystemExit, match=r"the packed product is wrong by"):
         bench_runtime_gpu.check_result(torch.ones(1, 2), torch.ones(2, 3), torch.ones(1, 3))

@@ -1,4 +1,6 @@
-"""Outputs: the same bytes for the same content, nothing left beside them, and an older output replaced as a whole or kept."""
+"""Outputs: the same bytes for the same content, nothing left beside them, and an older output
+replaced as a whole or kept.
+"""
 
 import errno
 import os
@@ -36,7 +38,9 @@ class _Killed(BaseException):
 
 def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
     """Files that are compared by hash must have the same bytes in every run."""
-    activations = Activations({"a": torch.ones(3)}, {"a": "a", "b": "a"}, CalibrationRecord(model="m"))
+    activations = Activations(
+        {"a": torch.ones(3)}, {"a": "a", "b": "a"}, CalibrationRecord(model="m")
+    )
     written = set()
     for _ in range(6):
         activations.save(tmp_path / "norms.safetensors")
@@ -44,7 +48,9 @@ def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
     assert len(written) == 1
 
 
-def test_interrupt_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_the_renames_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     write_folder(out, {"page": b"old"}, False, "page")
     replace = os.replace
@@ -61,13 +67,19 @@ def test_interrupt_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is killed between the two renames, fails at the second, or is killed after both: one whole output is there."""
-    source, out = models("llama"), tmp_path / "out"
+def test_older_output_is_kept_until_it_is_replaced(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed between the two renames, fails at the second, or is killed after both: one
+    whole output is there.
+    """
+    source = models("llama")
+    out = tmp_path / "out"
     before = oracle.digest(source)
     options: dict[str, Any] = {"model": source, "output": out, "method": "emp-magnitude"}
     prune(**options, beta=0.5)
-    old, replace = torture.snapshot(tmp_path), os.replace
+    old = torture.snapshot(tmp_path)
+    replace = os.replace
     for error in (_Killed, OSError(errno.EIO, "input/output error")):
 
         def second(source: Any, target: Any, error: Any = error) -> None:
@@ -95,14 +107,25 @@ def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Pat
     assert (tmp_path / ".out.partial" / "replaced").is_dir()
     prune(**options, overwrite=True, beta=2.0)
     assert report_of(out)["recipe"]["beta"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left beside the output"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], (
+        "nothing is left beside the output"
+    )
     assert oracle.digest(source) == before
 
 
-def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output of another run is not replaced without --overwrite: neither at the start of this run, nor at its end."""
-    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
-    opened, completed = OutputFolder._open, OutputFolder.complete
+def test_output_that_appears_during_the_run(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output of another run is not replaced without --overwrite: neither at the start of this
+    run, nor at its end.
+    """
+    options: dict[str, Any] = {
+        "model": models("llama"),
+        "output": tmp_path / "out",
+        "method": "emp-magnitude",
+    }
+    opened = OutputFolder._open
+    completed = OutputFolder.complete
 
     def after_another_run(method: Any) -> Any:
         def call(self: Any) -> None:
@@ -118,7 +141,11 @@ def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monk
     for name, left in (("_open", {"out"}), ("complete", {"out", ".out.partial"})):
         with monkeypatch.context() as patch:
             patch.setattr(OutputFolder, name, after_another_run(getattr(OutputFolder, name)))
-            with pytest.raises(UserError, match=r"out: it exists; name another folder, or add --overwrite"):
+            with pytest.raises(
+                UserError,
+                match=r"out: it exists; name another folder, or add "
+                r"--overwrite",
+            ):
                 prune(**options)
         assert report_of(tmp_path / "out")["recipe"]["beta"] == 0.5
         assert {path.name for path in tmp_path.iterdir()} == left
@@ -174,10 +201,14 @@ def test_work_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         with OutputFolder(tmp_path / "out", [], 0) as out:
             out.begin({}, machine)
             out.note(part=1)
-    assert "out was begun with a, 1 thread; with a, 2 threads, norms and fitted weights differ" in caplog.text
+    assert (
+        "out was begun with a, 1 thread; with a, 2 threads, norms and fitted weights differ"
+    ) in caplog.text
 
 
-def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_starts_while_the_work_folder_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other run takes the lock as soon as it is released."""
     work, other = (OutputFolder(tmp_path / "out", [], 0) for _ in range(2))
     work._open()
@@ -206,7 +237,9 @@ def _of_a_user(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["work", "lock", "files", "manifest", "calibration", "hard link"])
 def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -> None:
-    """A repository or an archive can hold them. They are neither followed nor emptied, and nothing appears behind them."""
+    """A repository or an archive can hold them. They are neither followed nor emptied, and
+    nothing appears behind them.
+    """
     place = tmp_path / "place"
     place.mkdir()
     mine = _of_a_user(tmp_path / "mine")
@@ -229,8 +262,14 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
         (work / "manifest.json").write_text('{"signature": {}, "shards": {}}')
         (work / "files").symlink_to(mine)
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"is a link. emp-llm makes none for its work and follows none; delete it"):
-            prune(models("llama"), output=place / "out", method="emp-magnitude", overwrite=overwrite)
+        with pytest.raises(
+            UserError,
+            match=r"is a link. emp-llm makes none for its work and "
+            r"follows none; delete it",
+        ):
+            prune(
+                models("llama"), output=place / "out", method="emp-magnitude", overwrite=overwrite
+            )
         assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
         assert (mine / "thesis.txt").read_text() == "years of work"
         assert not (place / "out").exists()
@@ -238,15 +277,26 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
 @pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.safetensors"])
-def test_a_folder_of_the_user_with_a_name_of_ours(models: Models, tmp_path: Path, name: str, beside: str) -> None:
+def test_a_folder_of_the_user_with_a_name_of_ours(
+    models: Models, tmp_path: Path, name: str, beside: str
+) -> None:
     """It is the user's as soon as it holds a file of another name, whatever lies beside that."""
     mine = _of_a_user(tmp_path / name)
     if beside:
         (mine / beside).touch()
     before = torture.snapshot(mine)
     for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"thesis.txt.*, which emp-llm did not put there, so the folder is neither used"):
-            prune(models("llama"), output=tmp_path / "out", method="emp-magnitude", overwrite=overwrite)
+        with pytest.raises(
+            UserError,
+            match=r"thesis.txt.*, which emp-llm did not put there, so "
+            r"the folder is neither used",
+        ):
+            prune(
+                models("llama"),
+                output=tmp_path / "out",
+                method="emp-magnitude",
+                overwrite=overwrite,
+            )
         assert torture.snapshot(mine) == before
 
 
@@ -274,15 +324,26 @@ def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None
 
 
 def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_path: Path) -> None:
-    """Only an output in which emp-llm wrote every file is replaced: pruned, packed, rotated; not a dense model."""
+    """Only an output in which emp-llm wrote every file is replaced: pruned, packed, rotated; not
+    a dense model.
+    """
     out = tmp_path / "out"
-    options: dict[str, Any] = {"model": models("llama"), "output": out, "method": "emp-magnitude", "overwrite": True}
+    options: dict[str, Any] = {
+        "model": models("llama"),
+        "output": out,
+        "method": "emp-magnitude",
+        "overwrite": True,
+    }
     prune(**options)
     prune(**options)
     for name in ("notes.txt", ".git/config"):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("mine")
-        with pytest.raises(UserError, match=rf"it also holds {name}, which emp-llm did not write there.*Move that away"):
+        with pytest.raises(
+            UserError,
+            match=rf"it also holds {name}, which emp-llm did not write "
+            r"there.*Move that away",
+        ):
             prune(**options)
         assert (out / name).read_text() == "mine"
         (out / name).unlink()
@@ -291,7 +352,15 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_p
     for _ in range(2):
         pack(out, packed, overwrite=True)
         turned = tmp_path / "turned"
-        rotate(models("llama"), calibration=str(text), samples=4, seqlen=32, steps=0, output=turned, overwrite=True)
+        rotate(
+            models("llama"),
+            calibration=str(text),
+            samples=4,
+            seqlen=32,
+            steps=0,
+            output=turned,
+            overwrite=True,
+        )
     for folder in (packed, turned):
         (folder / "notes.txt").write_text("mine")
         with pytest.raises(UserError, match=r"it also holds notes.txt"):
@@ -305,7 +374,11 @@ def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> No
     files = {"report.json": b"{}", "figures/a.svg": b"<svg/>"}
     write_folder(tmp_path / "report", files, False, "report.json")
     (tmp_path / "report" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"it also holds notes.txt, which emp-llm did not write there"):
+    with pytest.raises(
+        UserError,
+        match=r"it also holds notes.txt, which emp-llm did not write "
+        r"there",
+    ):
         write_folder(tmp_path / "report", files, True, "report.json")
     (tmp_path / "report" / "notes.txt").rename(tmp_path / "report" / "figures" / "mine.svg")
     for content in (b"{}", b"[]", b'{"files": 5}'):
@@ -315,10 +388,21 @@ def test_overwrite_of_a_report_deletes_nothing_of_the_user(tmp_path: Path) -> No
     assert (tmp_path / "report" / "figures" / "mine.svg").read_text() == "mine"
 
 
-def test_overwrite_replaces_all_that_emp_llm_wrote(models: Models, runs: Path, tmp_path: Path) -> None:
-    """The card of a push, what a pack held beside the model, and figures that the next report does not have."""
-    out, packed, restored = tmp_path / "out", tmp_path / "packed", tmp_path / "restored"
-    options: dict[str, Any] = {"model": models("llama"), "output": out, "method": "emp-magnitude", "overwrite": True}
+def test_overwrite_replaces_all_that_emp_llm_wrote(
+    models: Models, runs: Path, tmp_path: Path
+) -> None:
+    """The card of a push, what a pack held beside the model, and figures that the next report
+    does not have.
+    """
+    out = tmp_path / "out"
+    packed = tmp_path / "packed"
+    restored = tmp_path / "restored"
+    options: dict[str, Any] = {
+        "model": models("llama"),
+        "output": out,
+        "method": "emp-magnitude",
+        "overwrite": True,
+    }
     prune(**options)
     (out / "README.md").write_text(f"A card\n{CARD_MARK}")
     prune(**options)
@@ -340,7 +424,8 @@ def test_overwrite_replaces_all_that_emp_llm_wrote(models: Models, runs: Path, t
 
 
 def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
-    source, out = tmp_path / "model", tmp_path / "out"
+    source = tmp_path / "model"
+    out = tmp_path / "out"
     shutil.copytree(models("llama"), source)
     for shard in source.glob("*.safetensors"):
         shard.chmod(0o600)
@@ -350,7 +435,9 @@ def test_a_private_model_stays_private(models: Models, tmp_path: Path) -> None:
     for shard in source.glob("model*.safetensors"):
         shard.chmod(0o640)
     prune(source, output=tmp_path / "group", method="emp-magnitude")
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "group").rglob("*") if path.is_file()} == {0o640}
+    assert {
+        path.stat().st_mode & 0o777 for path in (tmp_path / "group").rglob("*") if path.is_file()
+    } == {0o640}
 
 
 def test_the_root_of_a_file_system(models: Models) -> None:

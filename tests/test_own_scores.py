@@ -1,4 +1,6 @@
-"""Scores of the user's own: criteria by --criterion, and scores from files by --scores, against the oracle."""
+"""Scores of the user's own: criteria by --criterion, and scores from files by --scores, against
+the oracle.
+"""
 
 import importlib
 import math
@@ -78,12 +80,23 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def refused(command: Run, models: Callable[[str], Path], tmp_path: Path) -> Refused:
-    """Check that a prune of the tiny Llama with some options ends with one matching error, and leaves no output."""
+    """Check that a prune of the tiny Llama with some options ends with one matching error, and
+    leaves no output.
+    """
 
     def call(match: str, *options: object) -> None:
         done = command("prune", "--model", models("llama"), *options, "--output", tmp_path / "out")
         assert done.returncode == 2
-        assert len([line for line in done.stderr.splitlines() if line.startswith("error") or line.startswith("Usage")]) == 1
+        assert (
+            len(
+                [
+                    line
+                    for line in done.stderr.splitlines()
+                    if line.startswith("error") or line.startswith("Usage")
+                ]
+            )
+            == 1
+        )
         assert re.search(match, done.stderr), done.stderr
         assert not (tmp_path / "out").exists()
 
@@ -99,25 +112,41 @@ def targets(run: Path) -> dict[str, str]:
 def test_a_criterion_by_name_prunes_by_its_scores(
     command: Run, models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, method: str
 ) -> None:
-    source, out = models("llama"), tmp_path / "out"
-    how = ["--method", method] if method == "my_ria" else []  # emp-my_ria is the default with this criterion
+    source = models("llama")
+    out = tmp_path / "out"
+    # emp-my_ria is the default with this criterion.
+    how = ["--method", method] if method == "my_ria" else []
     given = ["--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "cpu"]
-    done = command("prune", "--model", source, "--criterion", "my_scores:my_ria", *how, *given, "--output", out)
+    done = command(
+        "prune", "--model", source, "--criterion", "my_scores:my_ria", *how, *given, "--output", out
+    )
     assert done.returncode == 0, done.stderr
     norms = oracle.load_norms(out / "emp_llm" / "activations.safetensors")
     for layer, tensor in targets(out).items():
         size = np.abs(oracle.weight(source, tensor))
-        scores = (size / size.sum(1, keepdims=True) + size / size.sum(0)) * np.sqrt(norms[layer].astype(np.float64))
+        scores = (size / size.sum(1, keepdims=True) + size / size.sum(0)) * np.sqrt(
+            norms[layer].astype(np.float64)
+        )
         mask = oracle.row_masks(scores, method == "emp-my_ria")
-        np.testing.assert_array_equal(oracle.weight(out, tensor) != 0, mask & (size != 0), err_msg=layer)
-    assert sorted(sys.modules["my_scores"].calls) == [(32, 80)] * 2 + [(80, 32)] * 4  # whole matrices, once for each
+        np.testing.assert_array_equal(
+            oracle.weight(out, tensor) != 0, mask & (size != 0), err_msg=layer
+        )
+    # Whole matrices, once for each.
+    assert sorted(sys.modules["my_scores"].calls) == [(32, 80)] * 2 + [(80, 32)] * 4
     recipe = report_of(out)["recipe"]
-    assert (recipe["method"], recipe["criterion"], len(recipe["criterion_source"])) == (method, "my_scores:my_ria", 64)
+    assert (recipe["method"], recipe["criterion"], len(recipe["criterion_source"])) == (
+        method,
+        "my_scores:my_ria",
+        64,
+    )
     by = ("--criterion", "my_scores.py:my_ria")
     checked = command("verify", out, "--source", source, *by)
     assert (checked.returncode, "0 differences" in checked.stdout) == (0, True), checked.stderr
     code.write_text(CODE.replace("size.sum(0)", "size.sum(0).square()"))
-    for more, exit_code, said in ((by, 1, "has changed since"), ((), 2, "add --criterion my_scores:my_ria")):
+    for more, exit_code, said in (
+        (by, 1, "has changed since"),
+        ((), 2, "add --criterion my_scores:my_ria"),
+    ):
         refused = command("verify", out, "--source", source, *more)
         assert (refused.returncode, said in refused.stderr) == (exit_code, True), refused.stderr
 
@@ -132,16 +161,31 @@ MAPPED: list[tuple[Any, Any, Callable[[oracle.Array], oracle.Array]]] = [
 
 @pytest.mark.parametrize(("kind", "group", "map_scores"), MAPPED)
 def test_signed_scores_from_a_file(
-    models: Callable[[str], Path], tmp_path: Path, kind: Any, group: Any, map_scores: Callable[[oracle.Array], oracle.Array]
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    kind: Any,
+    group: Any,
+    map_scores: Callable[[oracle.Array], oracle.Array],
 ) -> None:
-    source, out, path = models("gpt2"), tmp_path / "out", tmp_path / "scores.safetensors"
+    source = models("gpt2")
+    out = tmp_path / "out"
+    path = tmp_path / "scores.safetensors"
     generator = torch.Generator().manual_seed(0)
-    stored = {name: t for name, t in oracle.tensors(source).items() if ".mlp." in name and len(t.shape) == 2}
+    stored = {
+        name: t
+        for name, t in oracle.tensors(source).items()
+        if ".mlp." in name and len(t.shape) == 2
+    }
     scores = {name: torch.randn(t.shape, generator=generator) for name, t in stored.items()}
     save_file(scores, path)
     recipe = prune(model=source, scores=path, score_map=kind, group=group, output=out).recipe
-    assert (recipe.method, recipe.scores, recipe.score_map) == ("emp-scores", "scores.safetensors", kind)
-    wanted = {name: scores[name].T.double().numpy() for name in targets(out).values()}  # Conv1D: outputs are the last dimension
+    assert (recipe.method, recipe.scores, recipe.score_map) == (
+        "emp-scores",
+        "scores.safetensors",
+        kind,
+    )
+    # Conv1D: outputs are the last dimension.
+    wanted = {name: scores[name].T.double().numpy() for name in targets(out).values()}
     flat = np.concatenate([s.ravel() for s in wanted.values()])
     rows = [row for s in wanted.values() for row in s]
     groups = {"row": rows, "matrix": [s.ravel() for s in wanted.values()], "all": [flat]}[group]
@@ -149,21 +193,29 @@ def test_signed_scores_from_a_file(
     masks = np.concatenate([oracle.keep(each, oracle.count(each)) for each in mapped])
     assert 0 < masks.mean() < 1
     for name, s in wanted.items():
-        mask, masks = masks[: s.size].reshape(s.shape), masks[s.size :]
+        mask = masks[: s.size].reshape(s.shape)
+        masks = masks[s.size :]
         before = oracle.weight(source, name, transposed=True)
-        np.testing.assert_array_equal(oracle.weight(out, name, transposed=True), np.where(mask, before, 0), err_msg=name)
+        np.testing.assert_array_equal(
+            oracle.weight(out, name, transposed=True), np.where(mask, before, 0), err_msg=name
+        )
     assert verify(folder=out, source=str(source), scores=path).differences == []
 
 
-@pytest.mark.parametrize(("method", "other"), [("emp-scores", "emp-magnitude"), ("scores", "magnitude")])
+@pytest.mark.parametrize(
+    ("method", "other"), [("emp-scores", "emp-magnitude"), ("scores", "magnitude")]
+)
 def test_scores_equal_to_the_magnitudes_give_the_masks_of_magnitude(
     models: Callable[[str], Path], tmp_path: Path, method: str, other: str
 ) -> None:
     """Through experts too, and for uniform rows, and in a folder of several files."""
-    source, folder = models("mixtral"), tmp_path / "given"
+    source = models("mixtral")
+    folder = tmp_path / "given"
     folder.mkdir()
     for shard in source.glob("*.safetensors"):
-        save_file({name: tensor.abs() for name, tensor in load_file(shard).items()}, folder / shard.name)
+        save_file(
+            {name: tensor.abs() for name, tensor in load_file(shard).items()}, folder / shard.name
+        )
     prune(model=source, scores=folder, method=method, output=tmp_path / method)
     prune(model=source, method=other, output=tmp_path / other)
     for shard in (tmp_path / other).glob("*.safetensors"):
@@ -173,27 +225,50 @@ def test_scores_equal_to_the_magnitudes_give_the_masks_of_magnitude(
 def test_sweep_measure_and_report_know_the_criterion(
     models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, task_suite: Path
 ) -> None:
-    common: dict[str, Any] = {"model": models("llama"), "criterion": "my_scores:my_ria", "calibration": str(text)}
+    common: dict[str, Any] = {
+        "model": models("llama"),
+        "criterion": "my_scores:my_ria",
+        "calibration": str(text),
+    }
     common |= {"samples": 4, "seqlen": 64, "device_map": "cpu"}
-    options: dict[str, Any] = common | {"suite": str(task_suite.with_name("short.toml")), "output": tmp_path / "sweep"}
+    options: dict[str, Any] = common | {
+        "suite": str(task_suite.with_name("short.toml")),
+        "output": tmp_path / "sweep",
+    }
     swept = sweep(**options, methods="emp-my_ria,wanda", betas="1", matched_baselines=True)
     name = "emp-my_ria-beta-1"
     names = [name, f"my_ria-total-as-{name}", f"my_ria-matrix-as-{name}", "wanda-0.5"]
     assert [point.name for point in swept.points] == names
-    first, same = swept.points[0], swept.points[1]
+    first = swept.points[0]
+    same = swept.points[1]
     assert first.sparsity_of_targets == same.sparsity_of_targets
-    equal = sweep(**options | {"output": tmp_path / "equal"}, methods="emp-my_ria,my_ria", emp_sparsities="0.5")
-    assert [(p.name, p.sparsity_of_targets) for p in equal.points] == [("emp-my_ria-0.5", 0.5), ("my_ria-0.5", 0.5)]
+    equal = sweep(
+        **options | {"output": tmp_path / "equal"},
+        methods="emp-my_ria,my_ria",
+        emp_sparsities="0.5",
+    )
+    assert [(p.name, p.sparsity_of_targets) for p in equal.points] == [
+        ("emp-my_ria-0.5", 0.5),
+        ("my_ria-0.5", 0.5),
+    ]
     measured = measure(**common, output=tmp_path / "measure.json").measures
     assert [entry.criterion for entry in measured] == ["magnitude", "wanda", "my_ria"]
     assert measured[-1].targets.sparsity_of_targets == first.sparsity_of_targets
-    assert {point.beta: point.sparsity_of_targets for point in measured[-1].curve}[1] == first.sparsity_of_targets
-    report(runs=[tmp_path / "sweep", tmp_path / "measure.json"], output=tmp_path / "page", no_plots=True)
+    assert {point.beta: point.sparsity_of_targets for point in measured[-1].curve}[
+        1
+    ] == first.sparsity_of_targets
+    report(
+        runs=[tmp_path / "sweep", tmp_path / "measure.json"],
+        output=tmp_path / "page",
+        no_plots=True,
+    )
     assert "my_ria" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str], Path]) -> None:
-    """A recipe holds its criterion; no table of the process lets the later one take the place of the earlier one."""
+    """A recipe holds its criterion; no table of the process lets the later one take the place of
+    the earlier one.
+    """
 
     def criterion(sign: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def mine(weight: torch.Tensor) -> torch.Tensor:
@@ -204,7 +279,10 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
     def halves(weight: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
         return weight * inputs.norms
 
-    assert (Recipe(criterion=halves).method, Recipe(criterion=halves).needs_activations) == ("emp-halves", True)
+    assert (Recipe(criterion=halves).method, Recipe(criterion=halves).needs_activations) == (
+        "emp-halves",
+        True,
+    )
     for wrong, said in (
         ({"method": "wanda", "criterion": halves}, "--method wanda does not use --criterion"),
         ({"criterion": lambda weight: weight}, "letters, digits and underscores"),
@@ -212,7 +290,9 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
         with pytest.raises(UserError, match=said):
             Recipe(**wrong).check()
     recipes = [Recipe(method="mine", criterion=criterion(sign)) for sign in (1, -1)]
-    found, other, magnitude = (masks_of(str(models("llama")), each) for each in (*recipes, Recipe(method="magnitude")))
+    found, other, magnitude = (
+        masks_of(str(models("llama")), each) for each in (*recipes, Recipe(method="magnitude"))
+    )
     assert all(torch.equal(found[name], magnitude[name]) for name in magnitude)
     assert not any(torch.equal(other[name], magnitude[name]) for name in magnitude)
 
@@ -228,7 +308,9 @@ def test_a_file_of_the_user_shadows_no_module(code: Path, tmp_path: Path) -> Non
     assert importlib.import_module("colorsys").rgb_to_hsv
 
 
-def test_a_criterion_that_raises_keeps_its_traceback(models: Callable[[str], Path], code: Path, tmp_path: Path) -> None:
+def test_a_criterion_that_raises_keeps_its_traceback(
+    models: Callable[[str], Path], code: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
         prune(model=models("llama"), criterion="my_scores:raising", output=tmp_path / "out")
     (note,) = [note for note in caught.value.__notes__ if "criterion" in note]
@@ -238,15 +320,27 @@ def test_a_criterion_that_raises_keeps_its_traceback(models: Callable[[str], Pat
 UP = "model.layers.1.mlp.up_proj.weight"
 WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "missing": (lambda scores: scores.pop(UP), f"no scores for {UP}"),
-    "shape": (lambda scores: scores.update({UP: scores[UP].T.contiguous()}), rf"{UP} has the shape \[32, 80\]"),
-    "nan": (lambda scores: scores[UP].fill_(math.nan), "the scores of model.layers.1.mlp.up_proj hold NaN"),
+    "shape": (
+        lambda scores: scores.update({UP: scores[UP].T.contiguous()}),
+        rf"{UP} has the shape "
+        r"\[32, 80\]",
+    ),
+    "nan": (
+        lambda scores: scores[UP].fill_(math.nan),
+        "the scores of model.layers.1.mlp.up_proj hold NaN",
+    ),
     "negative": (lambda scores: scores[UP].neg_(), "scores below zero.*--map"),
-    "dtype": (lambda scores: scores.update({UP: scores[UP].to(torch.float8_e4m3fn)}), "stored as F8_E4M3"),
+    "dtype": (
+        lambda scores: scores.update({UP: scores[UP].to(torch.float8_e4m3fn)}),
+        "stored as F8_E4M3",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_scores_are_named(refused: Refused, models: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+def test_wrong_scores_are_named(
+    refused: Refused, models: Callable[[str], Path], tmp_path: Path, case: str
+) -> None:
     shards = [load_file(shard) for shard in models("llama").glob("*.safetensors")]
     scores = {name: tensor.float().abs() for shard in shards for name, tensor in shard.items()}
     WRONG[case][0](scores)
@@ -257,22 +351,51 @@ def test_wrong_scores_are_named(refused: Refused, models: Callable[[str], Path],
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--criterion", "my_scores:signed"], r"criterion signed: model\.layers\.0\.mlp\.\w+ has scores below zero.*--map"),
-        (["--criterion", "my_scores:short"], r"returned a tensor of shape \[\d+, 3\] for model\.layers\.0\.mlp"),
+        (
+            ["--criterion", "my_scores:signed"],
+            r"criterion signed: model\.layers\.0\.mlp\.\w+ has "
+            r"scores below zero.*--map",
+        ),
+        (
+            ["--criterion", "my_scores:short"],
+            r"returned a tensor of shape \[\d+, 3\] for "
+            r"model\.layers\.0\.mlp",
+        ),
         (["--criterion", "my_scores:text"], "returned str for model"),
-        (["--criterion", "my_scores:broken"], "criterion broken: the scores of .* hold NaN or infinity"),
-        (["--criterion", "my_scores:three"], r":three: .* must take the arguments \(weight\) or \(weight, inputs\)"),
-        (["--criterion", "my_scores:none"], "--criterion my_scores:none: my_scores has no function none"),
+        (
+            ["--criterion", "my_scores:broken"],
+            "criterion broken: the scores of .* hold NaN or infinity",
+        ),
+        (
+            ["--criterion", "my_scores:three"],
+            r":three: .* must take the arguments \(weight\) or "
+            r"\(weight, inputs\)",
+        ),
+        (
+            ["--criterion", "my_scores:none"],
+            "--criterion my_scores:none: my_scores has no function none",
+        ),
         (["--map", "abs"], "--map is for scores of your own"),
         (["--scores", "nowhere.safetensors"], "--scores nowhere.safetensors: no such file"),
-        (["--scores", ".", "--criterion", "my_scores:my_ria"], "--criterion and --scores both define"),
+        (
+            ["--scores", ".", "--criterion", "my_scores:my_ria"],
+            "--criterion and --scores both define",
+        ),
         (["--method", "emp-scores"], "--method emp-scores needs your scores"),
-        (["--method", "wanda", "--criterion", "my_scores:my_ria"], "--method wanda does not use --criterion"),
-        (["--method", "emp-nothing"], "'emp-nothing' is not one of emp-wanda, wanda.*--criterion MODULE:FUNCTION"),
+        (
+            ["--method", "wanda", "--criterion", "my_scores:my_ria"],
+            "--method wanda does not use --criterion",
+        ),
+        (
+            ["--method", "emp-nothing"],
+            "'emp-nothing' is not one of emp-wanda, wanda.*--criterion MODULE:FUNCTION",
+        ),
         (["--criterion", "no_such_module:f"], "no module no_such_module"),
         (["--criterion", "nowhere.py:f"], "no file nowhere.py"),
         (["--criterion", "my_scores:my_ria", "--map", "log"], "log"),
     ],
 )
-def test_wrong_criteria_and_options_are_named(refused: Refused, code: Path, options: list[str], match: str) -> None:
+def test_wrong_criteria_and_options_are_named(
+    refused: Refused, code: Path, options: list[str], match: str
+) -> None:
     refused(match, *options)

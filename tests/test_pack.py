@@ -1,4 +1,6 @@
-"""pack and unpack: bit for bit, in little memory; damaged, foreign and hostile files are refused."""
+"""pack and unpack: bit for bit, in little memory; damaged, foreign and hostile files are
+refused.
+"""
 
 import json
 import shutil
@@ -19,7 +21,14 @@ from runs import report_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm.checkpoint.bits import join_planes, mask_of, nonzero_words, put_zeros_in, split_planes, zstd_frames
+from emp_llm.checkpoint.bits import (
+    join_planes,
+    mask_of,
+    nonzero_words,
+    put_zeros_in,
+    split_planes,
+    zstd_frames,
+)
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.packed_format import PackedFolder, PackLayout
 from emp_llm.checkpoint.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
@@ -47,27 +56,52 @@ def packed_llama(pruned: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file by its path, without hidden ones."""
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".")}
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def odd_checkpoint(folder: Path) -> Path:
-    """One shard with every dtype, special numbers, empty tensors, names that clash, and a header with blanks and metadata."""
+    """One shard with every dtype, special numbers, empty tensors, names that clash, and a header
+    with blanks and metadata.
+    """
     (folder / "sub").mkdir(parents=True)
     torch.manual_seed(0)
     late, early = torch.ones(2, 1000).bfloat16()
     late[64:], early[:64] = 0, 0
-    tensors = {"bf16": torch.randn(70, 33).bfloat16(), "f16": torch.randn(513).half(), "f32": torch.randn(9, 31)}
+    tensors = {
+        "bf16": torch.randn(70, 33).bfloat16(),
+        "f16": torch.randn(513).half(),
+        "f32": torch.randn(9, 31),
+    }
     tensors["f64"] = torch.randn(65).double()
     for tensor in tensors.values():
         tensor.view(-1)[::2] = 0
-    tensors |= {"i64": torch.arange(-9, 9), "u8": torch.arange(100, dtype=torch.uint8) % 3, "bool": torch.arange(100) % 3 == 0}
-    tensors |= {"f8": torch.randn(77).to(torch.float8_e4m3fn), "scalar": torch.tensor(0.0), "empty": torch.empty(0, 4)}
-    tensors |= {"zero": torch.zeros(129).bfloat16(), "late": late, "early": early, "clash": torch.zeros(1000).half()}
+    tensors |= {
+        "i64": torch.arange(-9, 9),
+        "u8": torch.arange(100, dtype=torch.uint8) % 3,
+        "bool": torch.arange(100) % 3 == 0,
+    }
+    tensors |= {
+        "f8": torch.randn(77).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(0.0),
+        "empty": torch.empty(0, 4),
+    }
+    tensors |= {
+        "zero": torch.zeros(129).bfloat16(),
+        "late": late,
+        "early": early,
+        "clash": torch.zeros(1000).half(),
+    }
     tensors |= {"clash.mask": torch.ones(3).half(), "clash.values": torch.zeros(64).half()}
     special = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), 1e-40]
     tensors["special"] = torch.tensor(special * 50).bfloat16()
@@ -83,9 +117,12 @@ def odd_checkpoint(folder: Path) -> Path:
 
 @pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_every_file_is_restored_bit_for_bit(pruned: Callable[[str], Path], tmp_path: Path, family: str, zstd: bool) -> None:
+def test_every_file_is_restored_bit_for_bit(
+    pruned: Callable[[str], Path], tmp_path: Path, family: str, zstd: bool
+) -> None:
     source = pruned(family)
-    before, told = contents(source), report_of(source)["sizes"]
+    before = contents(source)
+    told = report_of(source)["sizes"]
     sizes = pack(source, tmp_path / "packed", zstd=zstd).sizes
     unpack(tmp_path / "packed", tmp_path / "back")
     assert contents(tmp_path / "back") == before == contents(source)
@@ -94,7 +131,9 @@ def test_every_file_is_restored_bit_for_bit(pruned: Callable[[str], Path], tmp_p
     assert told["dense"] == sum(t.nbytes for t in tensors_of(source).values())
     if not zstd and family != "gpt2":  # whose biases are zero before it is pruned
         assert told["packed"] == sum(t.nbytes for t in tensors_of(tmp_path / "packed").values())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed"], "no temporary file is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed"], (
+        "no temporary file is left"
+    )
     assert pack(source, tmp_path / "again", zstd=zstd).sizes == sizes
     assert contents(tmp_path / "again") == contents(tmp_path / "packed")
 
@@ -107,8 +146,12 @@ def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, chunk: int) -> N
     assert sizes.sparse >= 6
     unpack(tmp_path / "packed", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
-    parts, original = tensors_of(tmp_path / "packed"), tensors_of(source)  # plain safetensors, aligned
-    assert ("early" in parts, "late" in parts) == (codec == "raw", False), "all zeros of a tensor decide its form"
+    # plain safetensors, aligned
+    parts = tensors_of(tmp_path / "packed")
+    original = tensors_of(source)
+    assert ("early" in parts, "late" in parts) == (codec == "raw", False), (
+        "all zeros of a tensor decide its form"
+    )
     if codec == "raw":
         assert torch.equal(parts["clash"], original["clash"])
         assert torch.equal(parts["bf16.values"], original["bf16"][original["bf16"] != 0])
@@ -122,11 +165,15 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, how: dict[str, Any
         for name in ("model", "back"):
             (folder / name).mkdir(parents=True)
         weight = torch.randn(rows, 1000).bfloat16()
-        save_file({"w": weight.masked_fill(weight.abs() < 0.5, 0)}, folder / "model" / "model.safetensors")
+        save_file(
+            {"w": weight.masked_fill(weight.abs() < 0.5, 0)}, folder / "model" / "model.safetensors"
+        )
         source = Checkpoint(folder / "model")
         tracemalloc.start()
         packed_with(folder / "model", folder / "packed", PackLayout(chunk=1 << 13, **how))
-        unpack_folder(PackedFolder(folder / "packed"), source if "kind" in how else None, folder / "back")
+        unpack_folder(
+            PackedFolder(folder / "packed"), source if "kind" in how else None, folder / "back"
+        )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert contents(folder / "back") == contents(folder / "model")
@@ -140,12 +187,19 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, how: dict[str, Any
 def test_a_mask_and_the_base_are_the_pruned_checkpoint(
     pruned: Callable[[str], Path], models: Models, tmp_path: Path, zstd: bool
 ) -> None:
-    source, base, mask = pruned("qwen3_moe"), str(models("qwen3_moe")), tmp_path / "mask"
+    source = pruned("qwen3_moe")
+    base = str(models("qwen3_moe"))
+    mask = tmp_path / "mask"
     sizes = pack(source, mask, zstd=zstd, mask_only=True).sizes
-    assert sizes.packed_bytes == sum(path.stat().st_size for path in mask.glob("*.safetensors")), "with the headers"
-    assert sizes.packed_bytes < sizes.dense_bytes / 4  # headers are most of it in a model this small
+    assert sizes.packed_bytes == sum(path.stat().st_size for path in mask.glob("*.safetensors")), (
+        "with the headers"
+    )
+    # Headers are most of it in a model this small.
+    assert sizes.packed_bytes < sizes.dense_bytes / 4
     told = report_of(source)["sizes"]["mask"]
-    assert zstd or told == sum(t.nbytes for name, t in tensors_of(mask).items() if name.endswith(".mask"))
+    assert zstd or told == sum(
+        t.nbytes for name, t in tensors_of(mask).items() if name.endswith(".mask")
+    )
     unpack(mask, tmp_path / "back", base=base)
     assert contents(tmp_path / "back") == contents(source)
     tuned = shutil.copytree(source, tmp_path / "tuned")
@@ -165,7 +219,9 @@ def test_a_mask_and_the_base_are_the_pruned_checkpoint(
 
 
 def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
-    """At 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd. Random zeros are the worst case."""
+    """At 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd. Random zeros
+    are the worst case.
+    """
     torch.manual_seed(0)
     weight = torch.randn(1024, 1024).bfloat16() * 0.02
     for name, score in (("magnitude", weight.abs().float()), ("random", torch.rand(1024, 1024))):
@@ -179,15 +235,21 @@ def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
     assert mask.packed_bytes <= weight.numel() / 8 + 1000
 
 
-@pytest.mark.parametrize("how", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}])
+@pytest.mark.parametrize(
+    "how", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}]
+)
 def test_damage_is_refused_and_leaves_nothing(
     pruned: Callable[[str], Path], models: Models, tmp_path: Path, how: dict[str, bool]
 ) -> None:
-    """A flipped bit is refused, or has no effect (in the padding of a header): the output is right, or there is none."""
+    """A flipped bit is refused, or has no effect (in the padding of a header): the output is
+    right, or there is none.
+    """
     packed = tmp_path / "packed"
     pack(pruned("llama"), packed, **how)
     base = str(models("llama")) if "mask_only" in how else None
-    wanted, rng, refused = contents(pruned("llama")), np.random.default_rng(0), 0
+    wanted = contents(pruned("llama"))
+    rng = np.random.default_rng(0)
+    refused = 0
     files = sorted(path for path in packed.rglob("*") if path.is_file())
     for path in rng.choice(files, 16):
         sound = path.read_bytes()
@@ -248,7 +310,9 @@ BOMB_SHARD = {"header": BOMB, "bytes": (1 << 42) + 8 + len(BOMB)}
         ({}, {"blake3": "0" * 64}),
     ],
 )
-def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, top: dict[str, Any], shard: dict[str, Any]) -> None:
+def test_hostile_lists_are_refused(
+    packed_llama: Path, tmp_path: Path, top: dict[str, Any], shard: dict[str, Any]
+) -> None:
     packed = shutil.copytree(packed_llama, tmp_path / "packed")
     told = json.loads((packed / "emp_pack.json").read_text())
     first = next(iter(told["shards"]))
@@ -268,23 +332,38 @@ def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, top: dict
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
 
 
-def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
+def test_wrong_use_is_answered(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path
+) -> None:
     source = shutil.copytree(pruned("llama"), tmp_path / "source")
     pack(source, tmp_path / "packed")
     for call, said in (
         (lambda: pack(tmp_path / "packed", tmp_path / "x"), "a packed checkpoint. Unpack it first"),
         (lambda: pack(source, tmp_path / "packed"), "output .*: it exists"),
-        (lambda: pack(source, source / "inside"), "it is the input folder, lies inside it or contains it"),
+        (
+            lambda: pack(source, source / "inside"),
+            "it is the input folder, lies inside it or contains it",
+        ),
         (lambda: pack(source, source), "it is the input"),
-        (lambda: pack(models("llama"), tmp_path / "x", mask_only=True), "it has no zeros, so it has no mask"),
+        (
+            lambda: pack(models("llama"), tmp_path / "x", mask_only=True),
+            "it has no zeros, so it has no mask",
+        ),
         (lambda: unpack(source, tmp_path / "x"), "no emp_pack.json in it"),
-        (lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(models("llama"))), "leave --base out"),
+        (
+            lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(models("llama"))),
+            "leave --base out",
+        ),
         (lambda: unpack(tmp_path / "packed", source), "output .*: it exists"),
     ):
         with pytest.raises(UserError, match=said):
             call()
     (source / "pytorch_model.bin").write_bytes(b"weights")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin: other weights, which do not belong in a mask"):
+    with pytest.raises(
+        UserError,
+        match=r"pytorch_model\.bin: other weights, which do not belong "
+        r"in a mask",
+    ):
         pack(source, tmp_path / "x", mask_only=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed", "source"]
     pack(source, tmp_path / "packed", zstd=True, overwrite=True)
@@ -292,7 +371,9 @@ def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tm
     assert contents(tmp_path / "other") == contents(source)
 
 
-def test_refused_with_the_remedy(pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_with_the_remedy(
+    pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pack(pruned("llama"), tmp_path / "packed", zstd=True)
     told = (tmp_path / "packed" / "emp_pack.json").read_text()
     for more, said in (
@@ -304,13 +385,19 @@ def test_refused_with_the_remedy(pruned: Callable[[str], Path], tmp_path: Path, 
             unpack(tmp_path / "packed", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "packed" / "emp_pack.json").write_text(told)
-    with pytest.raises(UserError, match=r"--zstd needs zstandard. Install it: pip install 'emp-llm\[zstd\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"--zstd needs zstandard. Install it: pip install "
+        r"'emp-llm\[zstd\]'",
+    ):
         pack(pruned("llama"), tmp_path / "x", zstd=True)
     with pytest.raises(UserError, match=r"emp-llm\[zstd\]"):
         unpack(tmp_path / "packed", tmp_path / "x")
 
 
-def test_from_the_shell(pruned: Callable[[str], Path], models: Models, command: Run, tmp_path: Path) -> None:
+def test_from_the_shell(
+    pruned: Callable[[str], Path], models: Models, command: Run, tmp_path: Path
+) -> None:
     done = command("pack", pruned("llama"), "packed", "--mask-only")
     assert done.returncode == 0, done.stderr
     assert "tensors sparse" in done.stdout
@@ -329,7 +416,8 @@ def test_from_the_shell(pruned: Callable[[str], Path], models: Models, command: 
 @settings(deadline=None, max_examples=100)
 def test_words_are_restored_from_their_parts(numbers: list[int], dtype: Any) -> None:
     words = np.array(numbers, dtype=np.uint64).astype(dtype)
-    mask, values = mask_of(words), nonzero_words(words)
+    mask = mask_of(words)
+    values = nonzero_words(words)
     assert [int(mask[j // 8] >> (j % 8) & 1) for j in range(8 * mask.size)] == [
         int(j < words.size and words[j] != 0) for j in range(8 * mask.size)
     ]
@@ -348,6 +436,8 @@ def test_words_are_restored_from_their_parts(numbers: list[int], dtype: Any) -> 
 @pytest.mark.parametrize("version", ["²", "9" * 5000, "4" * 10])
 def test_versions_that_are_no_numbers(packed_llama: Path, tmp_path: Path, version: str) -> None:
     told = Path(shutil.copytree(packed_llama, tmp_path / "packed")) / "emp_pack.json"
-    told.write_text(json.dumps(json.loads(told.read_text()) | {"format": f"emp-llm pack {version}"}))
+    told.write_text(
+        json.dumps(json.loads(told.read_text()) | {"format": f"emp-llm pack {version}"})
+    )
     with pytest.raises(UserError, match=r"not a sound packed file \(its format is emp-llm pack"):
         unpack(tmp_path / "packed", tmp_path / "back")

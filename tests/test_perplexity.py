@@ -1,4 +1,6 @@
-"""Perplexity against an independent computation, and its limits: little text, broken and offloaded models."""
+"""Perplexity against an independent computation, and its limits: little text, broken and
+offloaded models.
+"""
 
 import json
 import math
@@ -18,8 +20,11 @@ from emp_llm.records.evaluation import PerplexityRecord
 
 
 def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
-    """exp of the blocks' mean losses, weighted by their tokens: one block at a time, by the model's own loss function."""
-    total, weight = 0.0, 0
+    """exp of the blocks' mean losses, weighted by their tokens: one block at a time, by the
+    model's own loss function.
+    """
+    total = 0.0
+    weight = 0
     for ids in tokens.split(block):
         if len(ids) < 2:
             continue
@@ -50,7 +55,8 @@ def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
     assert part.partial
     assert (part.perplexity, part.blocks) == (perplexity(model, tokens[:192], 64).perplexity, 3)
     assert not perplexity(model, tokens, 64, limit=5).partial
-    assert block_length(Corpus(file="prose.txt", seqlen=1000), model.config) == 128  # the model's context
+    # The model's context.
+    assert block_length(Corpus(file="prose.txt", seqlen=1000), model.config) == 128
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
@@ -65,7 +71,9 @@ def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: st
 
     model.lm_head.register_forward_hook(after_head)
     perplexity(model, torch.arange(256).repeat(2), 64, batch_size=2)
-    assert alive[-3:] == [0, 0, 0], "the logits of earlier batches that are alive when those of a batch are computed"
+    assert alive[-3:] == [0, 0, 0], (
+        "the logits of earlier batches that are alive when those of a batch are computed"
+    )
 
 
 def test_losses_that_are_too_large_or_not_finite(models: Any) -> None:
@@ -87,18 +95,25 @@ def test_losses_that_are_too_large_or_not_finite(models: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_an_offloaded_model_is_read_once(models: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_model_is_read_once(
+    models: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = torch.randint(0, 256, (64 * 5 + 10,), generator=torch.Generator().manual_seed(0))
     here = perplexity(load_model(models(family), "cpu"), tokens, 64, batch_size=2)
     read: list[str] = []
     stored = OffloadedWeightsLoader.__getitem__
-    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", lambda self, key: read.append(key) or stored(self, key))
+    monkeypatch.setattr(
+        OffloadedWeightsLoader,
+        "__getitem__",
+        lambda self, key: read.append(key) or stored(self, key),
+    )
     model = load_model(models(family), "disk")
     there = perplexity(model, tokens, 64, batch_size=2)
     assert there.perplexity == here.perplexity
     weights = len(list(model.parameters()))
     assert weights > 10
-    # The first block, whose output is looked at first, is read twice, and so are modules outside of the blocks.
+    # The first block, whose output is looked at first, is read twice, and so are modules outside of
+    # the blocks.
     first = sum(1 for name in read if ".0." in name) // 2
     assert len(read) <= weights + first + 5
     assert all(parameter.device.type == "meta" for parameter in model.parameters())

@@ -1,4 +1,6 @@
-"""`scripts/paper/image.py`: pixels pruned as an oracle prunes them, images of every kind, and wrong input."""
+"""`scripts/paper/image.py`: pixels pruned as an oracle prunes them, images of every kind, and
+wrong input.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ Pixels = NDArray[Any]
 
 
 def picture(width: int = 37, height: int = 26) -> Image.Image:
-    """A drawing with edges, a gradient, noise and an even area; sides that are no multiples of 4."""
+    """A drawing with edges, a gradient, noise and an even area; sides that are no multiples of
+    4.
+    """
     noise = np.random.default_rng(0).integers(0, 60, (height, width, 3))
     ramp = np.linspace(0, 180, width)[None, :, None] * np.array([1.0, 0.5, 0.2])
     drawn = Image.fromarray((noise + ramp).astype(np.uint8))
@@ -32,10 +36,13 @@ def photo(tmp_path: Path) -> Path:
     return tmp_path / "photo.png"
 
 
-def expected(channel: Pixels, beta: float, patch: int | None, channel_mean: bool = False) -> tuple[Pixels, Pixels]:
+def expected(
+    channel: Pixels, beta: float, patch: int | None, channel_mean: bool = False
+) -> tuple[Pixels, Pixels]:
     """The mask and the pruned channel of integers by the oracle, patch by patch."""
     side = patch or max(channel.shape)
-    mask, pruned = np.zeros(channel.shape, bool), channel.copy()
+    mask = np.zeros(channel.shape, bool)
+    pruned = channel.copy()
     for top in range(0, channel.shape[0], side):
         for left in range(0, channel.shape[1], side):
             area = np.s_[top : top + side, left : left + side]
@@ -44,13 +51,19 @@ def expected(channel: Pixels, beta: float, patch: int | None, channel_mean: bool
             # N x - sum x is exact: pixels equally far from the mean have equal scores.
             scores = np.abs(channel[area].astype(np.float64) * whole.size - total).ravel()
             mask[area] = oracle.keep(scores, oracle.count(scores, beta)).reshape(mask[area].shape)
-            pruned[area] = np.where(mask[area], channel[area], np.rint(total / whole.size).astype(channel.dtype))
+            pruned[area] = np.where(
+                mask[area], channel[area], np.rint(total / whole.size).astype(channel.dtype)
+            )
     return mask, pruned
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize(("patch", "channel_mean"), [(None, False), (4, False), (4, True), (5, False), (1, False)])
-def test_pixels_are_pruned_as_by_the_oracle(beta: float, patch: int | None, channel_mean: bool) -> None:
+@pytest.mark.parametrize(
+    ("patch", "channel_mean"), [(None, False), (4, False), (4, True), (5, False), (1, False)]
+)
+def test_pixels_are_pruned_as_by_the_oracle(
+    beta: float, patch: int | None, channel_mean: bool
+) -> None:
     channels = np.ascontiguousarray(np.moveaxis(np.asarray(picture()), 2, 0))
     found = prune_pixels(channels, beta, patch, channel_mean)
     for number, channel in enumerate(channels):
@@ -64,36 +77,61 @@ def test_images_figure_and_figures_of_merit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main([str(photo), "--beta", "0.8"])
-    shown, out, original = capsys.readouterr().out, tmp_path / "photo-emp", np.asarray(picture())
+    shown = capsys.readouterr().out
+    out = tmp_path / "photo-emp"
+    original = np.asarray(picture())
     record = json.loads((out / "image.json").read_text())
-    assert {path.name for path in out.iterdir()} == {"channel.png", "patch.png", "figure.png", "image.json"}
+    assert {path.name for path in out.iterdir()} == {
+        "channel.png",
+        "patch.png",
+        "figure.png",
+        "image.json",
+    }
     assert (record["width"], record["height"], record["beta"], record["patch"]) == (37, 26, 0.8, 4)
     for entry, side in zip(record["groups"], (None, 4), strict=True):
         pruned = np.asarray(Image.open(out / entry["file"]))
         wanted = [expected(original[..., channel], 0.8, side) for channel in range(3)]
         np.testing.assert_array_equal(pruned, np.stack([each for _, each in wanted], axis=2))
         kept = [int(mask.sum()) for mask, _ in wanted]
-        assert (entry["kept"], entry["sparsity"]) == (sum(kept), pytest.approx(1 - sum(kept) / original.size))
-        assert list(entry["sparsity_of_channels"].values()) == pytest.approx([1 - each / (37 * 26) for each in kept])
+        assert (entry["kept"], entry["sparsity"]) == (
+            sum(kept),
+            pytest.approx(1 - sum(kept) / original.size),
+        )
+        assert list(entry["sparsity_of_channels"].values()) == pytest.approx(
+            [1 - each / (37 * 26) for each in kept]
+        )
         error = np.mean((original.astype(float) - pruned) ** 2)
         assert entry["psnr"] == pytest.approx(10 * math.log10(255**2 / error))
-        assert entry["ssim"] == pytest.approx(structural_similarity(original, pruned, channel_axis=2))
-        assert all(words in shown for words in (f"{entry['kept']:,}", f"{entry['psnr']:.1f}", f"{entry['ssim']:.3f}"))
+        assert entry["ssim"] == pytest.approx(
+            structural_similarity(original, pruned, channel_axis=2)
+        )
+        assert all(
+            words in shown
+            for words in (f"{entry['kept']:,}", f"{entry['psnr']:.1f}", f"{entry['ssim']:.3f}")
+        )
     assert Image.open(out / "figure.png").width > 3 * 320
     with pytest.raises(SystemExit, match="2"):
         main([str(photo)])
-    assert "photo-emp: it exists; name another folder, or add --overwrite." in capsys.readouterr().err
+    assert (
+        "photo-emp: it exists; name another folder, or add --overwrite."
+    ) in capsys.readouterr().err
     main([str(photo), "--group", "patch", "--patch", "8", "--mean", "channel", "--overwrite"])
     assert {path.name for path in out.iterdir()} == {"patch.png", "figure.png", "image.json"}
     record = json.loads((out / "image.json").read_text())
-    assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (8, "channel", ["patch"])
+    assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (
+        8,
+        "channel",
+        ["patch"],
+    )
 
 
 def _kind(mode: str) -> Image.Image:
     """The picture in a mode of Pillow."""
     if mode in ("I;16", "I"):
         grey = np.asarray(picture().convert("L")).astype(np.int64)
-        return Image.fromarray((grey * 250).astype("u2") if mode == "I;16" else (grey * -90_000).astype("i4"))
+        return Image.fromarray(
+            (grey * 250).astype("u2") if mode == "I;16" else (grey * -90_000).astype("i4")
+        )
     image = picture().quantize(16) if mode == "P" else picture().convert(mode)
     if mode == "P":
         image.info["transparency"] = 3
@@ -115,11 +153,18 @@ def _kind(mode: str) -> Image.Image:
         ("I", "tiff", 1, 32, False),
     ],
 )
-def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str, channels: int, bits: int, alpha: bool) -> None:
+def test_every_kind_of_image(
+    tmp_path: Path, mode: str, suffix: str, channels: int, bits: int, alpha: bool
+) -> None:
     source = tmp_path / f"in.{suffix}"
     _kind(mode).save(source)
     record = prune_image(source, tmp_path / "out")
-    assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (channels, bits, alpha, (37, 26))
+    assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (
+        channels,
+        bits,
+        alpha,
+        (37, 26),
+    )
     assert record.notes == ["its colours (CMYK) are converted to RGB."] * (mode == "CMYK")
     with Image.open(source) as opened:
         plain = (
@@ -132,7 +177,9 @@ def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str, channels: i
         after = np.atleast_3d(np.asarray(Image.open(tmp_path / "out" / entry.file)))
         assert after.shape == before.shape
         for channel in range(channels):
-            _, pruned = expected(before[..., channel].astype(after.dtype), 1.0, 4 if entry.group == "patch" else None)
+            _, pruned = expected(
+                before[..., channel].astype(after.dtype), 1.0, 4 if entry.group == "patch" else None
+            )
             np.testing.assert_array_equal(after[..., channel], pruned)
         if alpha:
             np.testing.assert_array_equal(after[..., -1], before[..., -1])
@@ -140,7 +187,9 @@ def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str, channels: i
 
 def test_frames_and_orientation(tmp_path: Path) -> None:
     picture().save(tmp_path / "in.gif", save_all=True, append_images=[picture().rotate(180)])
-    assert prune_image(tmp_path / "in.gif", tmp_path / "gif").notes == ["it holds 2 frames; the first is used."]
+    assert prune_image(tmp_path / "in.gif", tmp_path / "gif").notes == [
+        "it holds 2 frames; the first is used."
+    ]
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     picture().save(tmp_path / "in.jpg", exif=exif)
@@ -160,7 +209,9 @@ def test_one_colour_stays_as_it_is(
     assert (shown.count("infinite"), shown.count(" 0.00 ")) == (2, 2)
     assert ("SSIM needs an image of at least 7 x 7 pixels" in shown) == (size == (1, 1))
     record = json.loads((tmp_path / "out" / "image.json").read_text())
-    assert [(entry["psnr"], entry["ssim"]) for entry in record["groups"]] == [(None, None if size == (1, 1) else 1.0)] * 2
+    assert [(entry["psnr"], entry["ssim"]) for entry in record["groups"]] == [
+        (None, None if size == (1, 1) else 1.0)
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -173,12 +224,20 @@ def test_one_colour_stays_as_it_is(
         ("photo.png --beta 0", "--beta must be a number above 0"),
         ("photo.png --patch 0", "--patch must be at least 1 pixel"),
         ("photo.png --group row", "--group"),
-        ("photo.png --output out.jpg", "--output out.jpg: it is a folder for the pruned images; give a name without .jpg."),
+        (
+            "photo.png --output out.jpg",
+            "--output out.jpg: it is a folder for the pruned images; give a name without .jpg.",
+        ),
         ("photo.png --output own", "it exists and holds no image.json, so it is never replaced"),
     ],
 )
 def test_wrong_input_is_answered(
-    photo: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], line: str, message: str
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.png").write_text("no image at all")
@@ -192,14 +251,20 @@ def test_wrong_input_is_answered(
     assert not list(tmp_path.glob("*-emp")), "nothing was written"
 
 
-def test_the_page_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page has the published rows, and ours for each photograph; the photographs here are crops."""
+def test_the_page_of_the_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page has the published rows, and ours for each photograph; the photographs here are
+    crops.
+    """
     monkeypatch.setattr("image.photograph", lambda name: photograph(name)[100:140, 200:248])
     main(["--output", str(tmp_path / "page")])
     page = (tmp_path / "page" / "image.md").read_text()
     table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert table[1][:1] + table[1][3:] == ["the paper's", "26.7", "29.4", "0.912"]
-    assert [row[0] for row in table[3:]] == [f"{name}, 48 × 40" for name in PHOTOGRAPHS for _ in range(3)]
+    assert [row[0] for row in table[3:]] == [
+        f"{name}, 48 × 40" for name in PHOTOGRAPHS for _ in range(3)
+    ]
     crop = np.ascontiguousarray(np.moveaxis(photograph("coffee")[100:140, 200:248], 2, 0))
     shares = [
         1 - np.mean([expected(each, 1.0, patch, literal)[0] for each in crop])

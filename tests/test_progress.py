@@ -1,4 +1,6 @@
-"""Progress without a terminal: a line from time to time, with the stage, the rate and the remaining time; -q and -v."""
+"""Progress without a terminal: a line from time to time, with the stage, the rate and the
+remaining time; -q and -v.
+"""
 
 import itertools
 import logging
@@ -25,7 +27,9 @@ from emp_llm.prune import prune
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, as a list of one number."""
     now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    )
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     return now
 
@@ -44,7 +48,9 @@ def test_a_line_every_thirty_seconds(clock: list[float], caplog: pytest.LogCaptu
     ]
 
 
-def test_the_rate_is_that_of_the_last_line(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rate_is_that_of_the_last_line(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     """A resumed run begins with work that took no time."""
     caplog.set_level(logging.INFO)
     with progress_of("calibrate"), progress_bar(1000, "calibrate", "tok") as bar:
@@ -52,10 +58,15 @@ def test_the_rate_is_that_of_the_last_line(clock: list[float], caplog: pytest.Lo
             clock[0] += 40
             bar.update(count)
     assert caplog.messages[0].startswith("calibrate: 90 % of 1.00ktok")
-    assert [line.partition(", ")[2] for line in caplog.messages[1:3]] == ["0.25tok/s, 06:00 left", "0.00tok/s"]
+    assert [line.partition(", ")[2] for line in caplog.messages[1:3]] == [
+        "0.25tok/s, 06:00 left",
+        "0.00tok/s",
+    ]
 
 
-def test_packages_that_take_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packages_that_take_seconds_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once, on a terminal; elsewhere, like all progress, after half a minute."""
     monkeypatch.setattr(progress, "_PACKAGES", ("xdrlib_of_nobody", "wave"))
     monkeypatch.setitem(sys.modules, "xdrlib_of_nobody", SimpleNamespace())
@@ -66,33 +77,56 @@ def test_packages_that_take_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, c
         with progress_of("calibrate"):
             progress.load_packages()
         assert "wave" in sys.modules
-        assert capsys.readouterr().err.count("calibrate: load torch and transformers:   0%") == times
+        assert (
+            capsys.readouterr().err.count("calibrate: load torch and transformers:   0%") == times
+        )
 
 
 def test_stages_and_tasks_of_a_run_are_named(
-    evaluable: Any, task_suite: Path, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    evaluable: Any,
+    task_suite: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     minutes = itertools.count(step=60.0)
     clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter)
     monkeypatch.setattr(progress, "time", clock)
-    prune(model=evaluable("llama"), output=tmp_path / "out", method="emp-magnitude", evaluate=str(task_suite))
+    prune(
+        model=evaluable("llama"),
+        output=tmp_path / "out",
+        method="emp-magnitude",
+        evaluate=str(task_suite),
+    )
     lines = [line for line in caplog.messages if " % of " in line]
     titles = {line.rpartition(": ")[0] for line in lines}
     for stage in ("evaluate dense", "evaluate pruned"):
-        assert {f"{stage}: {part}" for part in ("perplexity", "sums", "sums_text", "sums_shown")} <= titles
+        assert {
+            f"{stage}: {part}" for part in ("perplexity", "sums", "sums_text", "sums_shown")
+        } <= titles
     assert any(line.startswith("prune: ") and " left" in line for line in lines)
-    assert any(line.startswith("evaluate dense: sums: ") and "req, " in line and " left" in line for line in lines)
+    assert any(
+        line.startswith("evaluate dense: sums: ") and "req, " in line and " left" in line
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_bars_of_tasks_on_a_terminal(
-    evaluable: Any, task_suite: Path, tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str], quiet: bool
+    evaluable: Any,
+    task_suite: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capfd: pytest.CaptureFixture[str],
+    quiet: bool,
 ) -> None:
     """lm-eval's own bars do not say which model they are about, nor which task."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    evaluate(model=evaluable("llama"), suite=str(task_suite), output=tmp_path / "r.json", quiet=quiet)
+    evaluate(
+        model=evaluable("llama"), suite=str(task_suite), output=tmp_path / "r.json", quiet=quiet
+    )
     drawn = capfd.readouterr().err
     if quiet:
         assert drawn == ""
@@ -110,15 +144,34 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
     assert "-v, --verbose" in told
     assert "-q, --quiet" in told
     function = getattr(import_module(f"emp_llm.{name}"), name)
-    given = {"model": "m", "folder": "f", "output": "o", "packed": "p", "repository": "a/b", "runs": ["r"], "prompt": "t"}
+    given = {
+        "model": "m",
+        "folder": "f",
+        "output": "o",
+        "packed": "p",
+        "repository": "a/b",
+        "runs": ["r"],
+        "prompt": "t",
+    }
     given |= {"image": "i", "study": "s", "dense": "d"}
     known = {key: value for key, value in given.items() if key in function.options}
     with pytest.raises(UserError, match="--verbose and --quiet exclude each other; give one"):
         function(**known, verbose=True, quiet=True)
 
 
-def test_a_quiet_run_shows_its_result_and_warnings(models: Any, tmp_path: Path, command: Run) -> None:
-    line = ("prune", "--model", models("llama"), "--method", "emp-magnitude", "--overwrite", "--output", "out")
+def test_a_quiet_run_shows_its_result_and_warnings(
+    models: Any, tmp_path: Path, command: Run
+) -> None:
+    line = (
+        "prune",
+        "--model",
+        models("llama"),
+        "--method",
+        "emp-magnitude",
+        "--overwrite",
+        "--output",
+        "out",
+    )
     usual = command(*line)
     quiet = command(*line, "-q")
     assert "written to out" in usual.stderr
@@ -134,11 +187,34 @@ def test_a_quiet_run_shows_its_result_and_warnings(models: Any, tmp_path: Path, 
 
 
 def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, command: Run) -> None:
-    line = ("prune", "--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64, "--output", "out")
+    line = (
+        "prune",
+        "--model",
+        models("llama"),
+        "--calibration",
+        text,
+        "--samples",
+        4,
+        "--seqlen",
+        64,
+        "--output",
+        "out",
+    )
     done = command(*line, "--device-map", "cpu", "-v")
     assert done.returncode == 0, done.stderr
-    told = ["emp-llm prune: ", " of memory available.", "calibrate: begins.", "llama: loaded in ", "bfloat16, ", " kB on cpu."]
-    told += ["sequences of 64 tokens, 4 at a time, the whole model at once", "calibrate: 256tok in ", "prune: begins."]
+    told = [
+        "emp-llm prune: ",
+        " of memory available.",
+        "calibrate: begins.",
+        "llama: loaded in ",
+        "bfloat16, ",
+        " kB on cpu.",
+    ]
+    told += [
+        "sequences of 64 tokens, 4 at a time, the whole model at once",
+        "calibrate: 256tok in ",
+        "prune: begins.",
+    ]
     told += ["peak memory ", "prune: finished in ", "emp-llm prune: finished in "]
     assert [words for words in told if words not in done.stderr] == []
     packed = command("pack", "out", "packed", "--verbose")
@@ -153,4 +229,7 @@ def test_small_numbers_are_whole(clock: list[float], caplog: pytest.LogCaptureFi
     with progress_bar(16, "study", " jobs") as bar:
         clock[0] += 40
         bar.update(4)
-    assert caplog.messages == ["study: 25 % of 16 jobs, 0.10 jobs/s, 02:00 left", "study: 16 jobs in 40.0 s."]
+    assert caplog.messages == [
+        "study: 25 % of 16 jobs, 0.10 jobs/s, 02:00 left",
+        "study: 16 jobs in 40.0 s.",
+    ]

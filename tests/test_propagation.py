@@ -1,4 +1,6 @@
-"""Norms collected block by block: those of an ordinary pass, or those of pruned blocks, for every family."""
+"""Norms collected block by block: those of an ordinary pass, or those of pruned blocks, for
+every family.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,12 +39,17 @@ BATCH = 2
 
 
 def calibrated(
-    model: PreTrainedModel, mode: str = "blocks", pruner: Pruner | None = None, place: Place = "auto"
+    model: PreTrainedModel,
+    mode: str = "blocks",
+    pruner: Pruner | None = None,
+    place: Place = "auto",
 ) -> Activations:
     """The norms of a model that runs as a whole or block by block."""
     if mode == "model":
         return calibrate_model(model, linears(model), tokens(), BATCH)
-    return calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), BATCH, pruner)
+    return calibrate_blocks(
+        BlockwiseModel(model, None, place), linears(model), tokens(), BATCH, pruner
+    )
 
 
 def linears(model: PreTrainedModel, head: bool = False) -> list[Layer]:
@@ -62,22 +69,31 @@ def assert_same(one: Activations, other: Activations) -> None:
 def test_dense_norms_are_those_of_one_pass(models: Models, family: str) -> None:
     """Bit for bit: the same products in the same order, and the same sums."""
     expected = calibrated(load_model(models(family), "cpu"), "model")
-    where: list[tuple[str, Place]] = [("cpu", "disk"), ("disk", "cpu"), (block_map(models(family)), "cpu")]
+    where: list[tuple[str, Place]] = [
+        ("cpu", "disk"),
+        ("disk", "cpu"),
+        (block_map(models(family)), "cpu"),
+    ]
     for device_map, place in where:
         assert_same(calibrated(load_model(models(family), device_map), place=place), expected)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_layers_before_and_after_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_layers_before_and_after_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """Every batch passes each of them once: OPT's projections of the embeddings, and the head."""
     name, values = tiny.FAMILIES["opt"]
     monkeypatch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 16}))
     source = tiny.make_model(tmp_path / "model", "opt-350m")
-    whole, model = load_model(source, "cpu"), load_model(source, where)
+    whole = load_model(source, "cpu")
+    model = load_model(source, where)
     for head in (False, True):
         expected = calibrate_model(whole, linears(whole, head), tokens(), BATCH)
         assert {"model.decoder.project_in", "model.decoder.project_out"} <= expected.norms.keys()
-        assert_same(calibrate_blocks(BlockwiseModel(model), linears(model, head), tokens(), BATCH), expected)
+        assert_same(
+            calibrate_blocks(BlockwiseModel(model), linears(model, head), tokens(), BATCH), expected
+        )
 
 
 def plan(source: Path, method: Any, **options: Any) -> Pruner:
@@ -95,8 +111,12 @@ def written(pruner: Pruner, norms: Activations, folder: Path) -> None:
     write_checkpoint(Pruner(scores, pruner.counts), folder)
 
 
-def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
-    """The slow reference: for every block, one pass of a whole model whose earlier blocks are masked. Returns that model."""
+def check_slowly(
+    source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]
+) -> PreTrainedModel:
+    """The slow reference: for every block, one pass of a whole model whose earlier blocks are
+    masked. Returns that model.
+    """
     model = mixtures.load(source)
     for block in range(model.config.num_hidden_layers):
         sums: dict[str, Tensor] = {}
@@ -112,17 +132,26 @@ def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: boo
             norm = norms.norm(target.name)
             assert norm is not None
             # Squares are summed in float32 within a batch there, in float64 here.
-            np.testing.assert_allclose(norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name)
+            np.testing.assert_allclose(
+                norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name
+            )
             matrix = oracle.weight(source, target.matrix.stored.name, target.matrix.transposed)
             mask = torch.from_numpy(oracle.row_masks(oracle.scores(matrix, norm.numpy()), adaptive))
             mixtures.weight(model, target.name, target.matrix.transposed).masked_fill_(~mask, 0)
     return model
 
 
-@pytest.mark.parametrize(("family", "method"), [*((family, "emp-wanda") for family in tiny.FAMILIES), ("llama", "wanda")])
-def test_pruned_propagation_is_that_of_the_slow_reference(models: Models, tmp_path: Path, family: str, method: str) -> None:
-    """Norms and logits are those of whole models with masked weights, for any place of the weights."""
-    source, batches = models(family), list(tokens().split(BATCH))
+@pytest.mark.parametrize(
+    ("family", "method"), [*((family, "emp-wanda") for family in tiny.FAMILIES), ("llama", "wanda")]
+)
+def test_pruned_propagation_is_that_of_the_slow_reference(
+    models: Models, tmp_path: Path, family: str, method: str
+) -> None:
+    """Norms and logits are those of whole models with masked weights, for any place of the
+    weights.
+    """
+    source = models(family)
+    batches = list(tokens().split(BATCH))
     norms, in_memory = propagated_from(source, method, "cpu")
     other, from_disk = propagated_from(source, method, block_map(source))
     assert_same(other, norms)
@@ -139,7 +168,8 @@ def test_pruned_propagation_is_that_of_the_slow_reference(models: Models, tmp_pa
 
 def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activations, list[Tensor]]:
     """The norms of a pruned propagation and the logits at its end; the model is left as it was."""
-    pruner, model = plan(source, method), load_model(source, device_map)
+    pruner = plan(source, method)
+    model = load_model(source, device_map)
     before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
     logits: list[Tensor] = []
 
@@ -150,13 +180,18 @@ def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activat
         patch.setattr(passes, "_run_tail", end)
         norms = calibrated(model, pruner=pruner)
     for name, parameter in model.named_parameters():
-        assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), "the dense weights are back"
+        assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), (
+            "the dense weights are back"
+        )
     return norms, logits
 
 
 @pytest.mark.parametrize("options", [{"group": "matrix"}, {"pattern": "2:4"}, {"sparsity": 0.3}])
-def test_larger_groups_and_patterns_decide_as_they_write(models: Models, tmp_path: Path, options: dict[str, Any]) -> None:
-    model, pruner = load_model(models("llama"), "cpu"), plan(models("llama"), "wanda", **options)
+def test_larger_groups_and_patterns_decide_as_they_write(
+    models: Models, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = load_model(models("llama"), "cpu")
+    pruner = plan(models("llama"), "wanda", **options)
     norms = calibrated(model, pruner=pruner)
     written(pruner, norms, tmp_path)
     for target in pruner.targets:
@@ -165,26 +200,55 @@ def test_larger_groups_and_patterns_decide_as_they_write(models: Models, tmp_pat
 
 
 def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"model": str(models("llama")), "calibration": str(text), "samples": 4, "seqlen": 64}
+    common: dict[str, Any] = {
+        "model": str(models("llama")),
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+    }
     files = []
-    for where, execution, ran in (("cpu", "auto", "model"), ("disk", "auto", "blocks"), ("cpu", "blocks", "blocks")):
+    for where, execution, ran in (
+        ("cpu", "auto", "model"),
+        ("disk", "auto", "blocks"),
+        ("cpu", "blocks", "blocks"),
+    ):
         file = tmp_path / f"{where}-{execution}"
-        about = calibrate(output=file, device_map=where, execution=execution, hidden_states="disk", **common).about
+        about = calibrate(
+            output=file, device_map=where, execution=execution, hidden_states="disk", **common
+        ).about
         states = "disk" if ran == "blocks" else None
-        assert (about["execution"], about["propagate"], about["hidden_states"]) == (ran, "dense", states)
+        assert (about["execution"], about["propagate"], about["hidden_states"]) == (
+            ran,
+            "dense",
+            states,
+        )
         files.append(Activations.load(file))
     assert_same(files[0], files[1])
     assert_same(files[0], files[2])
     for where in ("cpu", "disk"):
-        found = prune(output=tmp_path / where, propagate="pruned", device_map=where, **common)["calibration"]
-        assert (found["execution"], found["propagate"], found["pruned_by"].method) == ("blocks", "pruned", "emp-wanda")
+        found = prune(output=tmp_path / where, propagate="pruned", device_map=where, **common)[
+            "calibration"
+        ]
+        assert (found["execution"], found["propagate"], found["pruned_by"].method) == (
+            "blocks",
+            "pruned",
+            "emp-wanda",
+        )
     for shard in (tmp_path / "cpu").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "disk" / shard.name).read_bytes()
 
 
-def test_a_search_always_sees_pruned_blocks(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+def test_a_search_always_sees_pruned_blocks(
+    models: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
     """`--propagate pruned` changes nothing."""
-    common = {"model": models("llama"), "calibration": str(text), "samples": 4, "seqlen": 16, "device_map": "cpu"}
+    common = {
+        "model": models("llama"),
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 16,
+        "device_map": "cpu",
+    }
     for where in ("dense", "pruned"):
         prune(output=tmp_path / where, method="sparsegpt", sparsity=0.5, propagate=where, **common)
     for shard in (tmp_path / "dense").glob("*.safetensors"):
@@ -194,14 +258,24 @@ def test_a_search_always_sees_pruned_blocks(models: Callable[[str], Path], text:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"propagate": "pruned", "method": "magnitude"}, "methods that need activations; magnitude needs none"),
-        ({"propagate": "pruned", "group": "all"}, "--group all needs the scores of all; leave one out"),
+        (
+            {"propagate": "pruned", "method": "magnitude"},
+            "methods that need activations; magnitude needs none",
+        ),
+        (
+            {"propagate": "pruned", "group": "all"},
+            "--group all needs the scores of all; leave one out",
+        ),
         ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
         ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
         ({"propagate": "both"}, "--propagate 'both' is not one of dense, pruned"),
         ({"execution": "graph"}, "--execution 'graph' is not one of auto, model, blocks"),
         ({"hidden_states": "ram"}, "--hidden-states 'ram' is not one of auto, device, cpu, disk"),
-        ({"blocks": "model.norm"}, r"--blocks 'model.norm' is not a list of modules .*are: model\.layers\."),
+        (
+            {"blocks": "model.norm"},
+            r"--blocks 'model.norm' is not a list of modules .*are: "
+            r"model\.layers\.",
+        ),
     ],
 )
 def test_wrong_options(models: Models, tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -215,24 +289,49 @@ def test_activations_that_are_not_finite(models: Models, mode: str) -> None:
     model = load_model(models("llama"), "cpu")
     with torch.no_grad():
         model.model.embed_tokens.weight[tokens()[-1, 0]] = float("inf")  # not in the first batch
-    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity\. Try --dtype"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity\. "
+        r"Try --dtype",
+    ):
         calibrated(model, mode)
 
 
 @pytest.mark.parametrize(
     ("mode", "part", "said", "error"),
     [
-        ("model", "model.layers.1.mlp", "LlamaForCausalLM", torch.OutOfMemoryError("CUDA out of memory")),
-        ("blocks", "model.layers.1.mlp", r"model\.layers\.1", RuntimeError("can't allocate memory")),
-        ("blocks", "model.embed_tokens", "LlamaForCausalLM before its first block", RuntimeError("can't allocate memory")),
+        (
+            "model",
+            "model.layers.1.mlp",
+            "LlamaForCausalLM",
+            torch.OutOfMemoryError("CUDA out of memory"),
+        ),
+        (
+            "blocks",
+            "model.layers.1.mlp",
+            r"model\.layers\.1",
+            RuntimeError("can't allocate memory"),
+        ),
+        (
+            "blocks",
+            "model.embed_tokens",
+            "LlamaForCausalLM before its first block",
+            RuntimeError("can't allocate memory"),
+        ),
     ],
 )
-def test_memory_that_runs_out(models: Models, monkeypatch: Any, mode: str, part: str, said: str, error: Exception) -> None:
+def test_memory_that_runs_out(
+    models: Models, monkeypatch: Any, mode: str, part: str, said: str, error: Exception
+) -> None:
     model = load_model(models("llama"), "cpu")
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(model.get_submodule(part), "forward", fail)
-    with pytest.raises(UserError, match=rf"^{said}: out of memory on cpu with 2 sequences of 40 .*Lower --batch-size, then"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{said}: out of memory on cpu with 2 sequences of 40 "
+        r".*Lower --batch-size, then",
+    ):
         calibrated(model, mode)

@@ -1,4 +1,6 @@
-"""`emp-llm prune` and `prune(...)` as users call them: dry runs, Python's forms of the arguments, the package's front door."""
+"""`emp-llm prune` and `prune(...)` as users call them: dry runs, Python's forms of the arguments,
+and the package's front door.
+"""
 
 import importlib
 import inspect
@@ -32,14 +34,16 @@ Models = Callable[[str], Path]
 
 
 def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
-    """The default output of an earlier run is no obstacle, and stays; a folder of other files is refused."""
+    """The default output of an earlier run is no obstacle, and stays; other files are refused."""
     shutil.copytree(models("llama"), tmp_path / "model")
     line = ("prune", "--model", "model", "--method", "magnitude")
     assert command(*line).returncode == 0
     before = (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns
     done = command(*line, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "at model-magnitude (it exists: name another --output, or add --overwrite)" in done.stdout
+    assert (
+        "at model-magnitude (it exists: name another --output, or add --overwrite)" in done.stdout
+    )
     assert "it exists" not in command(*line, "--dry-run", "--overwrite").stdout
     assert "it exists" in command(*line).stderr
     assert (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns == before
@@ -51,7 +55,9 @@ def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, com
 def test_a_dry_run_shows_the_sparsity_at_each_beta(
     models: Models, norms: Callable[[str], Path], tmp_path: Path, command: Run
 ) -> None:
-    """For methods without activations at once; for the others with an activations file, and a sentence without one."""
+    """For methods without activations at once; for the others with an activations file, and a
+    sentence without one.
+    """
     line = ("prune", "--model", models("llama"), "--dry-run", "--output", "out", "--method")
     head = "emp-magnitude, order 2, group row: removed % at beta    0.5    0.6    0.7"
     done = command(*line, "emp-magnitude")
@@ -60,7 +66,9 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     assert "reading the targets (30.7 kB)" in done.stderr
     assert (
         "emp-wanda, order 1, group all: removed % at beta"
-        in command(*line, "emp-wanda", "--activations", norms("llama"), "--order", 1, "--group", "all").stdout
+        in command(
+            *line, "emp-wanda", "--activations", norms("llama"), "--order", 1, "--group", "all"
+        ).stdout
     )
     done = command(*line, "emp-wanda")
     assert "sparsity against beta: needs activations" in done.stdout
@@ -75,14 +83,27 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
 @pytest.mark.parametrize(
     ("method", "options", "named"),
     [
-        ("magnitude", {"calibration": "c4", "samples": 9, "resumable_calibration": False},
-         "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude needs no activations."),
-        ("emp-magnitude", {"activations": "norms"}, "--activations has no effect: method emp-magnitude needs no activations."),
+        (
+            "magnitude",
+            {"calibration": "c4", "samples": 9, "resumable_calibration": False},
+            "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude "
+            "needs no activations.",
+        ),
+        (
+            "emp-magnitude",
+            {"activations": "norms"},
+            "--activations has no effect: method emp-magnitude needs no activations.",
+        ),
         ("magnitude", {}, None),
     ],
-)  # fmt: skip
+)
 def test_options_without_effect_are_named(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: Any, options: dict[str, Any], named: str | None
+    models: Models,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    method: Any,
+    options: dict[str, Any],
+    named: str | None,
 ) -> None:
     prune(model=models("llama"), output=tmp_path / "out", dry_run=True, method=method, **options)
     assert "no effect" not in caplog.text if named is None else named in caplog.text
@@ -91,17 +112,41 @@ def test_options_without_effect_are_named(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--method magnitude --sparsity 0.5 --parameters 6e9", "set the sparsity; leave out --sparsity"),
+        (
+            "--method magnitude --sparsity 0.5 --parameters 6e9",
+            "set the sparsity; leave out --sparsity",
+        ),
         ("--method emp-magnitude --beta 1 --memory 24GB", "set the sparsity; leave out --beta"),
         ("--neff-dtype float64 --memory 24GB", "set the sparsity; leave out --neff-dtype"),
-        ("--structure heads --group row", "--group does not go with --structure. Use --structure-group"),
-        ("--structure heads --targets mlp", "--targets does not go with --structure. Use --structure heads, neurons"),
-        ("--structure heads --tower language", "--tower does not go with --structure. Leave it out"),
-        ("--structure heads --propagate dense", "--propagate does not go with --structure. Leave it out"),
-        ("--structure heads --mask-device cpu", "--mask-device does not go with --structure. Leave it out"),
+        (
+            "--structure heads --group row",
+            "--group does not go with --structure. Use --structure-group",
+        ),
+        (
+            "--structure heads --targets mlp",
+            "--targets does not go with --structure. Use --structure heads, neurons",
+        ),
+        (
+            "--structure heads --tower language",
+            "--tower does not go with --structure. Leave it out",
+        ),
+        (
+            "--structure heads --propagate dense",
+            "--propagate does not go with --structure. Leave it out",
+        ),
+        (
+            "--structure heads --mask-device cpu",
+            "--mask-device does not go with --structure. Leave it out",
+        ),
         ("--structure-group layer", "--structure-group has no effect without --structure"),
-        ("--refit --execution model", "--refit runs the model block by block; leave out --execution model"),
-        ("--method sparsegpt --execution model", "--method sparsegpt runs the model block by block"),
+        (
+            "--refit --execution model",
+            "--refit runs the model block by block; leave out --execution model",
+        ),
+        (
+            "--method sparsegpt --execution model",
+            "--method sparsegpt runs the model block by block",
+        ),
         ("--structure neurons --refit --execution model", "--refit runs the model block by block"),
         ("--method magnitude --sparsity 0.5 --group row", ""),
     ],
@@ -113,28 +158,56 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
         check_options(**groups)
 
 
-def test_a_budget_is_checked_as_the_sparsity_that_it_is(models: Models, norms: Models, tmp_path: Path) -> None:
+def test_a_budget_is_checked_as_the_sparsity_that_it_is(
+    models: Models, norms: Models, tmp_path: Path
+) -> None:
     owl: dict[str, Any] = {"method": "wanda", "shares": "owl", "activations": norms("llama")}
-    with pytest.raises(UserError, match="--owl-lambda must leave every block a sparsity between 0 and 1, and it gives"):
-        prune(model=models("llama"), output=tmp_path / "out", parameters="24500", owl_lambda=0.3, **owl)
+    with pytest.raises(
+        UserError,
+        match="--owl-lambda must leave every block a sparsity between 0 and 1, and it gives",
+    ):
+        prune(
+            model=models("llama"),
+            output=tmp_path / "out",
+            parameters="24500",
+            owl_lambda=0.3,
+            **owl,
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_measures_of_units_take_no_options_of_weights(models: Models, norms: Models, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"model": models("llama"), "structure": "neurons", "output": tmp_path / "m.json"}
-    for name, value in {"activations": norms("llama"), "targets": "mlp", "score": "relative"}.items():
+def test_measures_of_units_take_no_options_of_weights(
+    models: Models, norms: Models, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {
+        "model": models("llama"),
+        "structure": "neurons",
+        "output": tmp_path / "m.json",
+    }
+    for name, value in {
+        "activations": norms("llama"),
+        "targets": "mlp",
+        "score": "relative",
+    }.items():
         with pytest.raises(UserError, match=f"--{name} does not go with --structure"):
             measure(**common, **{name: value})
 
 
 def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--revision is for a comparison with the dense model; name that with --source"):
+    with pytest.raises(
+        UserError,
+        match="--revision is for a comparison with the dense model; name that with --source",
+    ):
         verify(tmp_path, revision="main")
-    with pytest.raises(UserError, match="--revision main is of the dense model; name that with --base"):
+    with pytest.raises(
+        UserError, match="--revision main is of the dense model; name that with --base"
+    ):
         unpack(tmp_path, tmp_path / "out", revision="main")
 
 
-def test_a_pruned_model_is_noticed(pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pruned_model_is_noticed(
+    pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = pruned("llama")
     assert "already pruned" not in caplog.text
     prune(model=source, output=tmp_path / "twice", method="emp-magnitude", dry_run=True)
@@ -142,15 +215,19 @@ def test_a_pruned_model_is_noticed(pruned: Models, tmp_path: Path, caplog: pytes
 
 
 def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
-    """`from emp_llm import prune` can be called, and is documented, as the function in it; paths are models."""
+    """`from emp_llm import prune` can be called, and is documented, as the function in it."""
     parameters = inspect.signature(prune_module).parameters
     assert parameters == inspect.signature(prune).parameters
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
+    assert all(
+        parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values()
+    )
     report = prune_module(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
     assert isinstance(report, RunReport)
     assert report.source.model == str(models("llama"))
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
-    with pytest.raises(UserError, match=r"--model must be text, .*LlamaForCausalLM.*save_pretrained"):
+    with pytest.raises(
+        UserError, match=r"--model must be text, .*LlamaForCausalLM.*save_pretrained"
+    ):
         prune(model=AutoModelForCausalLM.from_pretrained(models("llama")), output=tmp_path / "x")
     with pytest.raises(TypeError, match="methd"):
         prune(model="x", methd="magnitude")  # type: ignore[call-arg]
@@ -164,10 +241,14 @@ def test_a_data_free_prune_needs_no_torch(models: Models, tmp_path: Path) -> Non
     """Heavy imports are most of the time of a small prune."""
     program = (
         "import sys\nfrom emp_llm.cli import main\n"
-        f"main(['prune', '--model', {str(models('llama'))!r}, '--method', 'emp-magnitude', '--output', 'out'])\n"
-        "print(sorted({'torch', 'transformers', 'numba', 'datasets', 'huggingface_hub', 'scipy'} & set(sys.modules)))"
+        f"main(['prune', '--model', {str(models('llama'))!r}, '--method', 'emp-magnitude', "
+        "'--output', 'out'])\n"
+        "heavy = {'torch', 'transformers', 'numba', 'datasets', 'huggingface_hub', 'scipy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert (tmp_path / "out" / "emp_manifest.json").is_file()
@@ -175,10 +256,11 @@ def test_a_data_free_prune_needs_no_torch(models: Models, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("moment", ["options", "command"])
 def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> None:
-    """Ctrl-C before the first progress bar: while options are parsed, or while libraries are imported."""
+    """Ctrl-C before the first progress bar: while options are parsed, or libraries imported."""
     program = (
         "import signal, os, sys\nfrom importlib.abc import MetaPathFinder\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
+        # Background jobs of a shell ignore it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupt(MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
         f"        if name == {'typer' if moment == 'options' else 'emp_llm.checkpoint.output'!r}:\n"
@@ -186,28 +268,55 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
         "sys.meta_path.insert(0, Interrupt())\n"
         "from emp_llm.cli import main\nmain(['prune', '--model', 'x', '--method', 'magnitude'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
     assert "interrupted" in done.stderr
 
 
-def test_help_fits_on_a_screen_and_help_all_has_the_rest(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    short, everything = command("prune", "--help"), command("prune", "--help", "all")
+def test_help_fits_on_a_screen_and_help_all_has_the_rest(
+    command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = command("prune", "--help")
+    everything = command("prune", "--help", "all")
     assert short.returncode == everything.returncode == 0
     for columns in (80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         shown = command("prune", "-h").stdout
         assert len(shown.splitlines()) <= 45
         assert max(map(len, shown.splitlines())) <= columns
-    for name in ("model", "output", "calibration", "method", "sparsity", "beta", "pattern", "targets", "refit", "evaluate"):
+    for name in (
+        "model",
+        "output",
+        "calibration",
+        "method",
+        "sparsity",
+        "beta",
+        "pattern",
+        "targets",
+        "refit",
+        "evaluate",
+    ):
         assert f"--{name} " in short.stdout
-    for flag in ("--push-to-hub", "--dry-run", "--overwrite", "-o, ", "-m, ", "emp-llm prune --help all"):
+    for flag in (
+        "--push-to-hub",
+        "--dry-run",
+        "--overwrite",
+        "-o, ",
+        "-m, ",
+        "emp-llm prune --help all",
+    ):
         assert flag in short.stdout
     assert "--owl-lambda" not in short.stdout
     for option in prune.options.values():  # type: ignore[attr-defined]
         assert option.flag.partition("/")[0] in everything.stdout
-    titles = [line for line in everything.stdout.splitlines() if line.endswith(":") and not line.startswith((" ", "Usage"))]
+    titles = [
+        line
+        for line in everything.stdout.splitlines()
+        if line.endswith(":") and not line.startswith((" ", "Usage"))
+    ]
     assert "Calibration:" in titles
     assert 6 <= len(titles) <= 15
 
@@ -228,12 +337,35 @@ def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["prune", "calibrate", "measure", "sweep", "evaluate", "generate", "bench", "verify", "push", "pack", "unpack"]
+    "name",
+    [
+        "prune",
+        "calibrate",
+        "measure",
+        "sweep",
+        "evaluate",
+        "generate",
+        "bench",
+        "verify",
+        "push",
+        "pack",
+        "unpack",
+    ],
 )
-def test_a_model_stands_first_or_after_its_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_stands_first_or_after_its_flag(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = getattr(importlib.import_module(f"emp_llm.{name}"), name)
-    more = {"generate": ["--prompt", "text"], "push": ["a/b"], "pack": ["out"], "unpack": ["out"]}.get(name, [])
-    known = [parse(command, [*line, *more], name) for line in (["llama"], ["--model", "llama"], ["-m", "llama"])]
+    more = {
+        "generate": ["--prompt", "text"],
+        "push": ["a/b"],
+        "pack": ["out"],
+        "unpack": ["out"],
+    }.get(name, [])
+    known = [
+        parse(command, [*line, *more], name)
+        for line in (["llama"], ["--model", "llama"], ["-m", "llama"])
+    ]
     assert known[0] == known[1] == known[2]
     assert "llama" in map(str, known[0].values())
     assert parse(command, [*more, "-v", "--model", "llama"], name) == known[0] | {"verbose": True}
@@ -265,7 +397,13 @@ def test_shells_complete_commands_flags_and_choices(line: str, words: list[str])
     program = "import sys\nfrom emp_llm.cli import main\nmain(['--complete', 'emp-llm', '', ''])\n"
     program += "print({'torch', 'typer', 'numpy'} & set(sys.modules), file=sys.stderr)"
     environment = os.environ | {"COMP_LINE": f"{line} more", "COMP_POINT": str(len(line))}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout.split(), done.stderr.strip()) == (words, "set()")
 
 
@@ -273,7 +411,11 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
     """By the line that it is given."""
     (tmp_path / "emp-llm").write_text(f'#!/bin/sh\nexec {sys.executable} -m emp_llm "$@"\n')
     (tmp_path / "emp-llm").chmod(0o755)
-    program = f"PATH={tmp_path}:$PATH\n" + command("--completion", "bash").stdout + "\ncomplete -p emp-llm"
+    program = (
+        f"PATH={tmp_path}:$PATH\n"
+        + command("--completion", "bash").stdout
+        + "\ncomplete -p emp-llm"
+    )
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
     assert "--complete" in done.stdout
     wrong = command("--completion", "tcsh")
@@ -284,18 +426,33 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
 def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue").stderr
     assert "Did you mean" not in command("xyzzy").stderr
-    assert "Did you mean emp-wanda?" in command("prune", "-m", models("llama"), "--method", "emp-wnada").stderr
+    assert (
+        "Did you mean emp-wanda?"
+        in command("prune", "-m", models("llama"), "--method", "emp-wnada").stderr
+    )
     assert "Did you mean demo?" in command("prune", models("llama"), "--calibration", "dmo").stderr
-    assert "Did you mean magnitude?" in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud").stderr
-    assert "Did you mean magnitude?" in command("measure", "-m", models("llama"), "--criteria", "magnitud").stderr
+    assert (
+        "Did you mean magnitude?"
+        in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud").stderr
+    )
+    assert (
+        "Did you mean magnitude?"
+        in command("measure", "-m", models("llama"), "--criteria", "magnitud").stderr
+    )
 
 
-@pytest.mark.parametrize("line", ["['-h']", "['verify', 'out']", "['prune', '--help']", "['--version']"])
+@pytest.mark.parametrize(
+    "line", ["['-h']", "['verify', 'out']", "['prune', '--help']", "['--version']"]
+)
 def test_output_into_a_closed_pipe_ends_quietly(models: Models, tmp_path: Path, line: str) -> None:
     prune(model=models("llama"), output=tmp_path / "out", method="magnitude")
     program = f"import time; from emp_llm.cli import main; time.sleep(0.3); main({line})"
     writer = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert writer.stdout is not None
     assert writer.stderr is not None
@@ -310,7 +467,15 @@ def test_env_names_versions_processor_and_kernels(command: Run) -> None:
     done = command("env")
     assert done.returncode == 0
     told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert {"emp-llm", "python", "torch", "transformers", "huggingface-hub", "numpy", "numba"} <= set(told)
+    assert {
+        "emp-llm",
+        "python",
+        "torch",
+        "transformers",
+        "huggingface-hub",
+        "numpy",
+        "numba",
+    } <= set(told)
     assert {"processor", "instructions", "cores", "memory", "GPUs", "masks", "runtime"} <= set(told)
     assert "compiled" in told["masks"] or "numpy" in told["masks"]
     assert any(word in told["runtime"] for word in ("AVX-512", "AVX2", "torch"))
@@ -331,10 +496,13 @@ def test_a_sparsity_in_percent_and_a_sparsity_of_nothing(
 
 def test_an_interrupt_does_not_contradict_what_is_kept(tmp_path: Path) -> None:
     program = (
-        "import os, signal\nfrom emp_llm import cli\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import os, signal\nfrom emp_llm import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "cli._with_exit_codes(lambda rank: os.kill(os.getpid(), signal.SIGINT))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "interrupted.\n")
 
 
@@ -353,6 +521,8 @@ def test_a_report_prints_as_a_short_table(models: Models, tmp_path: Path) -> Non
     assert repr(report) == str(report)
     assert "down_proj x " in str(report)
     assert "emp-magnitude" in str(report)
-    record = emp_llm.measure(models("llama"), output=tmp_path / "measure.json", criteria="magnitude", orders="1,2")
+    record = emp_llm.measure(
+        models("llama"), output=tmp_path / "measure.json", criteria="magnitude", orders="1,2"
+    )
     assert len(str(record).splitlines()) == 4
     assert repr(record) == str(record)

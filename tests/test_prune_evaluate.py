@@ -1,4 +1,6 @@
-"""`prune --evaluate`: the checkpoint comes first, its evaluation resumes, and earlier dense results are taken over."""
+"""`prune --evaluate`: the checkpoint comes first, its evaluation resumes, and earlier dense
+results are taken over.
+"""
 
 import hashlib
 import json
@@ -28,16 +30,24 @@ Values = dict[str, Any]
 def numbers(measures: Values) -> Values:
     """Everything measured, without times."""
     tasks = {name: task["results"] for name, task in measures["tasks"].items()}
-    return tasks | {"perplexity": measures["perplexity"]["perplexity"], "losses": measures["perplexity"]["block_losses"]}
+    return tasks | {
+        "perplexity": measures["perplexity"]["perplexity"],
+        "losses": measures["perplexity"]["block_losses"],
+    }
 
 
 def weights(folder: Path) -> dict[str, tuple[int, str]]:
     """Time of change and hash of each shard."""
     shards = sorted(folder.glob("*.safetensors"))
-    return {path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in shards}
+    return {
+        path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in shards
+    }
 
 
-def terminate_when(condition: Callable[[Results, Path], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def terminate_when(
+    condition: Callable[[Results, Path], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Send SIGTERM to this process when results for which the condition holds have been saved."""
     save = Results.save
 
@@ -59,28 +69,50 @@ def line(evaluable: Models, task_suite: Path) -> list[object]:
 def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of an uninterrupted run. Read-only."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    prune(evaluable("llama"), output=folder, method="emp-magnitude", evaluate=task_suite, device_map="cpu")
+    prune(
+        evaluable("llama"),
+        output=folder,
+        method="emp-magnitude",
+        evaluate=task_suite,
+        device_map="cpu",
+    )
     return folder
 
 
 def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
     report = report_of(whole)
-    assert list(report["evaluation"]["dense"]["tasks"]) == list(report["evaluation"]["pruned"]["tasks"]) == list(TASKS)
-    assert report["evaluation"]["dense"]["perplexity"] != report["evaluation"]["pruned"]["perplexity"]
+    assert (
+        list(report["evaluation"]["dense"]["tasks"])
+        == list(report["evaluation"]["pruned"]["tasks"])
+        == list(TASKS)
+    )
+    assert (
+        report["evaluation"]["dense"]["perplexity"] != report["evaluation"]["pruned"]["perplexity"]
+    )
     assert list(report["stages"]) == ["prune", "load", "evaluate dense", "evaluate pruned"]
     assert not (whole / "emp_llm" / "evaluation").exists()
     assert verify(whole, source=evaluable("llama")).differences == []
 
 
-@pytest.mark.parametrize(("name", "parts"), [("dense.json", 2), ("dense.json", 4), ("pruned.json", 3)])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("dense.json", 2), ("dense.json", 4), ("pruned.json", 3)]
+)
 def test_an_interrupted_evaluation_resumes(
-    line: list[object], whole: Path, evaluable: Models, tmp_path: Path, command: Run, name: str, parts: int
+    line: list[object],
+    whole: Path,
+    evaluable: Models,
+    tmp_path: Path,
+    command: Run,
+    name: str,
+    parts: int,
 ) -> None:
-    """Within the dense suite, between the models, and within the other suite. Neither the checkpoint nor a finished part is
-    done again."""
+    """Within the dense suite, between the models, and within the other suite. Neither the
+    checkpoint nor a finished part is done again."""
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        terminate_when(lambda results, path: path.name == name and results.measures.parts == parts, patch)
+        terminate_when(
+            lambda results, path: path.name == name and results.measures.parts == parts, patch
+        )
         done = command(*line, "--output", out)
     assert done.returncode == 143, done.stderr
     assert f"the checkpoint in {out} is complete" in done.stderr
@@ -94,19 +126,31 @@ def test_an_interrupted_evaluation_resumes(
     before = weights(out)
     done = command(*line, "--output", out)
     assert done.returncode == 0, done.stderr
-    assert weights(out) == before == {key: (before[key][0], value[1]) for key, value in weights(whole).items()}
-    report, expected = report_of(out), report_of(whole)
+    assert (
+        weights(out)
+        == before
+        == {key: (before[key][0], value[1]) for key, value in weights(whole).items()}
+    )
+    report = report_of(out)
+    expected = report_of(whole)
     assert report["evaluation"][name.removesuffix(".json")]["perplexity"]["seconds"] == 12345
     for which in ("dense", "pruned"):
         assert numbers(report["evaluation"][which]) == numbers(expected["evaluation"][which])
     assert report["matrices"] == expected["matrices"]
-    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in whole.iterdir()
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_run_does_not_continue_it(line: list[object], task_suite: Path, tmp_path: Path, command: Run) -> None:
-    """A run at the same time or of a different recipe is refused; another suite is measured anew; --overwrite replaces all."""
-    out, short = tmp_path / "out", task_suite.with_name("short.toml")
+def test_another_run_does_not_continue_it(
+    line: list[object], task_suite: Path, tmp_path: Path, command: Run
+) -> None:
+    """A run at the same time or of a different recipe is refused; another suite is measured
+    anew; --overwrite replaces all.
+    """
+    out = tmp_path / "out"
+    short = task_suite.with_name("short.toml")
     with pytest.MonkeyPatch.context() as patch:
         terminate_when(lambda results, _: results.complete, patch)
         assert command(*line, "--output", out).returncode == 143
@@ -142,8 +186,18 @@ def test_another_run_does_not_continue_it(line: list[object], task_suite: Path, 
 def test_a_calibrated_run_resumes_without_calibrating(
     evaluable: Models, task_suite: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: Values = {"method": "emp-wanda", "calibration": text, "samples": 4, "seqlen": 64, "device_map": "cpu"}
-    options |= {"output": tmp_path / "out", "evaluate": task_suite.with_name("short.toml"), "propagate": "pruned"}
+    options: Values = {
+        "method": "emp-wanda",
+        "calibration": text,
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
+    options |= {
+        "output": tmp_path / "out",
+        "evaluate": task_suite.with_name("short.toml"),
+        "propagate": "pruned",
+    }
     with monkeypatch.context() as patch:
         patch.setattr("emp_llm.evaluation.evaluate.evaluation_record", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -157,7 +211,9 @@ def test_a_calibrated_run_resumes_without_calibrating(
 
 
 @pytest.fixture(scope="module")
-def dense_results(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense_results(
+    evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The results of `evaluate` on the dense model. Copy it before changing it."""
     path = tmp_path_factory.mktemp("dense") / "dense.json"
     evaluate(evaluable("llama"), suite=task_suite, output=path, device_map="cpu")
@@ -169,8 +225,17 @@ def test_a_baseline_replaces_the_dense_evaluation(
     evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, whole: Path, kind: str
 ) -> None:
     baseline = dense_results if kind == "file" else whole
-    held = json.loads(baseline.read_text()) if kind == "file" else report_of(whole)["evaluation"]["dense"]
-    options: Values = {"method": "magnitude", "evaluate": task_suite, "device_map": "cpu", "baseline": baseline}
+    held = (
+        json.loads(baseline.read_text())
+        if kind == "file"
+        else report_of(whole)["evaluation"]["dense"]
+    )
+    options: Values = {
+        "method": "magnitude",
+        "evaluate": task_suite,
+        "device_map": "cpu",
+        "baseline": baseline,
+    }
     prune(evaluable("llama"), output=tmp_path / "out", **options)
     report = report_of(tmp_path / "out")
     assert report["evaluation"]["dense"] == {key: held[key] for key in ("perplexity", "tasks")}
@@ -185,7 +250,10 @@ def test_a_baseline_replaces_the_dense_evaluation(
         ({"suite": "short.toml"}, r"another suite, dtype or quantisation \(tasks"),
         ({"dtype": "float32"}, r"or quantisation \(dtype auto, this one has float32"),
         ({"change": {"complete": False}}, "has not finished; run its command again"),
-        ({"change": {"format": "emp-llm results 99"}}, "it has format version 99 of a results file"),
+        (
+            {"change": {"format": "emp-llm results 99"}},
+            "it has format version 99 of a results file",
+        ),
         ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),
         ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
         ({"baseline": "nope.json"}, "cannot be read"),
@@ -196,7 +264,13 @@ def test_a_baseline_replaces_the_dense_evaluation(
     ],
 )
 def test_a_baseline_of_something_else_is_refused(
-    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, whole: Path, options: Values, says: str
+    evaluable: Models,
+    task_suite: Path,
+    tmp_path: Path,
+    dense_results: Path,
+    whole: Path,
+    options: Values,
+    says: str,
 ) -> None:
     """Before anything is written."""
     held = json.loads(dense_results.read_text()) | options.get("change", {})
@@ -209,7 +283,11 @@ def test_a_baseline_of_something_else_is_refused(
     suites = {"short.toml": task_suite.with_name("short.toml"), "lost.toml": tmp_path / "lost.toml"}
     suite = suites.get(options["suite"], options["suite"]) if "suite" in options else task_suite
     model = evaluable(options.get("model", "llama"))
-    given: Values = {"method": "magnitude", "device_map": "cpu", "dtype": options.get("dtype", "auto")}
+    given: Values = {
+        "method": "magnitude",
+        "device_map": "cpu",
+        "dtype": options.get("dtype", "auto"),
+    }
     given |= {"baseline": tmp_path / options.get("baseline", "dense.json")}
     with pytest.raises(UserError, match=says) as caught:
         prune(model, output=tmp_path / "out", evaluate=suite, **given)

@@ -1,4 +1,6 @@
-"""Pruned checkpoints on the Hub: pushed to a loopback server and loaded from it, by the unmodified client."""
+"""Pruned checkpoints on the Hub: pushed to a loopback server and loaded from it, by the
+unmodified client.
+"""
 
 import json
 import signal
@@ -26,7 +28,8 @@ PUBLIC = {"emp_report.json", "emp_manifest.json", "emp_llm/activations.safetenso
 
 def check_pushed(hub: Hub, name: str, folder: Path, branch: str = "main", **others: bytes) -> None:
     """A branch holds the files of a folder, and some others, and is sound by its own manifest."""
-    there, here = held(hub, name, branch), contents(folder)
+    there = held(hub, name, branch)
+    here = contents(folder)
     assert there.keys() == here.keys() | others.keys()
     for path, content in (here | others).items():
         assert path in PUBLIC or there[path] == content, path
@@ -37,19 +40,25 @@ def check_pushed(hub: Hub, name: str, folder: Path, branch: str = "main", **othe
         assert verify(Path(scratch)).differences == []
 
 
-def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+def test_pushed_from_the_shell_and_loaded_by_its_name(
+    hub: Hub, client: Client, checkpoint: Path, tmp_path: Path
+) -> None:
     (checkpoint / "notes.txt").write_text("mine")
     code, out, err = client.command(tmp_path, "push", checkpoint, "user/lamps")
     assert code == 0, err
     assert "/user/lamps holds " in out
     (checkpoint / "notes.txt").unlink()
-    check_pushed(hub, "user/lamps", checkpoint)  # with the card, and without anything that the upload left behind
+    # With the card, and without anything that the upload left behind.
+    check_pushed(hub, "user/lamps", checkpoint)
     files = {path.split("/")[0] for path in contents(checkpoint)}
     assert files >= {"README.md", "LICENSE", "config.json", "tokenizer.json", "emp_report.json"}
-    assert len(hub.repositories["user/lamps"].branches["main"]) == 2  # one commit on top of the Hub's own
+    # One commit on top of the Hub's own.
+    assert len(hub.repositories["user/lamps"].branches["main"]) == 2
     assert sorted(hub.put) == sorted(sha256(path.read_bytes()) for path in shards(checkpoint))
     assert verify(checkpoint).differences == []
-    assert not any(TOKEN.encode() in content for content in (*held(hub, "user/lamps").values(), *hub.seen))
+    assert not any(
+        TOKEN.encode() in content for content in (*held(hub, "user/lamps").values(), *hub.seen)
+    )
     loaded = client.call("weights", name="user/lamps")["result"]
     assert loaded == client.call("weights", name=str(checkpoint))["result"]
     assert len(loaded) == 21
@@ -58,13 +67,16 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, 
 def test_a_dry_run_changes_nothing_and_a_second_push_sends_only_changes(
     hub: Hub, client: Client, checkpoint: Path, hub_dense: Path
 ) -> None:
-    before, where = contents(checkpoint), {"folder": checkpoint, "repository": "team/twice"}
+    before = contents(checkpoint)
+    where = {"folder": checkpoint, "repository": "team/twice"}
     done = client.call("push", **where, dry_run=True)["result"]
     assert done["commit"] is None
     assert contents(checkpoint) == before
     assert "team/twice" not in hub.repositories
     client.call("push", **where)
-    assert done["files"] == {path: len(content) for path, content in held(hub, "team/twice").items()}
+    assert done["files"] == {
+        path: len(content) for path, content in held(hub, "team/twice").items()
+    }
     hub.put.clear()
     again = client.call("push", **where)["result"]
     commits = hub.repositories["team/twice"].branches["main"]
@@ -79,20 +91,25 @@ def test_a_dry_run_changes_nothing_and_a_second_push_sends_only_changes(
 
     Repository.commit = meddle  # type: ignore[method-assign]
     assert "result" in client.call("push", **where)
-    check_pushed(hub, "team/twice", checkpoint, **{"theirs.md": b"theirs"})  # of someone else, during the push
+    # Of someone else, during the push.
+    check_pushed(hub, "team/twice", checkpoint, **{"theirs.md": b"theirs"})
     assert len(commits) == 4
-    first, last = commits[1].files, commits[-1].files
+    first = commits[1].files
+    last = commits[-1].files
     assert {path for path in last if first.get(path) != last[path]} == {"README.md", "theirs.md"}
     assert hub.put == []
 
 
-def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_that_verify_rejects_is_not_pushed(
+    hub: Hub, client: Client, checkpoint: Path, tmp_path: Path
+) -> None:
     """Neither is another folder, nor a token."""
 
     def error(folder: Path = checkpoint, repository: str = "user/unsound", **more: Any) -> str:
         return str(client.call("push", folder=folder, repository=repository, **more)["error"])
 
-    shard, extra = shards(checkpoint)[1], checkpoint / "extra.safetensors"
+    shard = shards(checkpoint)[1]
+    extra = checkpoint / "extra.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     for dry_run in (True, False):
@@ -117,10 +134,13 @@ def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, ch
     assert "config.json is missing from the commit" in error()
 
 
-def test_hidden_files_pickles_and_what_links_point_to_are_not_pushed(client: Client, checkpoint: Path, tmp_path: Path) -> None:
+def test_hidden_files_pickles_and_what_links_point_to_are_not_pushed(
+    client: Client, checkpoint: Path, tmp_path: Path
+) -> None:
     """A manifest of an older version, or one that someone made, can name them."""
     where = {"folder": checkpoint, "repository": "user/quiet", "dry_run": True}
-    before, path = client.call("push", **where)["result"]["files"], checkpoint / "emp_manifest.json"
+    before = client.call("push", **where)["result"]["files"]
+    path = checkpoint / "emp_manifest.json"
     manifest = json.loads(path.read_text())
     for name in (".git/config", "training_args.bin", "emp_llm/.notes.json"):
         (checkpoint / name).parent.mkdir(exist_ok=True)
@@ -141,7 +161,9 @@ def test_an_interrupted_push_resumes_after_the_last_finished_file(
     slow = sha256(shards(checkpoint)[2].read_bytes())
     fault = hub.fail("PUT", slow, hold=True)
     line = [sys.executable, "-m", "emp_llm.push", str(checkpoint), "user/cut"]
-    with subprocess.Popen(line, env=environment(hub.endpoint, tmp_path / "home", TOKEN), stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        line, env=environment(hub.endpoint, tmp_path / "home", TOKEN), stderr=subprocess.PIPE
+    ) as process:
         assert fault.reached.wait(60)
         while len(hub.put) < len(shards(checkpoint)) - 1:
             assert process.poll() is None
@@ -175,11 +197,16 @@ def test_transient_errors_are_retried(
     assert "result" in done, done
     assert fault.reached.is_set()
     check_pushed(hub, name, checkpoint)
-    assert len(hub.repositories[name].branches["main"]) == 2  # also if the commit was made and its answer was lost
+    # Also if the commit was made and its answer was lost.
+    assert len(hub.repositories[name].branches["main"]) == 2
 
 
 NOW = {"Retry-After": "0"}
-FULL = {"objects": [{"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your storage is full."}}]}
+FULL = {
+    "objects": [
+        {"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your storage is full."}}
+    ]
+}
 LICENCE = {"errors": [{"message": "license must be one of"}]}
 
 
@@ -188,23 +215,57 @@ LICENCE = {"errors": [{"message": "license must be one of"}]}
     [
         ("user/no", None, None, "you are not logged in to the Hub. Run hf auth login"),
         ("user/no", "hf_markedtokenofnobody", None, "the Hub does not accept your token."),
-        ("user/no", READER, None, "your token may not write there (You don't have the rights to write to user/no)."),
+        (
+            "user/no",
+            READER,
+            None,
+            "your token may not write there (You don't have the rights to write to user/no).",
+        ),
         ("user/data", STRANGER, None, "your token may not write there"),
         ("name", "", None, "give USER/NAME"),
         ("user/no name", "", None, "is not a name on the Hub"),
         ("user/no", "", ("POST", "repos/create", 503, b"", NOW), "keeps answering 503"),
-        ("user/no", "", ("POST", "repos/create", 402, b'{"error": "Pay first."}'), "402 (Pay first)."),
-        ("user/some-conflict", "", ("POST", "/commit/", 409, b"", NOW), "it changed during the push"),
+        (
+            "user/no",
+            "",
+            ("POST", "repos/create", 402, b'{"error": "Pay first."}'),
+            "402 (Pay first).",
+        ),
+        (
+            "user/some-conflict",
+            "",
+            ("POST", "/commit/", 409, b"", NOW),
+            "it changed during the push",
+        ),
         ("user/some-refused", "", ("PUT", "/lfs/", 403), "your token may not write there"),
-        ("user/some-full", "", ("POST", "objects/batch", 200, json.dumps(FULL).encode()), "Your storage is full."),
-        ("user/some-card", "", ("POST", "validate-yaml", 400, json.dumps(LICENCE).encode()), "license must be one of"),
+        (
+            "user/some-full",
+            "",
+            ("POST", "objects/batch", 200, json.dumps(FULL).encode()),
+            "Your storage is full.",
+        ),
+        (
+            "user/some-card",
+            "",
+            ("POST", "validate-yaml", 400, json.dumps(LICENCE).encode()),
+            "license must be one of",
+        ),
     ],
 )
 def test_lasting_errors_of_the_hub_are_sentences(
-    hub: Hub, client: Client, checkpoint: Path, repository: str, token: str | None, fault: Any, sentence: str
+    hub: Hub,
+    client: Client,
+    checkpoint: Path,
+    repository: str,
+    token: str | None,
+    fault: Any,
+    sentence: str,
 ) -> None:
     if fault is not None:
-        hub.fail(**dict(zip(("method", "pattern", "status", "body", "headers"), fault, strict=False)), times=9)
+        hub.fail(
+            **dict(zip(("method", "pattern", "status", "body", "headers"), fault, strict=False)),
+            times=9,
+        )
     done = client.call("push", token, folder=checkpoint, repository=repository)
     assert sentence in done["error"], done
     assert "\n" not in done["error"]
@@ -219,19 +280,26 @@ def test_other_weights_are_replaced_only_on_request(
     refused = client.call("push", folder=checkpoint, repository="user/dense")
     assert "holds other weights" in refused["error"]
     assert len(hub.repositories["user/dense"].branches["main"]) == 1
-    gentle, mine = tmp_path / "gentle", {"folder": checkpoint, "repository": "user/mine"}
+    gentle = tmp_path / "gentle"
+    mine = {"folder": checkpoint, "repository": "user/mine"}
     prune(model=hub_dense, method="emp-magnitude", beta=1.5, output=gentle, device_map="cpu")
     client.call("push", folder=gentle, repository="user/mine", private=True)
     repository = hub.repositories["user/mine"]
     assert repository.private
     assert "no such repository" in client.call("find_model", STRANGER, name="user/mine")["error"]
-    files = repository.head().files | {"model.safetensors": b"older", "pytorch_model.bin": b"older", "picture.svg": b"<svg>"}
+    files = repository.head().files | {
+        "model.safetensors": b"older",
+        "pytorch_model.bin": b"older",
+        "picture.svg": b"<svg>",
+    }
     repository.branches["main"].append(Commit("e" * 40, "more", files))
     assert "add --overwrite" in client.call("push", **mine)["error"]
     client.call("push", **mine, private=True, overwrite=True)
     check_pushed(hub, "user/mine", checkpoint, **{"picture.svg": b"<svg>"})
     for _ in range(2):
-        done = client.call("push", folder=gentle, repository="user/mine", revision="beta/1.5", overwrite=True)["result"]
+        done = client.call(
+            "push", folder=gentle, repository="user/mine", revision="beta/1.5", overwrite=True
+        )["result"]
     assert done["url"].endswith("/user/mine/tree/beta/1.5")
     check_pushed(hub, "user/mine", gentle, "beta/1.5", **{"picture.svg": b"<svg>"})
     check_pushed(hub, "user/mine", checkpoint, **{"picture.svg": b"<svg>"})
@@ -243,9 +311,29 @@ def test_other_weights_are_replaced_only_on_request(
     assert "the repository is public" in public["error"]
 
 
-def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client, hub_suite: Path, tmp_path: Path) -> None:
-    line = ["prune", "--model", "user/dense", "--calibration", "user/data,join= ", "--samples", 8, "--seqlen", 64]
-    line += ["--push-to-hub", "team/lamps", "--private", "--push-revision", "emp", "--evaluate", hub_suite]
+def test_prune_pushes_and_everything_loads_by_its_name(
+    hub: Hub, client: Client, hub_suite: Path, tmp_path: Path
+) -> None:
+    line = [
+        "prune",
+        "--model",
+        "user/dense",
+        "--calibration",
+        "user/data,join= ",
+        "--samples",
+        8,
+        "--seqlen",
+        64,
+    ]
+    line += [
+        "--push-to-hub",
+        "team/lamps",
+        "--private",
+        "--push-revision",
+        "emp",
+        "--evaluate",
+        hub_suite,
+    ]
     code, out, err = client.command(tmp_path, *line)
     assert code == 0, err
     assert "team/lamps/tree/emp holds" in out
@@ -258,17 +346,30 @@ def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client,
     assert "--push-to-hub team/lamps" in card
     assert "--calibration 'user/data,join= '" in card
     assert verify(folder).differences == []
-    asked = {"model": "team/lamps", "revision": "emp", "suite": str(hub_suite), "output": tmp_path / "r.json"}
+    asked = {
+        "model": "team/lamps",
+        "revision": "emp",
+        "suite": str(hub_suite),
+        "output": tmp_path / "r.json",
+    }
     client.call("evaluate", **asked, device_map="cpu")
     measured = json.loads((tmp_path / "r.json").read_text())
     report = json.loads((folder / "emp_report.json").read_text())
-    assert measured["perplexity"]["perplexity"] == report["evaluation"]["pruned"]["perplexity"]["perplexity"]
+    assert (
+        measured["perplexity"]["perplexity"]
+        == report["evaluation"]["pruned"]["perplexity"]["perplexity"]
+    )
     assert measured["pruned"]["of"] == "user/dense"
 
 
 def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_path: Path) -> None:
     def failing(token: str | None = "", **more: Any) -> str:
-        asked = {"model": "user/dense", "method": "magnitude", "output": tmp_path / "out", "push_to_hub": "user/late"} | more
+        asked = {
+            "model": "user/dense",
+            "method": "magnitude",
+            "output": tmp_path / "out",
+            "push_to_hub": "user/late",
+        } | more
         return str(client.call("prune", token, **asked)["error"])
 
     assert "not logged in" in failing(None)
@@ -290,23 +391,48 @@ def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_pat
 def test_a_model_with_fewer_heads_and_neurons(
     hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, tmp_path: Path
 ) -> None:
-    """Pushed with a card that says what was removed, and what that buys; the smaller model loads by its name."""
+    """Pushed with a card that says what was removed, and what that buys; the smaller model loads
+    by its name.
+    """
     out = tmp_path / "narrow"
-    options: dict[str, Any] = {"structure": "both", "method": "magnitude", "width_multiple": 8, "quiet": True}
+    options: dict[str, Any] = {
+        "structure": "both",
+        "method": "magnitude",
+        "width_multiple": 8,
+        "quiet": True,
+    }
     prune(str(hub_dense), output=out, **options)
-    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
+    how: dict[str, Any] = {
+        "prompt_tokens": 8,
+        "new_tokens": 2,
+        "repeats": 1,
+        "device": "cpu",
+        "quiet": True,
+    }
     benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how)
     client.call("push", folder=out, repository="user/narrow")
-    client.call("push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"])
+    client.call(
+        "push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"]
+    )
     check_pushed(hub, "user/narrow", out)
     card = held(hub, "user/narrow")["README.md"].decode()
-    assert "a fixed share of whole attention heads and MLP neurons scored by the norms of their weights" in card
+    assert (
+        "a fixed share of whole attention heads and MLP neurons scored by the norms of their "
+        "weights"
+    ) in card
     assert "A smaller dense model" in card
     assert "structured-pruning" in card
     assert "unstructured" not in card
     assert str(tmp_path) not in card
-    assert client.call("weights", name="user/narrow")["result"] == client.call("weights", name=str(out))["result"]
+    assert (
+        client.call("weights", name="user/narrow")["result"]
+        == client.call("weights", name=str(out))["result"]
+    )
     speed = card_of(hub, "user/fast")[1].partition("## Speed")[2].partition("\n## ")[0]
-    for words in (f"({benched.batches[0].decode.ratio:.2f} x,", f"{benched.sparsity:.1%}", f"| {checkpoint.name} |"):
+    for words in (
+        f"({benched.batches[0].decode.ratio:.2f} x,",
+        f"{benched.sparsity:.1%}",
+        f"| {checkpoint.name} |",
+    ):
         assert words in speed
     assert str(checkpoint.parent) not in speed

@@ -40,13 +40,25 @@ def test_pruned_quantized_and_both(pruned: Path, prose: Path, tmp_path: Path) ->
     (tmp_path / "judge.txt").write_text(prose.read_text()[:5000])
     suite.write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 128\n')
     output = tmp_path / "both.json"
-    record = evaluate(pruned, suite=str(suite), baseline=str(DEMO), load_in_4bit=True, output=output)
+    record = evaluate(
+        pruned, suite=str(suite), baseline=str(DEMO), load_in_4bit=True, output=output
+    )
     head = record.table.splitlines()[0]
     assert head.split("  ")[-1].strip() == "change"
-    assert [word for word in head.split() if word != "change"] == ["model", "pruned", "model", "4bit", "pruned", "4bit"]
+    assert [word for word in head.split() if word != "change"] == [
+        "model",
+        "pruned",
+        "model",
+        "4bit",
+        "pruned",
+        "4bit",
+    ]
     suffixes = ("-baseline", "-unquantised", "-baseline-4bit", "")
     files = [json.loads(output.with_name(f"both{suffix}.json").read_text()) for suffix in suffixes]
-    bits = [file["made_by"]["quantization"] and file["made_by"]["quantization"]["bits"] for file in files]
+    bits = [
+        file["made_by"]["quantization"] and file["made_by"]["quantization"]["bits"]
+        for file in files
+    ]
     assert bits == [None, None, "4bit", "4bit"]
     assert len({file["perplexity"]["perplexity"] for file in files}) == 4
     dense = files[0]["perplexity"]["perplexity"]
@@ -60,11 +72,14 @@ def test_pruned_quantized_and_both(pruned: Path, prose: Path, tmp_path: Path) ->
 def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
-    plain, quantized = load_model(pruned, "cpu"), load_model(pruned, "cpu", quantization=bits)
+    plain = load_model(pruned, "cpu")
+    quantized = load_model(pruned, "cpu", quantization=bits)
     for name, module in quantized.named_modules():
         if name.endswith("down_proj"):
             weight = module.weight
-            values = dequantize_4bit(weight.data, weight.quant_state) if bits == "4bit" else weight.data
+            values = (
+                dequantize_4bit(weight.data, weight.quant_state) if bits == "4bit" else weight.data
+            )
             zero = plain.get_submodule(name).weight == 0
             assert 0.2 < zero.double().mean() < 0.6
             assert torch.equal(values[zero], torch.zeros_like(values[zero]))
@@ -73,37 +88,60 @@ def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
 
 def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--device-map disk: a model quantised to 4bit cannot lie on disk"):
+    with pytest.raises(
+        UserError, match="--device-map disk: a model quantised to 4bit cannot lie on disk"
+    ):
         evaluate(DEMO, suite="demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
         evaluate(DEMO, suite="demo", load_in_8bit=True, load_in_4bit=True)
     with pytest.raises(UserError, match="--propagate pruned cannot set quantised weights to zero"):
         prune(DEMO, output=tmp_path / "other", load_in_4bit=True, propagate="pruned")
     monkeypatch.setattr("emp_llm.models.placement.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"need bitsandbytes. Install it: pip install "
+        r"'emp-llm\[quantize\]'",
+    ):
         evaluate(DEMO, suite="demo", load_in_8bit=True)
 
 
 def test_quantized_calibration_prunes_the_original_weights(prose: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"calibration": str(prose), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    how: dict[str, Any] = {
+        "calibration": str(prose),
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
     report = prune(DEMO, output=tmp_path / "out", load_in_8bit=True, **how)
     assert report["calibration"]["quantization"]["format"] == "LLM.int8"
     norms = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
     plain = calibrate(DEMO, output=tmp_path / "plain.safetensors", **how)
     assert norms.norms.keys() == plain.norms.keys()
-    close = [torch.allclose(norm, plain.norms[name], rtol=0.2) for name, norm in norms.norms.items()]
+    close = [
+        torch.allclose(norm, plain.norms[name], rtol=0.2) for name, norm in norms.norms.items()
+    ]
     assert sum(close) > 0.8 * len(close)
     assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())
-    dense, sparse = load_model(DEMO, "cpu"), load_model(tmp_path / "out", "cpu")
+    dense = load_model(DEMO, "cpu")
+    sparse = load_model(tmp_path / "out", "cpu")
     for name, weight in sparse.named_parameters():
         kept = weight != 0
         assert torch.equal(weight[kept], dense.get_parameter(name)[kept])
 
 
-def test_quantized_calibration_of_experts(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    """bitsandbytes leaves parameters of three dimensions as they are; their inputs come from quantised layers."""
+def test_quantized_calibration_of_experts(
+    models: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """bitsandbytes leaves parameters of three dimensions as they are; their inputs come from
+    quantised layers.
+    """
     source = str(models("mixtral"))
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    how: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
     plain = calibrate(source, output=tmp_path / "plain.safetensors", **how)
     norms = calibrate(source, output=tmp_path / "norms.safetensors", load_in_8bit=True, **how)
     assert norms.about["quantization"]["bits"] == "8bit"

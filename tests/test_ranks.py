@@ -28,7 +28,9 @@ Launch = Callable[..., Launched]
 @pytest.fixture
 def launched(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Run a command by several ranks in the test's folder."""
-    return lambda count, *line, **more: launch(count, tmp_path, tmp_path_factory.mktemp("logs"), *line, **more)
+    return lambda count, *line, **more: launch(
+        count, tmp_path, tmp_path_factory.mktemp("logs"), *line, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +44,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts: a rank may see experts that the others do not."""
-    return tiny.make_model(tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB")
+    return tiny.make_model(
+        tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB"
+    )
 
 
 def count_sequences() -> Callable[[], None]:
     """Print at the end how many sequences this rank passed through the model."""
-    sequences, whole = [0], transformers.LlamaForCausalLM.forward
+    sequences = [0]
+    whole = transformers.LlamaForCausalLM.forward
 
     def counting(self: Any, *given: Any, **named: Any) -> Any:
         sequences[0] += (given[0] if given else named["input_ids"]).shape[0]
@@ -62,12 +67,15 @@ def counts(done: Launched) -> list[int]:
 
 
 def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
-    (tmp_path / "heldout.txt").write_text((ROOT / "eval" / "demo" / "heldout.txt").read_text()[:12_000])
+    (tmp_path / "heldout.txt").write_text(
+        (ROOT / "eval" / "demo" / "heldout.txt").read_text()[:12_000]
+    )
     (tmp_path / "suite.toml").write_text(
         '[perplexity]\nfile = "heldout.txt"\nseqlen = 128\n\n'
         f'[[tasks]]\nnames = ["demo_facts", "demo_stories"]\nfolder = "{ROOT / "eval" / "demo"}"\n'
     )
-    options = ["evaluate", "--model", DEMO, "--suite", "suite.toml", "--limit", 11]  # does not divide by 3
+    # Does not divide by 3.
+    options = ["evaluate", "--model", DEMO, "--suite", "suite.toml", "--limit", 11]
     whole = launched(1, *options, "--output", "1.json", prepare=count_sequences)
     one = json.loads((tmp_path / "1.json").read_text())
     (total,) = counts(whole)
@@ -78,7 +86,8 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
     for name, task in one["tasks"].items():
         found = several["tasks"][name]["results"][name]
         assert found.keys() == task["results"][name].keys()
-        for key, value in task["results"][name].items():  # the answers arrive in another order, in which floats are summed
+        # The answers arrive in another order, in which floats are summed.
+        for key, value in task["results"][name].items():
             assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
         assert several["tasks"][name]["n-samples"] == task["n-samples"]
         assert several["tasks"][name]["answers"] == task["answers"]
@@ -91,15 +100,40 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
     assert "demo_stories" in whole.output
 
 
-@pytest.mark.parametrize(("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture")])
+@pytest.mark.parametrize(
+    ("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture")]
+)
 def test_calibrating_with_ranks(
-    text: Path, tmp_path: Path, launched: Launch, request: pytest.FixtureRequest, count: int, execution: Any, source: str | None
+    text: Path,
+    tmp_path: Path,
+    launched: Launch,
+    request: pytest.FixtureRequest,
+    count: int,
+    execution: Any,
+    source: str | None,
 ) -> None:
     """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
     model = DEMO if source is None else request.getfixturevalue(source)
     texts = f"{text}:4,demo:3" if source is None else f"{text}:7"  # a mix is divided like one text
-    one = calibrate(model, output=tmp_path / "one", calibration=texts, seqlen=128, batch_size=2, execution=execution)
-    options = ["calibrate", "--model", model, "--calibration", texts, "--seqlen", 128, "--batch-size", 2]
+    one = calibrate(
+        model,
+        output=tmp_path / "one",
+        calibration=texts,
+        seqlen=128,
+        batch_size=2,
+        execution=execution,
+    )
+    options = [
+        "calibrate",
+        "--model",
+        model,
+        "--calibration",
+        texts,
+        "--seqlen",
+        128,
+        "--batch-size",
+        2,
+    ]
     done = launched(count, *options, "--execution", execution, "--output", "all.safetensors")
     assert done.codes == [0] * count, done.error
     assert done.error.count("all.safetensors: norms of") == 1
@@ -116,10 +150,21 @@ def test_calibrating_with_ranks(
 
 def test_calibrating_on_images_with_ranks(tmp_path: Path, launched: Launch) -> None:
     """Each rank runs every second row."""
-    model, data = make_llava(tmp_path / "model"), make_pictures(tmp_path)
+    model = make_llava(tmp_path / "model")
+    data = make_pictures(tmp_path)
     source = f"{data}/rows.jsonl,image=picture"
     one = calibrate(model, output=tmp_path / "one", calibration=source, samples=5, seqlen=24)
-    options = ["calibrate", "--model", model, "--calibration", source, "--samples", 5, "--seqlen", 24]
+    options = [
+        "calibrate",
+        "--model",
+        model,
+        "--calibration",
+        source,
+        "--samples",
+        5,
+        "--seqlen",
+        24,
+    ]
     done = launched(2, *options, "--output", "all.safetensors")
     assert done.codes == [0, 0], done.error
     several = Activations.load(tmp_path / "all.safetensors")
@@ -133,15 +178,35 @@ def test_calibrating_on_images_with_ranks(tmp_path: Path, launched: Launch) -> N
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
-def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, launched: Launch, propagate: Any) -> None:
+def test_pruning_with_ranks(
+    text: Path, mixture: Path, tmp_path: Path, launched: Launch, propagate: Any
+) -> None:
     model = DEMO if propagate == "dense" else mixture
     prune(
-        model, output=tmp_path / "one", calibration=str(text), samples=5, seqlen=128, batch_size=2, propagate=propagate,
+        model,
+        output=tmp_path / "one",
+        calibration=str(text),
+        samples=5,
+        seqlen=128,
+        batch_size=2,
+        propagate=propagate,
         device_map="cpu",
-    )  # fmt: skip
+    )
     (tmp_path / "judge.txt").write_text(text.read_text()[:4000])
     (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 256\n')
-    options = ["prune", "--model", model, "--calibration", text, "--samples", 5, "--seqlen", 128, "--batch-size", 2]
+    options = [
+        "prune",
+        "--model",
+        model,
+        "--calibration",
+        text,
+        "--samples",
+        5,
+        "--seqlen",
+        128,
+        "--batch-size",
+        2,
+    ]
     judged = ["--evaluate", "suite.toml"] if propagate == "dense" else []
     done = launched(2, *options, "--propagate", propagate, *judged, "--output", "all")
     assert done.codes == [0, 0], done.error
@@ -149,9 +214,16 @@ def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, launched:
     assert len(shards) >= 2
     for shard in shards:
         assert (tmp_path / "one" / shard).read_bytes() == (tmp_path / "all" / shard).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "judge.txt", "one", "suite.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "all",
+        "judge.txt",
+        "one",
+        "suite.toml",
+    ]
     assert done.output.count("of the targets") == 1
-    assert ("evaluation" in json.loads((tmp_path / "all" / "emp_report.json").read_text())) == bool(judged)
+    assert ("evaluation" in json.loads((tmp_path / "all" / "emp_report.json").read_text())) == bool(
+        judged
+    )
 
 
 def test_wrong_input(text: Path, tmp_path: Path, launched: Launch) -> None:
@@ -160,14 +232,22 @@ def test_wrong_input(text: Path, tmp_path: Path, launched: Launch) -> None:
     said = "--device-map balanced: each rank holds the whole model on a device of its own"
     assert f"error: {said}" in done.errors[0]
     assert f"rank 1: error: {said}" in done.errors[1]
-    done = launched(2, "calibrate", "--model", DEMO, "--calibration", text, "--samples", 4, "--seqlen", 64)
+    done = launched(
+        2, "calibrate", "--model", DEMO, "--calibration", text, "--samples", 4, "--seqlen", 64
+    )
     assert done.codes == [2, 2]
-    assert "--batch-size 4: 4 samples make 1 batch, fewer than the 2 ranks. Lower it, or use fewer ranks." in done.error
+    assert (
+        "--batch-size 4: 4 samples make 1 batch, fewer than the 2 ranks. Lower it, or use fewer "
+        "ranks."
+    ) in done.error
     assert list(tmp_path.iterdir()) == []
 
 
-# As on GPUs; without any, the ranks meet on CPUs. (With --cpu, accelerate starts several processes by MPI only.)
-ACCELERATE = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+# As on GPUs; without any, the ranks meet on CPUs. (With --cpu, accelerate starts several processes
+# by MPI only.)
+ACCELERATE = (
+    "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +257,12 @@ ACCELERATE = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision n
 )
 def test_launchers(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "meet.py").write_text(
-        "from emp_llm.common.ranks import ranks\nr = ranks()\nfound = r.gather((r.index, r.count))\nprint(found)\n"
+        "from emp_llm.common.ranks import ranks\nr = ranks()\nfound = r.gather((r.index, "
+        "r.count))\nprint(found)\n"
     )
     line = [sys.executable, "-m", *launcher.split(), "meet.py"]
-    done = subprocess.run(line, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        line, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "[(0, 2), (1, 2)]" in done.stdout

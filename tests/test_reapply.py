@@ -1,4 +1,6 @@
-"""Masks that are applied to a model again after merging adapters, and kept through training, however weights are stored."""
+"""Masks that are applied to a model again after merging adapters, and kept through training,
+however weights are stored.
+"""
 
 import json
 import re
@@ -39,7 +41,12 @@ def shifted(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*((family, "checkpoint") for family in FAMILIES), ("gpt2", "mask"), ("mixtral", "packed, zstd")]
+    ("family", "kind"),
+    [
+        *((family, "checkpoint") for family in FAMILIES),
+        ("gpt2", "mask"),
+        ("mixtral", "packed, zstd"),
+    ],
 )
 def test_exactly_the_removed_weights_are_zero_again(
     pruned: Callable[[str], Path], tmp_path: Path, family: str, kind: str
@@ -54,7 +61,12 @@ def test_exactly_the_removed_weights_are_zero_again(
     zeros = 0
     for name, parameter in model.named_parameters():
         expected = before[name] + 1
-        if re.search(r"mlp", name) and parameter.dim() > 1 and "router" not in name and not name.endswith("mlp.gate.weight"):
+        if (
+            re.search(r"mlp", name)
+            and parameter.dim() > 1
+            and "router" not in name
+            and not name.endswith("mlp.gate.weight")
+        ):
             expected[before[name] == 0] = 0
             zeros += int((before[name] == 0).sum())
         assert torch.equal(parameter, expected), name
@@ -62,17 +74,23 @@ def test_exactly_the_removed_weights_are_zero_again(
     assert reapply_mask(model, folder) == 0
 
 
-def test_targets_may_be_named_and_must_be_without_a_report(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+def test_targets_may_be_named_and_must_be_without_a_report(
+    pruned: Callable[[str], Path], tmp_path: Path
+) -> None:
     bare = shutil.copytree(pruned("llama"), tmp_path / "bare")
     (bare / "emp_report.json").unlink()
     model, _ = shifted(bare)
     with pytest.raises(UserError, match=r"emp_report\.json"):
         reapply_mask(model, bare)
-    assert list(masks_in(bare, model, targets="up_proj")) == [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+    assert list(masks_in(bare, model, targets="up_proj")) == [
+        f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)
+    ]
     assert reapply_mask(model, bare, targets="up_proj") > 0
 
 
-def test_models_that_cannot_be_masked_are_refused(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
+def test_models_that_cannot_be_masked_are_refused(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path
+) -> None:
     model = load(pruned("llama"))
     with pytest.raises(UserError, match="no such model folder"):
         reapply_mask(model, tmp_path / "none")
@@ -84,12 +102,19 @@ def test_models_that_cannot_be_masked_are_refused(pruned: Callable[[str], Path],
         reapply_mask(meta, pruned("llama"))
     wrapped = load(pruned("llama"))
     wrapped.model.layers[0].mlp.up_proj = Adapted(wrapped.model.layers[0].mlp.up_proj)
-    with pytest.raises(UserError, match=r"Merge them first: reapply_mask\(model.merge_and_unload\(\), DIR\)"):
+    with pytest.raises(
+        UserError,
+        match=r"Merge them first: "
+        r"reapply_mask\(model.merge_and_unload\(\), DIR\)",
+    ):
         reapply_mask(wrapped, pruned("llama"))
     whole = wrapped.model.layers[0].mlp.up_proj
     wrapped.model.layers[0].mlp.up_proj = whole.merged()
     assert reapply_mask(wrapped, pruned("llama")) > 0
-    assert torch.equal(wrapped.model.layers[0].mlp.up_proj.weight == 0, model.model.layers[0].mlp.up_proj.weight == 0)
+    assert torch.equal(
+        wrapped.model.layers[0].mlp.up_proj.weight == 0,
+        model.model.layers[0].mlp.up_proj.weight == 0,
+    )
 
 
 class Adapted(nn.Module):
@@ -106,28 +131,52 @@ class Adapted(nn.Module):
         return self.base_layer
 
 
-def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+def test_training_keeps_zeros_and_changes_everything_else(
+    pruned: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Of a mixture, and in the checkpoints of the training too."""
-    folder, tokens = pruned("qwen3_moe"), torch.arange(64).repeat(8, 1) % 50
-    start, model = load(folder), load(folder)
-    how: dict[str, Any] = {"max_steps": 4, "learning_rate": 3e-3, "save_strategy": "steps", "save_steps": 2, "use_cpu": True}
-    arguments = TrainingArguments(output_dir=str(tmp_path / "run"), report_to=[], disable_tqdm=True, **how)
+    folder = pruned("qwen3_moe")
+    tokens = torch.arange(64).repeat(8, 1) % 50
+    start = load(folder)
+    model = load(folder)
+    how: dict[str, Any] = {
+        "max_steps": 4,
+        "learning_rate": 3e-3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "use_cpu": True,
+    }
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"), report_to=[], disable_tqdm=True, **how
+    )
     examples = [{"input_ids": row, "labels": row} for row in tokens]
     Trainer(model, arguments, train_dataset=examples, callbacks=[SparsityCallback(folder)]).train()
     masks = masks_in(folder, start)
     assert masks.broken(model) == masks.broken(load(tmp_path / "run" / "checkpoint-2")) == 0
-    moved = [(a != b).float().mean() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    moved = [
+        (a != b).float().mean() for a, b in zip(model.parameters(), start.parameters(), strict=True)
+    ]
     assert sum(share > 0.5 for share in moved) > len(moved) / 2
 
 
-def test_the_example_script_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "part.txt").write_text((finetune_sparse.ROOT / "calibration" / "demo.txt").read_text()[:30_000])
-    finetune_sparse.main(["--steps", "6", "--text", str(tmp_path / "part.txt"), "--output", str(tmp_path / "tuned")])
-    rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()[2:]}
+def test_the_example_script_works_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "part.txt").write_text(
+        (finetune_sparse.ROOT / "calibration" / "demo.txt").read_text()[:30_000]
+    )
+    finetune_sparse.main(
+        ["--steps", "6", "--text", str(tmp_path / "part.txt"), "--output", str(tmp_path / "tuned")]
+    )
+    rows = {
+        line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()[2:]
+    }
     assert rows["pruned"][1] == rows["tuned, with the callback"][1] == "0"
     assert rows["tuned, without"][1] != "0"
     assert float(rows["tuned, with the callback"][0]) < float(rows["pruned"][0]) - 0.05
     demo = finetune_sparse.ROOT / "scripts" / "demo" / "model"
     prune(model=demo, output=tmp_path / "pruned", method="emp-magnitude", beta=0.6)
     assert reapply_mask(load(tmp_path / "tuned", torch.bfloat16), tmp_path / "pruned") == 0
-    assert {weight.dtype for weight in load_file(tmp_path / "tuned" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {
+        weight.dtype for weight in load_file(tmp_path / "tuned" / "model.safetensors").values()
+    } == {torch.bfloat16}

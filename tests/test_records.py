@@ -1,4 +1,6 @@
-"""Records: schemas of the code, files of real runs that are read, newer versions that are refused, and wrong fields."""
+"""Records: schemas of the code, files of real runs that are read, newer versions that are
+refused, and wrong fields.
+"""
 
 import json
 import tomllib
@@ -38,24 +40,49 @@ def read(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def written(
-    evaluable: Models, runs: Path, task_suite: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+    evaluable: Models,
+    runs: Path,
+    task_suite: Path,
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[dict[str, Any]]]:
     """Files that real runs wrote, by the name of their schema."""
     folder = tmp_path_factory.mktemp("written")
-    model, common = evaluable("llama"), {"device_map": "cpu"}
-    evaluate(runs / "emp", suite=task_suite.with_name("short.toml"), output=folder / "pruned.json", **common)
+    model = evaluable("llama")
+    common = {"device_map": "cpu"}
+    evaluate(
+        runs / "emp",
+        suite=task_suite.with_name("short.toml"),
+        output=folder / "pruned.json",
+        **common,
+    )
     evaluate(model, suite=task_suite, output=folder / "dense.json", limit=2, **common)
-    swept = {"methods": "emp-magnitude,magnitude", "betas": "1", "matched_baselines": True, "keep": True}
+    swept = {
+        "methods": "emp-magnitude,magnitude",
+        "betas": "1",
+        "matched_baselines": True,
+        "keep": True,
+    }
     suite = task_suite.with_name("short.toml")
     sweep(model, output=folder / "sweep", suite=suite, **swept, **common)  # type: ignore[arg-type]
     measure(model, output=folder / "measure.json", criteria="magnitude", orders="1,2")
-    report([runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True)
+    report(
+        [runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True
+    )
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
     rotate(model, output=folder / "rotated", calibration=str(text), samples=2, seqlen=32, steps=1)
-    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
+    how: dict[str, Any] = {
+        "prompt_tokens": 8,
+        "new_tokens": 2,
+        "repeats": 1,
+        "device": "cpu",
+        "quiet": True,
+    }
     bench(str(folder / "all"), output=folder / "bench.json", **how)
     study = folder / "study"
-    plan(models=str(model), methods="magnitude", suite=str(suite), gpu_gb=0, output=study, quiet=True)
+    plan(
+        models=str(model), methods="magnitude", suite=str(suite), gpu_gb=0, output=study, quiet=True
+    )
     job = read_plan(study)[-2]
     (study / job.output).parent.mkdir()
     (study / job.output).symlink_to(runs / "half")
@@ -80,8 +107,13 @@ def written(
         "site": [tomllib.loads(path.read_text()) for path in data_folder("slurm").glob("*.toml")],
         "collection": [read(study / "tables" / "collected.json")],
         "activations": [activations],
-        "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],
-        "suite": [tomllib.loads(path.read_text()) for path in [task_suite, *data_folder("eval").glob("*.toml")]],
+        "corpus": [
+            tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")
+        ],
+        "suite": [
+            tomllib.loads(path.read_text())
+            for path in [task_suite, *data_folder("eval").glob("*.toml")]
+        ],
     }
 
 
@@ -105,13 +137,19 @@ def test_files_of_real_runs_are_read(written: dict[str, list[dict[str, Any]]], n
         msgspec.convert(values | dict.fromkeys(values, object), kind)
 
 
-@pytest.mark.parametrize("name", [name for name, (kind, _) in FORMATS.items() if issubclass(kind, FileRecord)])
-def test_a_newer_version_is_refused(written: dict[str, list[dict[str, Any]]], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, (kind, _) in FORMATS.items() if issubclass(kind, FileRecord)]
+)
+def test_a_newer_version_is_refused(
+    written: dict[str, list[dict[str, Any]]], tmp_path: Path, name: str
+) -> None:
     """The error names the file, its version and the remedy."""
     kind: type[FileRecord] = FORMATS[name][0]
     path = tmp_path / "file.json"
     values = written[name][0]
-    path.write_text(json.dumps(values | {"format": f"emp-llm {kind.KIND} {kind.VERSION + 1}", "news": 1}))
+    path.write_text(
+        json.dumps(values | {"format": f"emp-llm {kind.KIND} {kind.VERSION + 1}", "news": 1})
+    )
     with pytest.raises(UserError) as caught:
         read_record(path, kind)
     message = str(caught.value)

@@ -13,7 +13,12 @@ from hub_server import Hub
 from pictures import make_llava, make_pictures
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
 from emp_llm.common.errors import UserError
@@ -34,16 +39,25 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 @pytest.fixture(scope="module")
 def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama, pruned by Wanda and refitted, by the command; and pruned without a refit in "plain" beside it."""
+    """The tiny Llama, pruned by Wanda and refitted, by the command; and pruned without a refit
+    in "plain" beside it.
+    """
     folder = tmp_path_factory.mktemp("refitted")
     (folder / "suite.toml").write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
     (folder / "heldout.txt").write_text(text.read_text()[-3000:])
-    common: dict[str, Any] = {"calibration": str(text), "device_map": "cpu", "method": "wanda", "targets": "all-linear"}
+    common: dict[str, Any] = {
+        "calibration": str(text),
+        "device_map": "cpu",
+        "method": "wanda",
+        "targets": "all-linear",
+    }
     common |= {"evaluate": str(folder / "suite.toml")} | GIVEN
     prune(models("llama"), output=folder / "refitted", refit=True, **common)
     prune(models("llama"), output=folder / "plain", baseline=folder / "refitted", **common)
@@ -52,7 +66,10 @@ def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactor
 
 CASES: dict[str, tuple[str, Recipe]] = {
     "refit": ("llama", Recipe(method="wanda", targets="all-linear", refit=True)),
-    "Conv1D": ("gpt2", Recipe(method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02)),
+    "Conv1D": (
+        "gpt2",
+        Recipe(method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02),
+    ),
     "experts": ("mixtral", Recipe(method="magnitude", refit=True)),
     "sparsegpt": ("qwen3_moe", Recipe(method="sparsegpt", targets="all-linear")),
     "admm": ("mixtral", Recipe(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True)),
@@ -62,23 +79,32 @@ CASES: dict[str, tuple[str, Recipe]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, case: str) -> None:
     family, recipe = CASES[case]
-    source, out = models(family), tmp_path / "out"
+    source = models(family)
+    out = tmp_path / "out"
     options = recipe.as_dict()
-    written = prune(model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN)
+    written = prune(
+        model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN
+    )
     assert isinstance(written, RunReport)
     model = load(source)
     found = prune_model(model, recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
     assert same(state(model), state(load(out)))
     assert found.record.fits == written.fits
     assert found.matrices == written.matrices
-    assert (found.targets, found.record.recipe, found.warnings) == (written.targets, written.recipe, written.warnings)
+    assert (found.targets, found.record.recipe, found.warnings) == (
+        written.targets,
+        written.recipe,
+        written.warnings,
+    )
     folder = tmp_path / "saved"
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     found.save(folder)
     assert verify(folder, source=str(source)).differences == []
     assert reapply_mask(load(folder), folder) == 0
-    masks = masks_of(load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    masks = masks_of(
+        load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN
+    )
     assert same(masks, found.masks)
 
 
@@ -88,17 +114,33 @@ def test_wrong_input_in_memory(
 ) -> None:
     """The model stays as it was."""
     recipe = Recipe(method=method, refit=method != "sparsegpt")
-    model, tokenizer = load(models("llama")), AutoTokenizer.from_pretrained(models("llama"))
+    model = load(models("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(models("llama"))
     before = state(model)
     flag = "method sparsegpt" if method == "sparsegpt" else r"Recipe\(refit=True\)"
     with pytest.raises(UserError, match=rf"^{flag} fits weights to calibration data; give data="):
         prune_model(model, recipe)
-    with pytest.raises(UserError, match=r"^data: batches cannot run block by block.*give texts or token ids"):
+    with pytest.raises(
+        UserError,
+        match=r"^data: batches cannot run block by block.*give texts or "
+        r"token ids",
+    ):
         prune_model(model, recipe, DataLoader(torch.arange(256).reshape(4, 64), batch_size=2))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=rf"^{flag} runs a model of transformers block by block; Sequential is none"):
-        prune_model(nn.Sequential(nn.Linear(8, 8)), Recipe(method=method, refit=recipe.refit, targets=".*"), torch.randn(4, 8))
-    folder, source = make_llava(tmp_path / "llava"), f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
-    with pytest.raises(UserError, match="runs block by block, on text alone; give data without images"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{flag} runs a model of transformers block by block; "
+        r"Sequential is none",
+    ):
+        prune_model(
+            nn.Sequential(nn.Linear(8, 8)),
+            Recipe(method=method, refit=recipe.refit, targets=".*"),
+            torch.randn(4, 8),
+        )
+    folder = make_llava(tmp_path / "llava")
+    source = f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
+    with pytest.raises(
+        UserError, match="runs block by block, on text alone; give data without images"
+    ):
         prune_model(AutoModelForImageTextToText.from_pretrained(folder), recipe, source, folder)
     update_model = in_memory.update_model
 
@@ -113,8 +155,10 @@ def test_wrong_input_in_memory(
 
 
 def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
-    source, recipe = models("llama"), Recipe(method="wanda", refit=True)
-    plain, offloaded = load(source), load(source)
+    source = models("llama")
+    recipe = Recipe(method="wanda", refit=True)
+    plain = load(source)
+    offloaded = load(source)
     accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
     for model in (plain, offloaded):
         prune_model(model, recipe, str(text), source, **GIVEN)
@@ -138,13 +182,18 @@ def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Pat
     done = client.call("push", folder=refitted, repository="user/refitted")
     assert "result" in done, done
     _, body = card_of(hub, "user/refitted")
-    assert "The kept weights of 14 matrices were fitted to the calibration text; all other bytes are those" in body
+    assert (
+        "The kept weights of 14 matrices were fitted to the calibration text; all other bytes "
+        "are those"
+    ) in body
     assert '| refit_weighting | `"equal"` |' in body
     assert "| allow_partial |" not in body, "only what the recipe uses"
 
 
 def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
-    summary = report([refitted, refitted.parent / "plain"], output=tmp_path / "report", no_plots=True)
+    summary = report(
+        [refitted, refitted.parent / "plain"], output=tmp_path / "report", no_plots=True
+    )
     (study,) = summary.page.studies
     assert len(set(study.points)) == 2
     page = (tmp_path / "report" / "report.html").read_text()
@@ -157,7 +206,9 @@ def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
     assert len(rows) == 14
 
 
-def test_a_card_for_scores_of_ones_own(hub: Hub, client: Client, models: Models, tmp_path: Path) -> None:
+def test_a_card_for_scores_of_ones_own(
+    hub: Hub, client: Client, models: Models, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text("def size(weight):\n    return weight.abs()\n")
     prune(models("llama"), output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
     done = client.call("push", folder=tmp_path / "out", repository="user/own-scores")

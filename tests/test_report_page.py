@@ -1,4 +1,6 @@
-"""The page and figures of `report` as files, and its errors for wrong input: one sentence that names file, field and rule."""
+"""The page and figures of `report` as files, and its errors for wrong input: one sentence that
+names file, field and rule.
+"""
 
 import base64
 import csv
@@ -33,7 +35,9 @@ def check_page(page: Path) -> str:
     """Tags are balanced, and nothing would be fetched or run."""
     text = page.read_text(encoding="utf-8")
     ElementTree.fromstring(re.sub(r"<(meta|br|img|link|hr|!)[^>]*>", "", text))
-    assert not re.search(r'(src|href)="(?!data:image/svg\+xml;base64,)|<[^>]*\son\w+=|<script', text)
+    assert not re.search(
+        r'(src|href)="(?!data:image/svg\+xml;base64,)|<[^>]*\son\w+=|<script', text
+    )
     return text
 
 
@@ -68,9 +72,16 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
     text = check_page(page / "report.html")
-    assert [len(re.findall(f"<{tag}\\b", text)) for tag in ("h1", "figure", "img", "table")] == [1, 4, 4, 4]
+    assert [len(re.findall(f"<{tag}\\b", text)) for tag in ("h1", "figure", "img", "table")] == [
+        1,
+        4,
+        4,
+        4,
+    ]
     html = (page / "report.html").read_text()
-    assert html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8  # tables and figures scroll in a box
+    assert (
+        html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8
+    )  # tables and figures scroll in a box
     assert base64.b64encode((page / "figures" / "llama-kept.svg").read_bytes()).decode() in html
     assert (page / "report.html").stat().st_size < 1_000_000
     rows = csv_rows(page / "points.csv")
@@ -81,32 +92,61 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
         assert float(row["sparsity_of_targets"]) == values["targets"]["sparsity_of_targets"]
     assert len(csv_rows(page / "matrices.csv")) == 6 * 6
     gaps = csv_rows(page / "differences.csv")
-    assert [(row["point"], row["baseline"]) for row in gaps] == [("emp-0.5", "uniform-0.5"), ("emp", "uniform")]
+    assert [(row["point"], row["baseline"]) for row in gaps] == [
+        ("emp-0.5", "uniform-0.5"),
+        ("emp", "uniform"),
+    ]
     for row in gaps:
-        assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
+        assert float(row["change"]) == pytest.approx(
+            100 * (float(row["value"]) / float(row["baseline_value"]) - 1)
+        )
 
 
-def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Path, runs: Path) -> None:
+def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
+    page: Path, runs: Path
+) -> None:
     text = (page / "report.md").read_text()
-    places = [text.index(part) for part in ("- model: ", "### All points", "### Is EMP better", "### Differences")]
+    places = [
+        text.index(part)
+        for part in ("- model: ", "### All points", "### Is EMP better", "### Differences")
+    ]
     assert places == sorted(places)
-    dense, pruned = (report_of(runs / "emp")["evaluation"][which]["perplexity"]["perplexity"] for which in ("dense", "pruned"))
+    dense, pruned = (
+        report_of(runs / "emp")["evaluation"][which]["perplexity"]["perplexity"]
+        for which in ("dense", "pruned")
+    )
     base = report_of(runs / "uniform")["evaluation"]["pruned"]["perplexity"]["perplexity"]
     targets = report_of(runs / "emp")["targets"]
-    share, of_all = (f"{100 * targets[name]:.2f}" for name in ("sparsity_of_targets", "sparsity_of_all_parameters"))
+    share, of_all = (
+        f"{100 * targets[name]:.2f}"
+        for name in ("sparsity_of_targets", "sparsity_of_all_parameters")
+    )
     cost, gain = (signed(100 * (pruned / other - 1)) for other in (dense, base))
     assert f"| emp | EMP-magnitude | 1 | 2 | {share} | {of_all} | {pruned:.3f} | {cost} ± " in text
-    against = f"| magnitude, uniform rows, as many weights in total | {share} | perplexity, blocks of 64 |"
+    against = (
+        f"| magnitude, uniform rows, as many weights in total | {share} | perplexity, blocks "
+        "of 64 |"
+    )
     assert f"| EMP-magnitude | 1 {against} {pruned:.3f} | {base:.3f} | {gain} ± " in text
     assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
-    assert "No baseline has as many zeros as the point wanda. To make one: prune --method wanda --match RUN." in text
+    assert (
+        "No baseline has as many zeros as the point wanda. To make one: prune --method wanda "
+        "--match RUN." in text
+    )
 
 
 def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     del values["evaluation"]
-    assert "Not evaluated. The option --evaluate of prune" in markdown([save_run(tmp_path / "run", values)], tmp_path / "out")
-    entry = {"criterion": "magnitude", "order": 2.0, "matrices": values["matrices"], "targets": values["targets"]}
+    assert "Not evaluated. The option --evaluate of prune" in markdown(
+        [save_run(tmp_path / "run", values)], tmp_path / "out"
+    )
+    entry = {
+        "criterion": "magnitude",
+        "order": 2.0,
+        "matrices": values["matrices"],
+        "targets": values["targets"],
+    }
     measure = {"format": "emp-llm measure 2", "source": values["source"], "measures": [entry]}
     (tmp_path / "measure.json").write_text(json.dumps(measure))
     text = markdown([tmp_path / "measure.json"], tmp_path / "measured")
@@ -115,7 +155,9 @@ def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_pat
 
 
 def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
-    """An EMP run and its baseline with 10 answers to a task: 5 and 6 of them correct, on 3 examples another one."""
+    """An EMP run and its baseline with 10 answers to a task: 5 and 6 of them correct, on 3
+    examples another one.
+    """
     folders = []
     for name, correct in (("emp", "1111100000"), ("uniform", "1111011000")):
         values = report_of(runs / name)
@@ -127,7 +169,9 @@ def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
                 "n-samples": {"t": {"original": 10, "effective": 10}},
             }
             held = {"t": {"examples": 10, "sha256": "ten", "correct": {"acc,none": bits}}}
-            values["evaluation"][which]["tasks"] = {"t": task | ({"answers": held} if answers else {})}
+            values["evaluation"][which]["tasks"] = {
+                "t": task | ({"answers": held} if answers else {})
+            }
         folders.append(save_run(folder / name, values))
     return folders
 
@@ -141,7 +185,8 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     assert "t acc" in verdict
     assert "EMP worse: 1 of 1, 1 clearly ‡" in verdict
     text = (tmp_path / "out" / "report.md").read_text()
-    points, differences = text.index("### All points"), text.index("### Differences")
+    points = text.index("### All points")
+    differences = text.index("### Differences")
     assert "unpaired" in text[points : text.index("### Is EMP better")]
     assert "unpaired" in text[differences : text.index("### Where")]
     text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "paired")
@@ -150,7 +195,11 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
     assert "its paired standard error" in text
     assert "unpaired" not in text.lower()
-    (row,) = (row for row in csv_rows(tmp_path / "paired" / "differences.csv") if row["measure"] == "t acc")
+    (row,) = (
+        row
+        for row in csv_rows(tmp_path / "paired" / "differences.csv")
+        if row["measure"] == "t acc"
+    )
     assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
 
 
@@ -158,12 +207,25 @@ def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None
     """In another process with another hash seed."""
     folders = [runs / name for name in NAMES]
     report(folders, output=tmp_path / "one", no_plots=True)
-    line = [sys.executable, "-m", "emp_llm.report", *map(str, folders), "--no-plots", "--output", "two"]
+    line = [
+        sys.executable,
+        "-m",
+        "emp_llm.report",
+        *map(str, folders),
+        "--no-plots",
+        "--output",
+        "two",
+    ]
     environment = os.environ | {"PYTHONHASHSEED": "1234"}
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "EMP better" in done.stdout
-    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    )
     assert one == two
 
 
@@ -222,14 +284,22 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     """In tables as a word, in CSV as inf, and the figures leave it out."""
     values = report_of(runs / "emp-0.5")
     values["evaluation"]["pruned"]["perplexity"] |= {"perplexity": None, "loss": 800.0}
-    folders = [runs / "emp", runs / "uniform", save_run(tmp_path / "ruined", values), runs / "uniform-0.5"]
+    folders = [
+        runs / "emp",
+        runs / "uniform",
+        save_run(tmp_path / "ruined", values),
+        runs / "uniform-0.5",
+    ]
     summary = report(folders, output=tmp_path / "out")
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
     (verdict,) = summary.page.studies[0].verdicts
     assert verdict.endswith("to +inf %")
-    assert sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv")) == 1
+    assert (
+        sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv"))
+        == 1
+    )
     assert "inf" not in (tmp_path / "out" / "report.json").read_text().replace("+inf %", "")
 
 
@@ -253,20 +323,34 @@ def first(values: Values) -> Values:
 @pytest.mark.parametrize(
     ("says", "spoil"),
     [
-        ("holds neither sweep.json nor emp_report.json", lambda folder: (folder / "emp_report.json").unlink()),
+        (
+            "holds neither sweep.json nor emp_report.json",
+            lambda folder: (folder / "emp_report.json").unlink(),
+        ),
         ("cannot be read as JSON", lambda folder: (folder / "emp_report.json").write_text("{")),
-        ("this is not the output of prune", lambda folder: (folder / "emp_report.json").write_text("{}")),
-        (r"kept_fraction\.q1: expected float, got str", broken(lambda r: first(r)["kept_fraction"].update(q1="much"))),
+        (
+            "this is not the output of prune",
+            lambda folder: (folder / "emp_report.json").write_text("{}"),
+        ),
+        (
+            r"kept_fraction\.q1: expected float, got str",
+            broken(lambda r: first(r)["kept_fraction"].update(q1="much")),
+        ),
         (r"\.rows: expected int >= 0", broken(lambda r: first(r).update(rows=-1))),
         ("matrices: expected object, got array", broken(lambda r: r.update(matrices=[1]))),
-        ("targets: missing field sparsity_of_targets", broken(lambda r: r["targets"].pop("sparsity_of_targets"))),
+        (
+            "targets: missing field sparsity_of_targets",
+            broken(lambda r: r["targets"].pop("sparsity_of_targets")),
+        ),
         (
             "perplexity: missing field block_length",
             broken(lambda r: r["evaluation"]["dense"]["perplexity"].pop("block_length")),
         ),
     ],
 )
-def test_wrong_runs_are_refused_in_one_sentence(runs: Path, tmp_path: Path, says: str, spoil: Callable[[Path], None]) -> None:
+def test_wrong_runs_are_refused_in_one_sentence(
+    runs: Path, tmp_path: Path, says: str, spoil: Callable[[Path], None]
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(runs / "emp" / "emp_report.json", folder)
@@ -277,7 +361,9 @@ def test_wrong_runs_are_refused_in_one_sentence(runs: Path, tmp_path: Path, says
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_input_is_named_before_the_output(runs: Path, command: Run, tmp_path: Path) -> None:
+def test_a_missing_input_is_named_before_the_output(
+    runs: Path, command: Run, tmp_path: Path
+) -> None:
     """Also if the default output, `report`, exists and is something else."""
     folder = make_sweep(runs, tmp_path / "sweep")
     (folder / "points" / "emp" / "emp_report.json").unlink()
@@ -286,16 +372,24 @@ def test_a_missing_input_is_named_before_the_output(runs: Path, command: Run, tm
     (tmp_path / "report" / "thesis.tex").write_text("years of work")
     done = command("report", "nope")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: nope: no such file or folder; give the output of prune, sweep, measure or bench")
+    assert done.stderr.startswith(
+        "error: nope: no such file or folder; give the output of prune, sweep, measure or bench"
+    )
     assert "--output" not in done.stderr
     done = command("report", "report")
     assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")
 
 
 def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:
-    """Names come from checkpoints, and a spreadsheet computes cells that begin with these letters; numbers stay numbers."""
+    """Names come from checkpoints, and a spreadsheet computes cells that begin with these
+    letters; numbers stay numbers.
+    """
     name = '=HYPERLINK("http://x")'
-    values = json.loads(json.dumps(report_of(runs / "wanda")).replace("model.layers.0.mlp.down_proj", json.dumps(name)[1:-1]))
+    values = json.loads(
+        json.dumps(report_of(runs / "wanda")).replace(
+            "model.layers.0.mlp.down_proj", json.dumps(name)[1:-1]
+        )
+    )
     report([save_run(tmp_path / "run", values)], output=tmp_path / "out", no_plots=True)
     cells = {cell for row in csv_rows(tmp_path / "out" / "matrices.csv") for cell in row.values()}
     assert any(cell.startswith(f"'{name}") for cell in cells)

@@ -1,4 +1,5 @@
-"""Runs killed, interrupted or failed at any moment: no incomplete output, and the same command resumes to the same bytes.
+"""Runs killed, interrupted or failed at any moment: no incomplete output, and the same command
+resumes to the same bytes.
 
 `scripts/torture.py` disturbs runs thousands of times; a few of its disturbances are repeated here.
 """
@@ -30,7 +31,13 @@ from emp_llm.prune import prune
 from emp_llm.pruning import writing
 
 Models = Callable[[str], Path]
-CASES = ["prune, rows", "prune, all targets as one", "prune with calibration", "prune with a refit", "calibrate"]
+CASES = [
+    "prune, rows",
+    "prune, all targets as one",
+    "prune with calibration",
+    "prune with a refit",
+    "calibrate",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,9 @@ def sharded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in several shards, as large models are."""
     folder = tmp_path_factory.mktemp("sharded")
     source = models("llama")
-    transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(folder, max_shard_size="20KB")
+    transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(
+        folder, max_shard_size="20KB"
+    )
     transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
 
@@ -47,7 +56,9 @@ def sharded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _fine_grained_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks of rows, and the state of a calibration after each decoder block."""
     row_chunks = Matrix.row_chunks
-    monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 1000)))
+    monkeypatch.setattr(
+        Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 1000))
+    )
     monkeypatch.setattr(passes, "_SECONDS", 0.0)
     monkeypatch.setattr(passes, "_RATIO", 0)
 
@@ -56,13 +67,21 @@ class Tortured:
     """A case, and the files and calls of its undisturbed run."""
 
     def __init__(self, name: str, model: Path, text: Path, folder: Path) -> None:
-        (self.case,) = (case for case in torture.cases(model, str(text), samples=2, seqlen=32) if case.name == name)
+        (self.case,) = (
+            case
+            for case in torture.cases(model, str(text), samples=2, seqlen=32)
+            if case.name == name
+        )
         self.folder = folder / "run"
         self.folder.mkdir()
-        self.complete, self.writes, self.calls, self.seconds = torture.undisturbed(self.case, self.folder)
+        self.complete, self.writes, self.calls, self.seconds = torture.undisturbed(
+            self.case, self.folder
+        )
 
     def check(self, disturb: Callable[[Path], str | None]) -> bool:
-        """Disturb a run, run it again, and compare the files; returns whether there was work to resume."""
+        """Disturb a run, run it again, and compare the files; returns whether there was work to
+        resume.
+        """
         problem, resumed = torture.disturb_and_rerun(self.case, self.folder, self.complete, disturb)
         assert problem is None, problem
         return resumed
@@ -70,11 +89,14 @@ class Tortured:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kills_and_faults(name: str, sharded: Path, text: Path, tmp_path: Path) -> None:
-    tortured, resumed = Tortured(name, sharded, text, tmp_path), 0
+    tortured = Tortured(name, sharded, text, tmp_path)
+    resumed = 0
     case = tortured.case
     for share in (0.4, 0.75, 0.97):
         resumed += tortured.check(torture.killed_at(case, round(share * tortured.writes)))
-    assert resumed or case.name == "prune, all targets as one", "at least one killed run left work to resume"
+    assert resumed or case.name == ("prune, all targets as one"), (
+        "at least one killed run left work to resume"
+    )
     for share, code in ((0.9, errno.EIO), (0.7, errno.ENOSPC)):
         tortured.check(torture.faulty_at(case, round(share * tortured.calls), code))
     tortured.check(torture.killed_after(case, True, tortured.seconds / 10, signal.SIGKILL, -9))
@@ -86,7 +108,8 @@ def test_a_fork_of_a_process_with_threads(tmp_path: Path) -> None:
     try:
         torch.set_num_threads(2)
         square @ square.exp()
-        child, until = torture.in_fork(lambda: square @ square.exp(), tmp_path / "log"), time.monotonic() + 20
+        child = torture.in_fork(lambda: square @ square.exp(), tmp_path / "log")
+        until = time.monotonic() + 20
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
             time.sleep(0.01)
         if ended == (0, 0):
@@ -108,7 +131,9 @@ class _Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
-    """Kill the run when it writes the n-th target; returns a list that grows by the name of each target that is begun."""
+    """Kill the run when it writes the n-th target; returns a list that grows by the name of each
+    target that is begun.
+    """
     begun: list[str] = []
     put_rows = writing._ShardFile.put_rows
 
@@ -140,11 +165,14 @@ def test_finished_shards_are_not_written_again(
         prune(output=tmp_path / "whole" / "out", **options)
     run_killed(monkeypatch, len(written) - 1, options | {"output": tmp_path / "killed" / "out"})
     assert not (tmp_path / "killed" / "out").exists()
-    noted = json.loads((tmp_path / "killed" / ".out.partial" / "manifest.json").read_text())["shards"]
+    noted = json.loads((tmp_path / "killed" / ".out.partial" / "manifest.json").read_text())[
+        "shards"
+    ]
     assert 0 < len(noted) < len(list(sharded.glob("*.safetensors")))
     with monkeypatch.context() as patch:
         written_again = kill_at(patch, -1)
-        prune(output=tmp_path / "killed" / "out", overwrite=True, **options)  # it replaces an output, not the work of the run
+        # It replaces an output, not the work of the run.
+        prune(output=tmp_path / "killed" / "out", overwrite=True, **options)
     assert 0 < len(written_again) < len(written)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"]
@@ -153,19 +181,30 @@ def test_finished_shards_are_not_written_again(
 def test_finished_calibration_is_not_run_again(
     sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common: dict[str, Any] = {"model": sharded, "calibration": str(text), "samples": 4, "seqlen": 64}
+    common: dict[str, Any] = {
+        "model": sharded,
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+    }
     common |= {"output": tmp_path / "out", "device_map": "disk", "check": False}
     run_killed(monkeypatch, 0, common)
     monkeypatch.setattr(Step, "run", lambda *_: pytest.fail("calibrated again"))
     report = prune(**common)
-    assert set(report["stages"]) >= {"load", "calibrate", "prune"}, "the report includes the stages of the first run"
+    assert set(report["stages"]) >= {"load", "calibrate", "prune"}, (
+        "the report includes the stages of the first run"
+    )
 
 
 @pytest.fixture
 def unfinished(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options of a killed run that left work."""
     model = Path(shutil.copytree(sharded, tmp_path / "model"))
-    options: dict[str, Any] = {"model": str(model), "output": tmp_path / "out", "method": "emp-magnitude"}
+    options: dict[str, Any] = {
+        "model": str(model),
+        "output": tmp_path / "out",
+        "method": "emp-magnitude",
+    }
     run_killed(monkeypatch, 5, options)
     assert (tmp_path / ".out.partial" / "manifest.json").is_file()
     return options
@@ -188,24 +227,39 @@ def test_run_with_other_options_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At once: before torch is loaded, and before the text is read."""
-    match = rf"out: .*\.out\.partial holds .* unfinished run with {difference}.*--overwrite or delete"
+    match = (
+        rf"out: .*\.out\.partial holds .* unfinished run with {difference}.*--overwrite or "
+        r"delete"
+    )
     options = unfinished | {"calibration": str(text), "samples": 2, "seqlen": 32} | change
     with monkeypatch.context() as patch:
         patch.setattr("emp_llm.prune.load_packages", lambda: pytest.fail("torch is loaded"))
         with pytest.raises(UserError, match=match):
             prune(**options)
-    oracle.edited_copy(tmp_path / "model", tmp_path / "other", "model.norm.weight", lambda bits: bits.fill(0))
-    with pytest.raises(UserError, match=r"unfinished run with another source: model-0000\d-of-0000\d\.safetensors"):
+    oracle.edited_copy(
+        tmp_path / "model", tmp_path / "other", "model.norm.weight", lambda bits: bits.fill(0)
+    )
+    with pytest.raises(
+        UserError,
+        match=r"unfinished run with another source: "
+        r"model-0000\d-of-0000\d\.safetensors",
+    ):
         prune(**unfinished | {"model": str(tmp_path / "other")})
     assert (tmp_path / ".out.partial" / "manifest.json").is_file()
     prune(**options, overwrite=True)
     prune(**options | {"output": tmp_path / "fresh"})
-    assert (tmp_path / "out" / "emp_manifest.json").read_bytes() == (tmp_path / "fresh" / "emp_manifest.json").read_bytes()
+    assert (tmp_path / "out" / "emp_manifest.json").read_bytes() == (
+        tmp_path / "fresh" / "emp_manifest.json"
+    ).read_bytes()
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_two_runs_on_one_output(unfinished: dict[str, Any], sharded: Path, text: Path, tmp_path: Path) -> None:
-    """The second run names the process of the first. The lock is released when that process is killed."""
+def test_two_runs_on_one_output(
+    unfinished: dict[str, Any], sharded: Path, text: Path, tmp_path: Path
+) -> None:
+    """The second run names the process of the first. The lock is released when that process is
+    killed.
+    """
 
     def hold() -> None:
         FileLock(tmp_path / ".out.partial" / "lock", "it").acquire()
@@ -215,10 +269,24 @@ def test_two_runs_on_one_output(unfinished: dict[str, Any], sharded: Path, text:
     child = torture.in_fork(hold, tmp_path / "log")
     os.waitpid(child, os.WUNTRACED)
     try:
-        with pytest.raises(UserError, match=rf"out: another run is working on it \(process {child} on .*, since 20.*\)"):
+        with pytest.raises(
+            UserError,
+            match=rf"out: another run is working on it \(process {child} "
+            r"on .*, since 20.*\)",
+        ):
             prune(**unfinished)
-        with pytest.raises(UserError, match=rf"norms: another run is working on it \(process {child} on"):
-            calibrate(model=sharded, output=tmp_path / "norms", calibration=str(text), samples=1, seqlen=16)
+        with pytest.raises(
+            UserError,
+            match=r"norms: another run is working on it \(process "
+            rf"{child} on",
+        ):
+            calibrate(
+                model=sharded,
+                output=tmp_path / "norms",
+                calibration=str(text),
+                samples=1,
+                seqlen=16,
+            )
     finally:
         os.kill(child, signal.SIGKILL)
         torture.exit_code(child)
@@ -227,7 +295,9 @@ def test_two_runs_on_one_output(unfinished: dict[str, Any], sharded: Path, text:
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "norms", "log"}
 
 
-def test_file_system_without_locks(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
@@ -236,7 +306,9 @@ def test_file_system_without_locks(sharded: Path, tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_source_that_changes(unfinished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_changes(
+    unfinished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard = next((tmp_path / "model").glob("*.safetensors"))
     read = Matrix.read
 
@@ -248,16 +320,27 @@ def test_source_that_changes(unfinished: dict[str, Any], tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=rf"{shard.name}: it changed while it was read"):
         prune(**unfinished)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(UserError, match=r"safetensors: it ends before byte \d+; it changed while it was read"):
+    with pytest.raises(
+        UserError,
+        match=r"safetensors: it ends before byte \d+; it changed while "
+        r"it was read",
+    ):
         prune(**unfinished)
-    assert {path.name for path in tmp_path.iterdir()} == {"model"}, "work based on two versions of the source is discarded"
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}, (
+        "work based on two versions of the source is discarded"
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "code", "match"),
     [
         ("preadv", errno.EIO, r"it cannot be read \(input/output error\)\. Run the command again"),
-        ("pwrite", errno.ENOSPC, r"disk is full\. Free some space.*kept in .*\.out\.partial; the same command resumes"),
+        (
+            "pwrite",
+            errno.ENOSPC,
+            r"disk is full\. Free some space.*kept in .*\.out\.partial; the "
+            r"same command resumes",
+        ),
     ],
 )
 def test_faults_keep_finished_work(
@@ -289,8 +372,14 @@ def test_unusual_paths_and_a_read_only_source(sharded: Path, text: Path, tmp_pat
     assert {path.name for path in folder.iterdir()} == {"in put", "öut put"}
 
 
-def test_damaged_progress_of_a_calibration(sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"model": sharded, "output": tmp_path / "out", "calibration": str(text)}
+def test_damaged_progress_of_a_calibration(
+    sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "model": sharded,
+        "output": tmp_path / "out",
+        "calibration": str(text),
+    }
     options |= {"samples": 2, "seqlen": 32, "execution": "blocks", "device_map": "cpu"}
     run = Step.run
 
@@ -305,5 +394,9 @@ def test_damaged_progress_of_a_calibration(sharded: Path, text: Path, tmp_path: 
             calibrate(**options)
     (hidden,) = (tmp_path / ".out.progress").glob("hidden-*")
     hidden.write_bytes(hidden.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"\.out\.progress: its progress cannot be read .*Delete the folder"):
+    with pytest.raises(
+        UserError,
+        match=r"\.out\.progress: its progress cannot be read .*Delete "
+        r"the folder",
+    ):
         calibrate(**options)

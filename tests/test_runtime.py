@@ -1,4 +1,6 @@
-"""The sparse runtime: products of packed rows against float64, models of every family, and the commands that run them."""
+"""The sparse runtime: products of packed rows against float64, models of every family, and the
+commands that run them.
+"""
 
 import copy
 import errno
@@ -35,14 +37,21 @@ from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
 from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
-from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, Instructions, instructions_for, product_module
+from emp_llm.runtime.cpu_kernel import (
+    INSTRUCTIONS,
+    CpuProducts,
+    Instructions,
+    instructions_for,
+    product_module,
+)
 from emp_llm.runtime.loader import sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 from emp_llm.runtime.sparse_linear import products_of
 
 Models = Callable[[str], Path]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # of a sum that is rounded once
+# Of a sum that is rounded once.
+ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 # The instructions of this processor and torch alone.
 WAYS = [*(each.name for each in instructions_for(torch.bfloat16)), "torch"]
 Product = Callable[..., Tensor]
@@ -53,7 +62,9 @@ def product_by(rows: PackedRows, way: str) -> Product:
     return CpuProducts(rows, chosen[0]) if chosen else partial(torch_product, rows)
 
 
-def sparse_matrix(rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def sparse_matrix(
+    rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int = 0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(rows, columns, generator=generator) >= zeros
     return torch.where(kept, torch.randn(rows, columns, generator=generator), 0).to(dtype)
@@ -65,7 +76,9 @@ def check_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
     size = x.double().abs() @ weight.double().abs().T
     assert found.dtype == x.dtype
     assert found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30).all()
+    assert (
+        (found.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30
+    ).all()
 
 
 @given(
@@ -83,7 +96,9 @@ def test_products_are_those_of_float64(
     weight = sparse_matrix(rows, columns, zeros, dtype, seed)
     packed = pack_rows(weight)
     assert torch.equal(packed.dense(), weight)
-    assert packed.values.numel() == int(weight.ne(0).sum()) + int((weight.eq(0) & weight.signbit()).sum())
+    assert packed.values.numel() == int(weight.ne(0).sum()) + int(
+        (weight.eq(0) & weight.signbit()).sum()
+    )
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     check_product(products_of(packed)(x), x, weight)
     for way in WAYS:
@@ -93,7 +108,9 @@ def test_products_are_those_of_float64(
 
 
 def test_special_numbers_survive() -> None:
-    weight = torch.tensor([[-0.0, 0.0, torch.inf, 0.0], [1e-40, 0.0, torch.nan, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    weight = torch.tensor(
+        [[-0.0, 0.0, torch.inf, 0.0], [1e-40, 0.0, torch.nan, -1.0], [0.0, 0.0, 0.0, 0.0]]
+    )
     for dtype in DTYPES:
         own = weight.to(dtype)
         packed = pack_rows(own)
@@ -123,7 +140,9 @@ def test_threads_change_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_load_leaves_the_values(tmp_path: Path) -> None:
-    """The last values lie at the end of a mapped page; a wide load behind them would kill the process."""
+    """The last values lie at the end of a mapped page; a wide load behind them would kill the
+    process.
+    """
     size = 4096 // 2
     weight = torch.zeros(40, 64, dtype=torch.bfloat16)
     weight.view(-1)[:size] = torch.randn(size).bfloat16()
@@ -138,7 +157,9 @@ def test_no_load_leaves_the_values(tmp_path: Path) -> None:
 
 
 def test_every_instruction_set_compiles() -> None:
-    """For processors that are not here, to assembly: it must hold the instruction that spreads the values."""
+    """For processors that are not here, to assembly: it must hold the instruction that spreads
+    the values.
+    """
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     wanted = {
@@ -161,13 +182,19 @@ def test_every_instruction_set_compiles() -> None:
 @pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
 @pytest.mark.parametrize("way", WAYS[:-1])
 @pytest.mark.parametrize("columns", [203, 256])
-def test_both_ways_at_every_number_of_tokens(way: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loops here and torch's product, around their limits, with a bias that is added before the rounding."""
+def test_both_ways_at_every_number_of_tokens(
+    way: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loops here and torch's product, around their limits, with a bias that is added before
+    the rounding.
+    """
     monkeypatch.setattr(cpu_kernel, "_FEW", 16)  # tokens at a time
     monkeypatch.setattr(cpu_kernel, "_TILE", 1 << 12)  # weights that are dense at a time
-    weight, bias = sparse_matrix(91, columns, 0.5, torch.bfloat16), torch.randn(91).bfloat16()
+    weight = sparse_matrix(91, columns, 0.5, torch.bfloat16)
+    bias = torch.randn(91).bfloat16()
     x = torch.randn(40, columns).bfloat16()
-    wide_x, wide_weight = functional.pad(x, (0, 1), value=1), torch.cat([weight, bias[:, None]], 1)
+    wide_x = functional.pad(x, (0, 1), value=1)
+    wide_weight = torch.cat([weight, bias[:, None]], 1)
     for limit, counts in ((1 << 62, range(41)), (8, (0, 8, 9, 16, 17, 40)), (20, (20, 21))):
         monkeypatch.setattr(cpu_kernel, "most_own_tokens", lambda how, limit=limit: limit)
         product = product_by(pack_rows(weight), way)
@@ -181,7 +208,9 @@ def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """The faster way is taken; a torch or a processor that was not measured before is measured."""
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path))
     (how,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
-    measure, slow, measured = cpu_kernel.most_own_tokens.__wrapped__, [""], []
+    measure = cpu_kernel.most_own_tokens.__wrapped__
+    slow = [""]
+    measured = []
 
     def timed(name: str) -> Callable[..., None]:
         def run(self: CpuProducts, x: Tensor, how: Instructions) -> None:
@@ -206,8 +235,10 @@ def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_it_is_a_linear_layer() -> None:
-    weight, bias = sparse_matrix(30, 50, 0.5, torch.float32), torch.nn.Parameter(torch.randn(30))
-    layer, dense = SparseLinear(pack_rows(weight), bias), torch.nn.Linear(50, 30)
+    weight = sparse_matrix(30, 50, 0.5, torch.float32)
+    bias = torch.nn.Parameter(torch.randn(30))
+    layer = SparseLinear(pack_rows(weight), bias)
+    dense = torch.nn.Linear(50, 30)
     dense.load_state_dict(layer.state_dict())
     assert torch.equal(layer.state_dict()["weight"], weight)
     with pytest.raises(RuntimeError, match="Unexpected key"):
@@ -215,7 +246,8 @@ def test_it_is_a_linear_layer() -> None:
     x = torch.randn(2, 3, 50)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), dense(x))
-        torch.testing.assert_close(layer(x.transpose(0, 1)), dense(x.transpose(0, 1)))  # not contiguous
+        # not contiguous.
+        torch.testing.assert_close(layer(x.transpose(0, 1)), dense(x.transpose(0, 1)))
         assert layer(x[:, :0]).shape == (2, 0, 30)
         for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to("cpu")):
             assert torch.equal(same(x), layer(x))
@@ -225,10 +257,13 @@ def test_it_is_a_linear_layer() -> None:
     check_product(SparseLinear(pack_rows(half_weight)).float()(wide), wide, half_weight.float())
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     sparse_linear.cpu_instructions.cache_clear()
     monkeypatch.setattr(sparse_linear, "find_spec", lambda name: None)
-    weight, x = sparse_matrix(8, 70, 0.5, torch.bfloat16), torch.randn(3, 70).bfloat16()
+    weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
+    x = torch.randn(3, 70).bfloat16()
     try:
         for _ in range(2):
             check_product(SparseLinear(pack_rows(weight))(x), x, weight)
@@ -245,7 +280,9 @@ def half(model: Path, output: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sparse_models(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Pruned checkpoint of a family, all linear layers, beside its packed folder FAMILY-packed; made at first use."""
+    """Pruned checkpoint of a family, all linear layers, beside its packed folder FAMILY-packed;
+    made at first use.
+    """
     root = tmp_path_factory.mktemp("sparse")
 
     def folder(family: str) -> Path:
@@ -265,25 +302,38 @@ def dense_of(folder: Path, dtype: Any = "auto") -> PreTrainedModel:
 def test_every_family(family: str, sparse_models: Models, tmp_path: Path) -> None:
     folder = sparse_models(family)
     ids = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(0))
-    dense, exact = dense_of(folder), dense_of(folder, torch.float32)
+    dense = dense_of(folder)
+    exact = dense_of(folder, torch.float32)
     with torch.no_grad():
         expected = exact(ids).logits
     for source, packed in ((folder, load(folder)), (folder, load(f"{folder}-packed"))):
         assert type(packed) is type(dense)
         assert packed.dtype == dense.dtype
         assert len(sparse_layers(packed)) >= 8, source
-        own, theirs = packed.state_dict(), dense.state_dict()
+        own = packed.state_dict()
+        theirs = dense.state_dict()
         assert own.keys() == theirs.keys()
         assert all(torch.equal(own[name], theirs[name]) for name in own)
     with torch.no_grad():
         logits = load(f"{folder}-packed", dtype="float32")(ids).logits
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-        assert (packed(ids).logits - expected).abs().max() <= 2 * (dense(ids).logits - expected).abs().max() + 1e-3
-    how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids[:, :5]), "pad_token_id": 2}
+        torch.testing.assert_close(
+            logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
+        assert (packed(ids).logits - expected).abs().max() <= 2 * (
+            dense(ids).logits - expected
+        ).abs().max() + 1e-3
+    how = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids[:, :5]),
+        "pad_token_id": 2,
+    }
     assert torch.equal(packed.generate(ids[:, :5], **how), dense.generate(ids[:, :5], **how))
     packed.save_pretrained(tmp_path / "again")
     again = dense_of(tmp_path / "again")
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), theirs.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), theirs.values(), strict=True)
+    )
 
 
 def test_values_are_mapped_and_not_copied(sparse_models: Models) -> None:
@@ -295,7 +345,11 @@ def test_values_are_mapped_and_not_copied(sparse_models: Models) -> None:
     model = load(folder)
     layer = model.model.layers[0].mlp.down_proj
     assert isinstance(layer, SparseLinear)
-    areas = [line.split(maxsplit=5) for line in mapped.read_text().splitlines() if any(str(shard) in line for shard in shards)]
+    areas = [
+        line.split(maxsplit=5)
+        for line in mapped.read_text().splitlines()
+        if any(str(shard) in line for shard in shards)
+    ]
     ranges = [tuple(int(end, 16) for end in area[0].split("-")) for area in areas]
     for tensor in (layer.values, model.model.embed_tokens.weight, model.model.norm.weight):
         assert any(first <= tensor.data_ptr() < last for first, last in ranges)
@@ -321,7 +375,8 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
     half(tmp_path / "dense", tmp_path / "pruned")
     packed = tmp_path / "packed"
     emp_llm.pack(tmp_path / "pruned", packed, zstd=True)
-    own, theirs = load(packed).state_dict(), dense_of(tmp_path / "pruned").state_dict()
+    own = load(packed).state_dict()
+    theirs = dense_of(tmp_path / "pruned").state_dict()
     assert all(torch.equal(own[name], theirs[name]) for name in theirs)
     shard = next(iter(PackedFolder(packed).shards.values())).path
     raw = bytearray(shard.read_bytes())
@@ -342,28 +397,48 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
         ("generate --model {} --prompt a --max-new-tokens 200", "the model's 128 positions"),
         ("generate --model {} --prompt a --top-p 0.5", "no effect at temperature 0"),
         ("generate --model {} --prompt a --temperature -1", "Invalid value for '--temperature'"),
-        ("generate --model {} --prompt a --device tpu", "--device 'tpu' is not auto, cpu, cuda or cuda:N"),
-        ("generate --model {}-mask --prompt a", "a mask holds no weights. Unpack it first: emp-llm unpack"),
+        (
+            "generate --model {} --prompt a --device tpu",
+            "--device 'tpu' is not auto, cpu, cuda or cuda:N",
+        ),
+        (
+            "generate --model {}-mask --prompt a",
+            "a mask holds no weights. Unpack it first: emp-llm unpack",
+        ),
         ("generate --model {}-fp8 --prompt a", "it is quantised (fp8)"),
         ("evaluate --model {} --runtime sparse --load-in-8bit", "leave out --load-in-8bit"),
         ("evaluate --model {} --runtime sparse --device-map disk", "runs on one device"),
-        ("evaluate --model {}-packed --suite perplexity", "a packed checkpoint. Unpack it first: emp-llm unpack"),
+        (
+            "evaluate --model {}-packed --suite perplexity",
+            "a packed checkpoint. Unpack it first: emp-llm unpack",
+        ),
         ("bench {}-t5", "bench measures models that continue their prompt"),
-        ("bench {}-dense --prompt-tokens 8 --new-tokens 2", "no layer has enough zeros to be packed"),
+        (
+            "bench {}-dense --prompt-tokens 8 --new-tokens 2",
+            "no layer has enough zeros to be packed",
+        ),
         ("bench {} --batch-sizes 1,1", "expected different whole numbers from 1 on"),
         ("bench {} --batch-sizes 0.5", "expected different whole numbers from 1 on"),
         ("bench {} --batch-sizes a", "expected numbers separated by commas"),
     ],
 )
-def test_wrong_input(line: str, message: str, models: Models, sparse_models: Models, command: Run, tmp_path: Path) -> None:
+def test_wrong_input(
+    line: str, message: str, models: Models, sparse_models: Models, command: Run, tmp_path: Path
+) -> None:
     source = sparse_models("llama")
     if "-dense" in line:
-        source, line = models("llama"), line.replace("-dense", "")
-    changes = {"fp8": {"quantization_config": {"quant_method": "fp8"}}, "t5": {"model_type": "t5", "is_encoder_decoder": True}}
+        source = models("llama")
+        line = line.replace("-dense", "")
+    changes = {
+        "fp8": {"quantization_config": {"quant_method": "fp8"}},
+        "t5": {"model_type": "t5", "is_encoder_decoder": True},
+    }
     for name, change in changes.items():
         if f"-{name}" in line:
             config = json.loads((source / "config.json").read_text())
-            (Path(shutil.copytree(source, f"{tmp_path}/model-{name}")) / "config.json").write_text(json.dumps(config | change))
+            (Path(shutil.copytree(source, f"{tmp_path}/model-{name}")) / "config.json").write_text(
+                json.dumps(config | change)
+            )
             source = tmp_path / "model"
     if "-mask" in line:
         emp_llm.pack(source, f"{source}-mask", mask_only=True)
@@ -385,16 +460,27 @@ def test_generate(sparse_models: Models, command: Run) -> None:
 
 
 def test_generate_from_python(sparse_models: Models) -> None:
-    generation = emp_llm.generate(sparse_models("llama"), prompt="The lamp", max_new_tokens=5, device="cpu")
+    generation = emp_llm.generate(
+        sparse_models("llama"), prompt="The lamp", max_new_tokens=5, device="cpu"
+    )
     assert "".join(generation) == generation.text
     assert generation.figures.new_tokens <= 5
     assert generation.figures.memory_bytes > 1e7
     first, same, other = (
-        emp_llm.generate(sparse_models("llama"), prompt="The", max_new_tokens=8, temperature=1.5, seed=seed, device="cpu").text
+        emp_llm.generate(
+            sparse_models("llama"),
+            prompt="The",
+            max_new_tokens=8,
+            temperature=1.5,
+            seed=seed,
+            device="cpu",
+        ).text
         for seed in (1, 1, 2)
     )
     assert first == same != other
-    abandoned = emp_llm.generate(sparse_models("llama"), prompt="The lamp", max_new_tokens=100, device="cpu")
+    abandoned = emp_llm.generate(
+        sparse_models("llama"), prompt="The lamp", max_new_tokens=100, device="cpu"
+    )
     pieces = iter(abandoned)
     next(pieces)
     pieces.close()  # as Ctrl-C does
@@ -403,12 +489,24 @@ def test_generate_from_python(sparse_models: Models) -> None:
 
 
 def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
-    """What is judged is what is served: the same numbers, identity and recipe as for the dense execution."""
+    """What is judged is what is served: the same numbers, identity and recipe as for the dense
+    execution.
+    """
     folder = sparse_models("llama")
     found = {}
-    for name, model, runtime in (("dense", folder, "dense"), ("packed", f"{folder}-packed", "sparse")):
-        how: dict[str, Any] = {"suite": f"perplexity,file={text},seqlen=64", "limit": 20, "dtype": "float32", "quiet": True}
-        emp_llm.evaluate(str(model), runtime=runtime, output=tmp_path / name, device_map="cpu", **how)
+    for name, model, runtime in (
+        ("dense", folder, "dense"),
+        ("packed", f"{folder}-packed", "sparse"),
+    ):
+        how: dict[str, Any] = {
+            "suite": f"perplexity,file={text},seqlen=64",
+            "limit": 20,
+            "dtype": "float32",
+            "quiet": True,
+        }
+        emp_llm.evaluate(
+            str(model), runtime=runtime, output=tmp_path / name, device_map="cpu", **how
+        )
         found[name] = read_record(tmp_path / name, Results)
     values = [record.perplexity.perplexity for record in found.values()]
     assert values[1] == pytest.approx(values[0], rel=1e-5)
@@ -418,8 +516,20 @@ def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
 
 
 def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
-    output, pruned = tmp_path / "bench.json", sparse_models("llama")
-    line = ("--prompt-tokens", 16, "--new-tokens", 4, "--repeats", 3, "--device", "cpu", "--output", output)
+    output = tmp_path / "bench.json"
+    pruned = sparse_models("llama")
+    line = (
+        "--prompt-tokens",
+        16,
+        "--new-tokens",
+        4,
+        "--repeats",
+        3,
+        "--device",
+        "cpu",
+        "--output",
+        output,
+    )
     done = command("bench", f"{pruned}-packed", *line, "--batch-sizes", "3,1")
     assert done.returncode == 0, done.stderr
     record = read_record(output, Bench)
@@ -432,10 +542,16 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     for batch in record.batches:
         assert batch.equal_tokens is not None
         for name, speed in (("prefill", batch.prefill), ("decode", batch.decode)):
-            ratios = sorted(d / s for d, s in zip(speed.dense_seconds, speed.sparse_seconds, strict=True))
-            assert [speed.lowest_ratio, speed.ratio, speed.highest_ratio] == pytest.approx(ratios, rel=2e-2)
+            ratios = sorted(
+                d / s for d, s in zip(speed.dense_seconds, speed.sparse_seconds, strict=True)
+            )
+            assert [speed.lowest_ratio, speed.ratio, speed.highest_ratio] == pytest.approx(
+                ratios, rel=2e-2
+            )
             assert f"{name} x {batch.batch_size}, tokens/s" in done.stdout
-            assert f"{speed.ratio:.2f}  {speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}" in done.stdout
+            assert (
+                f"{speed.ratio:.2f}  {speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}"
+            ) in done.stdout
     assert "exists" in command("bench", f"{pruned}-packed", *line).stderr
     assert command("report", output, "--output", tmp_path / "report", "--no-plots").returncode == 0
     page = (tmp_path / "report" / "report.md").read_text()
@@ -444,16 +560,23 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 3
     pushed = ("user/name", "--results", output, "--base-model", "user/base", "--dry-run")
     assert command("push", pruned, *pushed).returncode == 0
-    assert "is of other weights than those in" in command("push", sparse_models("opt"), *pushed).stderr
+    assert ("is of other weights than those in") in command(
+        "push", sparse_models("opt"), *pushed
+    ).stderr
 
 
-def test_bench_prompts(sparse_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bench_prompts(
+    sparse_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first tokens of a text; random ones without a tokenizer."""
     model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
     prompts = partial(emp_llm.bench._prompts, model, sequences=4)
     options = emp_llm.bench.BenchOptions(str(model), prompt_tokens=100, new_tokens=1)
     text, ids = prompts(options)
-    assert AutoTokenizer.from_pretrained(model).decode(ids.view(-1)) == (Path(__file__).parents[1] / text).read_text()[:400]
+    assert (
+        AutoTokenizer.from_pretrained(model).decode(ids.view(-1))
+        == (Path(__file__).parents[1] / text).read_text()[:400]
+    )
     for path in model.glob("tokenizer*"):
         path.unlink()
     text, random = prompts(options)
@@ -463,7 +586,9 @@ def test_bench_prompts(sparse_models: Models, tmp_path: Path, caplog: pytest.Log
 
 
 class TestMemory:
-    """A small packed folder may declare large tensors, and its config may ask for them: nothing large is expanded."""
+    """A small packed folder may declare large tensors, and its config may ask for them: nothing
+    large is expanded.
+    """
 
     @pytest.fixture
     def expanded(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -496,45 +621,81 @@ class TestMemory:
 
     @pytest.mark.parametrize("check", [False, True])
     def test_a_tensor_without_use(
-        self, models: Models, expanded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, check: bool
+        self,
+        models: Models,
+        expanded: list[str],
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        check: bool,
     ) -> None:
         load(self.packed(models, tmp_path, unused=torch.zeros(1 << 20)), check=check)
         assert expanded
         assert "unused" not in expanded
         assert "holds 1 tensor that the model does not use: unused" in caplog.text
 
-    def test_a_tensor_of_another_shape(self, models: Models, expanded: list[str], tmp_path: Path) -> None:
+    def test_a_tensor_of_another_shape(
+        self, models: Models, expanded: list[str], tmp_path: Path
+    ) -> None:
         name = "model.decoder.layers.0.fc1.bias"
         folder = self.packed(models, tmp_path, **{name: torch.zeros(1 << 20)})
-        with pytest.raises(UserError, match=rf"packed: the checkpoint does not fit config\.json.*{name} is \[1048576\]"):
+        with pytest.raises(
+            UserError,
+            match=r"packed: the checkpoint does not fit "
+            rf"config\.json.*{name} is \[1048576\]",
+        ):
             load(folder)
         assert not expanded
 
     @pytest.mark.parametrize("packed", [False, True])
-    def test_a_config_of_large_weights(self, sparse_models: Models, tmp_path: Path, packed: bool) -> None:
+    def test_a_config_of_large_weights(
+        self, sparse_models: Models, tmp_path: Path, packed: bool
+    ) -> None:
         """The machine does not have the petabytes that it asks for."""
         shutil.copytree(f"{sparse_models('llama')}{'-packed' * packed}", tmp_path / "model")
-        config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"vocab_size": 1 << 45}
+        config = json.loads((tmp_path / "model" / "config.json").read_text()) | {
+            "vocab_size": 1 << 45
+        }
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=r"the checkpoint does not fit config\.json\. The shapes of 2 weights differ"):
+        with pytest.raises(
+            UserError,
+            match=r"the checkpoint does not fit config\.json\. The "
+            r"shapes of 2 weights differ",
+        ):
             load(tmp_path / "model", check=False)
 
     def test_more_than_the_free_memory(
-        self, models: Models, sparse_models: Models, expanded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        models: Models,
+        sparse_models: Models,
+        expanded: list[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         emp_llm.pack(sparse_models("llama"), tmp_path / "packed", zstd=True)
         for free, names in ((10_000, 0), (40_000, 14)):
             monkeypatch.setattr("emp_llm.runtime.loader.available_memory", lambda free=free: free)
-            with pytest.raises(UserError, match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 kB are free"):
+            with pytest.raises(
+                UserError,
+                match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 "
+                r"kB are free",
+            ):
                 load(tmp_path / "packed")
             assert len(expanded) <= names
 
 
-def test_a_tokenizer_cannot_write_to_the_terminal(sparse_models: Models, tmp_path: Path, command: Run) -> None:
-    """Control characters of a generated text are shown, and not obeyed; Python gets them as they are."""
+def test_a_tokenizer_cannot_write_to_the_terminal(
+    sparse_models: Models, tmp_path: Path, command: Run
+) -> None:
+    """Control characters of a generated text are shown, and not obeyed; Python gets them as they
+    are.
+    """
     model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["decoder"] = {"type": "Replace", "pattern": {"Regex": ".+"}, "content": "\x1b]0;title\x07\r\x9b2J\u200dé\n"}
+    tokenizer["decoder"] = {
+        "type": "Replace",
+        "pattern": {"Regex": ".+"},
+        "content": "\x1b]0;title\x07\r\x9b2J\u200dé\n",
+    }
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     line = ("--model", model, "--prompt", "The lamp", "--max-new-tokens", 12, "--device", "cpu")
     done = command("generate", *line)
@@ -542,16 +703,33 @@ def test_a_tokenizer_cannot_write_to_the_terminal(sparse_models: Models, tmp_pat
     assert "�]0;title��" in done.stdout
     assert "\u200dé\n" in done.stdout
     assert not set(done.stdout) & set("\x1b\x07\x9b")
-    assert "\x1b]0;" in emp_llm.generate(str(model), prompt="The lamp", max_new_tokens=12, device="cpu").text
+    assert (
+        "\x1b]0;"
+        in emp_llm.generate(str(model), prompt="The lamp", max_new_tokens=12, device="cpu").text
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_bench_on_a_failing_disk(
-    sparse_models: Models, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    sparse_models: Models,
+    command: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
 ) -> None:
     """A failure is told before the measurement; one after it still shows the figures."""
     output = tmp_path / "results" / "bench.json"
-    line = (f"{sparse_models('llama')}-packed", "--prompt-tokens", 8, "--new-tokens", 2, "--repeats", 1, "--device", "cpu")
+    line = (
+        f"{sparse_models('llama')}-packed",
+        "--prompt-tokens",
+        8,
+        "--new-tokens",
+        2,
+        "--repeats",
+        1,
+        "--device",
+        "cpu",
+    )
     run = emp_llm.bench._run
 
     def fail(*_: Any) -> None:
@@ -567,6 +745,8 @@ def test_a_bench_on_a_failing_disk(
             monkeypatch.setattr(Bench, "save", fail)
         done = command("bench", *line, "--output", output)
         assert done.returncode == 2
-        assert f"error: --output {output}: cannot be written there ({os.strerror(number).lower()})" in done.stderr
+        assert (
+            f"error: --output {output}: cannot be written there ({os.strerror(number).lower()})"
+        ) in done.stderr
         assert ("prefill x 1, tokens/s" in done.stderr) == (moment == "after")
         assert not list(output.parent.glob("*"))

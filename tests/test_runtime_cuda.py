@@ -1,4 +1,6 @@
-"""Packed rows on CUDA against float64, on a GPU if present, else in Triton's interpreter; and the choice of 2:4 weights."""
+"""Packed rows on CUDA against float64, on a GPU if present, else in Triton's interpreter; and
+the choice of 2:4 weights.
+"""
 
 import os
 import subprocess
@@ -23,11 +25,14 @@ pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.
 cuda = pytest.importorskip("emp_llm.runtime.cuda_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}  # the interpreter rounds towards zero
+# The interpreter rounds towards zero.
+ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}
 
 
 def matrix(columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Rows without values, full, with one value at either end, with negative zeros, large, and random ones."""
+    """Rows without values, full, with one value at either end, with negative zeros, large, and
+    random ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(7, columns, generator=generator)
     weight[2:] *= torch.rand(5, columns, generator=generator) < 0.5
@@ -44,8 +49,10 @@ def inputs(tokens: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tens
 
 def assert_close(found: Tensor, weight: Tensor, x: Tensor) -> None:
     """To one rounding of the result, and roundings of float32 in the sum."""
-    w, v = weight.double(), x.cpu().double()
-    exact, size = v @ w.T, v.abs() @ w.abs().T
+    w = weight.double()
+    v = x.cpu().double()
+    exact = v @ w.T
+    size = v.abs() @ w.abs().T
     assert found.shape == exact.shape
     assert found.dtype == x.dtype
     allowed = ULP[x.dtype] * exact.abs() + 2**-21 * size + 1e-7
@@ -71,7 +78,11 @@ def test_products(dtype: torch.dtype, columns: int) -> None:
 
 
 def test_inputs_of_other_dtypes_and_strides() -> None:
-    for stored, given_dtype, tokens in ((DTYPES[0], DTYPES[2], 1), (DTYPES[2], DTYPES[0], 6), (DTYPES[1], DTYPES[2], 18)):
+    for stored, given_dtype, tokens in (
+        (DTYPES[0], DTYPES[2], 1),
+        (DTYPES[2], DTYPES[0], 6),
+        (DTYPES[1], DTYPES[2], 18),
+    ):
         weight = matrix(65, stored)
         wide = inputs(2 * tokens, 100, given_dtype).to(DEVICE)
         for x in (wide[::2, 5:70], inputs(65, tokens, given_dtype).to(DEVICE).T):
@@ -80,7 +91,9 @@ def test_inputs_of_other_dtypes_and_strides() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # from numpy, which the interpreter uses
 def test_large_and_infinite_values() -> None:
-    """A product that overflows is infinite, and an input that is not finite spoils only the rows that read it."""
+    """A product that overflows is infinite, and an input that is not finite spoils only the rows
+    that read it.
+    """
     weight = torch.zeros(3, 70)
     weight[0, 3], weight[1, 69], weight[2, 4] = 3e38, 1, 1
     x = torch.ones(1, 70)
@@ -105,10 +118,15 @@ def test_matrices_without_values(tokens: int) -> None:
     st.floats(0, 1),
     st.integers(0, 1 << 30),
 )
-def test_any_mask(rows: int, columns: int, dtype: torch.dtype, tokens: int, share: float, seed: int) -> None:
+def test_any_mask(
+    rows: int, columns: int, dtype: torch.dtype, tokens: int, share: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < share)
-    weight, x = weight.to(dtype), inputs(tokens, columns, dtype, seed).to(DEVICE)
+    weight = torch.randn(rows, columns, generator=generator) * (
+        torch.rand(rows, columns, generator=generator) < share
+    )
+    weight = weight.to(dtype)
+    x = inputs(tokens, columns, dtype, seed).to(DEVICE)
     assert_close(products(weight)(x), weight, x)
     packed = pack_rows(weight).to(DEVICE)
     dense = cuda.expand_rows(cuda.device_rows(packed), 0, rows, dtype)
@@ -123,7 +141,9 @@ def test_expanded_rows_are_the_same_bits(dtype: torch.dtype, columns: int) -> No
     packed = pack_rows(weight).to(DEVICE)
     rows = cuda.device_rows(packed)
     for first, last in ((0, 7), (3, 6), (6, 7), (4, 4)):
-        assert torch.equal(bits(cuda.expand_rows(rows, first, last, dtype)), bits(weight[first:last]))
+        assert torch.equal(
+            bits(cuda.expand_rows(rows, first, last, dtype)), bits(weight[first:last])
+        )
     assert torch.equal(cuda.expand_rows(rows, 0, 6, torch.float32).cpu(), weight[:6].float())
 
 
@@ -148,12 +168,15 @@ def test_rows_too_long_for_starts_of_16_bits() -> None:
         starts = rows.starts.cpu().int() & (0xFFFF if rows.starts.dtype == torch.int16 else -1)
         assert torch.equal(starts, torch.arange(0, columns, 64, dtype=torch.int32).expand(2, -1))
         x = inputs(1, columns, torch.float32).to(DEVICE)
-        assert_close(cuda.multiply(rows, x, cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1)), weight, x)
+        assert_close(
+            cuda.multiply(rows, x, cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1)), weight, x
+        )
 
 
 def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the kernel where Triton compiles, and torch where it does not."""
-    weight, bias = matrix(72, torch.float32), nn.Parameter(torch.arange(7.0), requires_grad=False)
+    weight = matrix(72, torch.float32)
+    bias = nn.Parameter(torch.arange(7.0), requires_grad=False)
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
@@ -190,34 +213,56 @@ def model_of(*weights: Tensor) -> nn.ModuleDict:
     class Model(nn.ModuleDict):
         dtype = weights[0].dtype
 
-    return Model({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
+    return Model(
+        {f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)}
+    )
 
 
 def test_only_layers_that_are_two_of_four_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = torch.ones(32, 64, dtype=torch.bfloat16)
     model = model_of(dense, two_of_four(32, 64))
-    with pytest.raises(UserError, match=r"torch does not take layer1, torch.bfloat16 \[32, 64\] \(.*leave semi_structured out"):
+    with pytest.raises(
+        UserError,
+        match=r"torch does not take layer1, torch.bfloat16 \[32, 64\] "
+        r"\(.*leave semi_structured out",
+    ):
         make_semi_structured(model.cpu())  # torch has them on GPUs alone
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
     make_semi_structured(model)
     assert [type(layer) for layer in model.values()] == [SparseLinear, SemiStructuredLinear]
-    layer, x = list(model.values())[1], inputs(2, 64, torch.bfloat16)
+    layer = list(model.values())[1]
+    x = inputs(2, 64, torch.bfloat16)
     assert torch.equal(layer.state_dict()["weight"], two_of_four(32, 64))
     assert torch.equal(layer(x), nn.functional.linear(x, two_of_four(32, 64)))
-    with pytest.raises(UserError, match="none of 1 packed layer has at most two of each four consecutive"):
+    with pytest.raises(
+        UserError, match="none of 1 packed layer has at most two of each four consecutive"
+    ):
         make_semi_structured(model_of(dense))
 
 
 def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path: Path) -> None:
     prune(model=models("llama"), output=tmp_path / "out", method="magnitude", pattern="2:4")
-    with pytest.raises(UserError, match=r"2:4 weights need an NVIDIA GPU, and the device is 'cpu'. Give device='cuda'"):
+    with pytest.raises(
+        UserError,
+        match=r"2:4 weights need an NVIDIA GPU, and the device is 'cpu'. "
+        r"Give device='cuda'",
+    ):
         load(tmp_path / "out", device="cpu", semi_structured=True)
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
-    """Triton's compiler needs no GPU. It is stricter than the interpreter, and its output shows the arithmetic."""
+    """Triton's compiler needs no GPU. It is stricter than the interpreter, and its output shows
+    the arithmetic.
+    """
     program = Path(__file__).parent / "compile_triton.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr

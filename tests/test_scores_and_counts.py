@@ -1,4 +1,6 @@
-"""Which weights go, and how many: --score, --count-by, RIA, --shares owl, and --sparsity with emp methods."""
+"""Which weights go, and how many: --score, --count-by, RIA, --shares owl, and --sparsity with
+emp methods.
+"""
 
 import json
 import math
@@ -30,7 +32,10 @@ from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
-M, LAMBDA, S = 1.5, 0.1, 0.55  # random weights have no scores at five times the mean
+# random weights have no scores at five times the mean
+M = 1.5
+LAMBDA = 0.1
+S = 0.55
 
 
 def pruned(source: Path, norms: Path, out: Path, **options: Any) -> RunReport:
@@ -41,22 +46,38 @@ def pruned(source: Path, norms: Path, out: Path, **options: Any) -> RunReport:
 
 def masks_in(source: Path, out: Path, report: RunReport) -> dict[str, Any]:
     """Which weights are not removed; the tiny models hold no zeros."""
-    return {layer: oracle.weight(out, entry.tensor) != 0 for layer, entry in report.matrices.items()}
+    return {
+        layer: oracle.weight(out, entry.tensor) != 0 for layer, entry in report.matrices.items()
+    }
 
 
 @pytest.mark.parametrize("group", ["matrix", "all"])
-def test_counts_by_magnitude_and_choice_by_score(models: Models, norms: Models, tmp_path: Path, group: str) -> None:
-    """As many weights in each group as its magnitudes are worth, those with the largest scores; beta and order apply."""
-    source, file = models("llama"), norms("llama")
-    report = pruned(source, file, tmp_path / "out", method="emp-relative", group=group, beta=0.8, order=1.0)
-    relative, masks = oracle.load_norms(file, relative=True), masks_in(source, tmp_path / "out", report)
-    weights = {layer: oracle.scores(oracle.weight(source, entry.tensor)) for layer, entry in report.matrices.items()}
+def test_counts_by_magnitude_and_choice_by_score(
+    models: Models, norms: Models, tmp_path: Path, group: str
+) -> None:
+    """As many weights in each group as its magnitudes are worth, those with the largest scores;
+    beta and order apply.
+    """
+    source = models("llama")
+    file = norms("llama")
+    report = pruned(
+        source, file, tmp_path / "out", method="emp-relative", group=group, beta=0.8, order=1.0
+    )
+    relative = oracle.load_norms(file, relative=True)
+    masks = masks_in(source, tmp_path / "out", report)
+    weights = {
+        layer: oracle.scores(oracle.weight(source, entry.tensor))
+        for layer, entry in report.matrices.items()
+    }
     scores = {layer: oracle.scores(matrix, relative[layer]) for layer, matrix in weights.items()}
     layers = list(weights)
     groups = [layers] if group == "all" else [[layer] for layer in layers]
     numbers = []
     for members in groups:
-        size, choice = (np.concatenate([each[layer].reshape(-1) for layer in members]) for each in (weights, scores))
+        size, choice = (
+            np.concatenate([each[layer].reshape(-1) for layer in members])
+            for each in (weights, scores)
+        )
         mask = np.concatenate([masks[layer].reshape(-1) for layer in members])
         np.testing.assert_array_equal(mask, oracle.keep(choice, oracle.count(size, 0.8, 1.0)))
         numbers.append(oracle.effective(size, 1.0))
@@ -73,21 +94,33 @@ def test_counts_by_magnitude_and_choice_by_score(models: Models, norms: Models, 
 
 def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path) -> None:
     """The words for the norms and for the counts combine to the methods of their own."""
-    source, file = models("mixtral"), norms("mixtral")
+    source = models("mixtral")
+    file = norms("mixtral")
 
     def run(name: str, **options: Any) -> dict[str, Any]:
         return masks_in(source, tmp_path / name, pruned(source, file, tmp_path / name, **options))
 
     same = [
-        (run("a", method="emp-relative"), run("b", method="emp-wanda", score="relative", count_by="magnitude")),
-        (run("c", method="emp-relative", count_by="own"), run("d", method="emp-wanda", score="relative")),
-        (run("e", method="relative", sparsity=0.3), run("f", method="wanda", score="relative", sparsity=0.3)),
+        (
+            run("a", method="emp-relative"),
+            run("b", method="emp-wanda", score="relative", count_by="magnitude"),
+        ),
+        (
+            run("c", method="emp-relative", count_by="own"),
+            run("d", method="emp-wanda", score="relative"),
+        ),
+        (
+            run("e", method="relative", sparsity=0.3),
+            run("f", method="wanda", score="relative", sparsity=0.3),
+        ),
     ]
     for one, other in same:
         assert all(np.array_equal(one[layer], other[layer]) for layer in one)
     plain = run("g", method="emp-wanda", count_by="magnitude")
     for layer, mask in plain.items():
-        assert np.array_equal(mask.sum(1), same[0][0][layer].sum(1)), "the counts do not depend on the norms"
+        assert np.array_equal(mask.sum(1), same[0][0][layer].sum(1)), (
+            "the counts do not depend on the norms"
+        )
     assert any(not np.array_equal(mask, same[0][0][layer]) for layer, mask in plain.items())
     assert verify(tmp_path / "b", source=str(source), activations=file).differences == []
     manifest = json.loads((tmp_path / "b" / "emp_manifest.json").read_text())
@@ -98,28 +131,54 @@ def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path) -> Non
 
 def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
     """The counts do not depend on the norms, so that a sparsity can be asked for too."""
-    given: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
-    source, out, sparsity = models("llama"), tmp_path / "out", 0.4
-    report = prune(source, output=out, method="emp-relative", propagate="pruned", sparsity=sparsity, **given)
+    given: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 4,
+        "seqlen": 64,
+        "device_map": "cpu",
+    }
+    source = models("llama")
+    out = tmp_path / "out"
+    sparsity = 0.4
+    report = prune(
+        source, output=out, method="emp-relative", propagate="pruned", sparsity=sparsity, **given
+    )
     assert verify(out, source=str(source)).differences == []
-    dense = prune(source, output=tmp_path / "dense", method="emp-relative", sparsity=sparsity, **given)
+    dense = prune(
+        source, output=tmp_path / "dense", method="emp-relative", sparsity=sparsity, **given
+    )
     for layer, entry in report["matrices"].items():
         assert entry["kept"] == dense["matrices"][layer]["kept"]
-    files = [Activations.load(folder / "emp_llm" / "activations.safetensors") for folder in (out, tmp_path / "dense")]
-    first, last = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
+    files = [
+        Activations.load(folder / "emp_llm" / "activations.safetensors")
+        for folder in (out, tmp_path / "dense")
+    ]
+    first = "model.layers.0.mlp.up_proj"
+    last = "model.layers.1.mlp.up_proj"
     norm = [[each.norm(layer, relative=True) for each in files] for layer in (first, last)]
     assert torch.equal(norm[0][0], norm[0][1])  # type: ignore[arg-type]
     assert not torch.equal(norm[1][0], norm[1][1])  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tokens = {"samples": 4, "seqlen": 64, "propagate": "pruned"}
-    found = prune_model(model, Recipe(method="emp-relative", sparsity=sparsity), text, source, **tokens)  # type: ignore[arg-type]
+    found = prune_model(
+        model, Recipe(method="emp-relative", sparsity=sparsity), text, source, **tokens
+    )  # type: ignore[arg-type]
     for layer, entry in found.matrices.items():
-        assert torch.equal(model.get_submodule(layer).weight != 0, torch.from_numpy(oracle.weight(out, entry.tensor) != 0))
+        assert torch.equal(
+            model.get_submodule(layer).weight != 0,
+            torch.from_numpy(oracle.weight(out, entry.tensor) != 0),
+        )
 
 
-@pytest.mark.parametrize("options", [{}, {"score": "relative", "count_by": "magnitude"}], ids=["plain", "relative"])
-def test_ria_of_rows_and_columns_of_zeros(models: Models, norms: Models, tmp_path: Path, options: dict[str, Any]) -> None:
-    """A row of zeros has scores of zero, and so has a column. Either kind of norms and of counts goes with the score."""
+@pytest.mark.parametrize(
+    "options", [{}, {"score": "relative", "count_by": "magnitude"}], ids=["plain", "relative"]
+)
+def test_ria_of_rows_and_columns_of_zeros(
+    models: Models, norms: Models, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """A row of zeros has scores of zero, and so has a column. Either kind of norms and of counts
+    goes with the score.
+    """
     name = "model.layers.0.mlp.up_proj"
 
     def plant(matrix: oracle.Array) -> None:
@@ -133,27 +192,44 @@ def test_ria_of_rows_and_columns_of_zeros(models: Models, norms: Models, tmp_pat
         size = oracle.scores(oracle.weight(source, entry.tensor))
         scores = oracle.ria(size, own[layer])
         mask = oracle.row_masks(scores, True, counting=size if options else None)
-        np.testing.assert_array_equal(oracle.weight(tmp_path / "out", entry.tensor) != 0, mask & (size != 0), err_msg=layer)
+        np.testing.assert_array_equal(
+            oracle.weight(tmp_path / "out", entry.tensor) != 0, mask & (size != 0), err_msg=layer
+        )
         assert entry.kept == mask.sum()
-    assert verify(tmp_path / "out", source=str(source), activations=norms("llama")).differences == []
+    assert (
+        verify(tmp_path / "out", source=str(source), activations=norms("llama")).differences == []
+    )
 
 
 def test_ria_of_a_large_matrix() -> None:
     """It is computed a piece at a time, and the pieces do not show."""
-    weight, norm = torch.randn(1025, 1030).bfloat16(), torch.rand(1030)
+    weight = torch.randn(1025, 1030).bfloat16()
+    norm = torch.rand(1030)
     size = weight.double().abs()
     wanted = (size / size.sum(1, keepdim=True) + size / size.sum(0)) * norm.double().sqrt()
-    torch.testing.assert_close(ria(weight, InputStatistics(norm)), wanted.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        ria(weight, InputStatistics(norm)), wanted.float(), rtol=1e-6, atol=0
+    )
 
 
-def test_sweep_and_measure(evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path) -> None:
+def test_sweep_and_measure(
+    evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path
+) -> None:
     """Points with counts by magnitude share one pass of numbers; masks are those of prune."""
-    source, out = evaluable("llama"), tmp_path / "sweep"
+    source = evaluable("llama")
+    out = tmp_path / "sweep"
     common: dict[str, Any] = {"activations": norms("llama"), "device_map": "cpu"}
     sweep(
-        source, output=out, methods="emp-relative,emp-wanda", betas="0.7,1", emp_sparsities="0.5",
-        suite=str(task_suite.parent / "short.toml"), score="relative", keep=True, **common,
-    )  # fmt: skip
+        source,
+        output=out,
+        methods="emp-relative,emp-wanda",
+        betas="0.7,1",
+        emp_sparsities="0.5",
+        suite=str(task_suite.parent / "short.toml"),
+        score="relative",
+        keep=True,
+        **common,
+    )
     for name, options in {
         "emp-relative-beta-0.7": {"method": "emp-relative", "beta": 0.7},
         "emp-relative-0.5": {"method": "emp-relative", "sparsity": 0.5},
@@ -163,22 +239,43 @@ def test_sweep_and_measure(evaluable: Models, task_suite: Path, norms: Models, t
         for shard in (tmp_path / name).glob("*.safetensors"):
             assert shard.read_bytes() == (out / "points" / name / shard.name).read_bytes(), name
         assert verify(out / "points" / name, source=str(source)).differences == []
-    record = measure(source, output=tmp_path / "m.json", criteria="magnitude,relative,wanda", betas="0.7,1", **common)
+    record = measure(
+        source,
+        output=tmp_path / "m.json",
+        criteria="magnitude,relative,wanda",
+        betas="0.7,1",
+        **common,
+    )
     magnitude, relative, wanda = record.measures
     assert [each.count_by for each in record.measures] == [None, "magnitude", None]
     assert [each.score for each in record.measures] == [None, "relative", None]
     assert relative.curve == magnitude.curve != wanda.curve
-    assert relative.curve[0].kept == report_of(tmp_path / "emp-relative-beta-0.7")["targets"]["kept"]
+    assert (
+        relative.curve[0].kept == report_of(tmp_path / "emp-relative-beta-0.7")["targets"]["kept"]
+    )
     for layer, entry in relative.matrices.items():
-        assert (entry.n_eff, entry.kept) == (magnitude.matrices[layer].n_eff, magnitude.matrices[layer].kept)
+        assert (entry.n_eff, entry.kept) == (
+            magnitude.matrices[layer].n_eff,
+            magnitude.matrices[layer].kept,
+        )
         assert entry.s_eff != magnitude.matrices[layer].s_eff
-    both = measure(source, output=tmp_path / "n.json", criteria="wanda", score="relative", count_by="magnitude", **common)
+    both = measure(
+        source,
+        output=tmp_path / "n.json",
+        criteria="wanda",
+        score="relative",
+        count_by="magnitude",
+        **common,
+    )
     assert both.measures[0].matrices == relative.matrices
 
 
 def slow_shares(scores: dict[int, list[oracle.Array]]) -> dict[int, float]:
-    """The sparsity of each block: the more of its scores are outliers, the lower; the mean over all weights is S."""
-    outliers, sizes = {}, {}
+    """The sparsity of each block: the more of its scores are outliers, the lower; the mean over
+    all weights is S.
+    """
+    outliers = {}
+    sizes = {}
     for block, matrices in scores.items():
         values = np.concatenate([matrix.reshape(-1) for matrix in matrices])
         outliers[block] = sum(1 for value in values if value > M * values.mean()) / values.size
@@ -189,57 +286,120 @@ def slow_shares(scores: dict[int, list[oracle.Array]]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "group"), [("mixtral", "wanda", "row"), ("gpt2", "relative", "row"), ("llama", "ria", "matrix")]
+    ("family", "method", "group"),
+    [("mixtral", "wanda", "row"), ("gpt2", "relative", "row"), ("llama", "ria", "matrix")],
 )
 def test_blocks_with_outliers_lose_less(
-    command: Run, models: Models, norms: Models, tmp_path: Path, family: str, method: str, group: str
+    command: Run,
+    models: Models,
+    norms: Models,
+    tmp_path: Path,
+    family: str,
+    method: str,
+    group: str,
 ) -> None:
-    source, out = models(family), tmp_path / "out"
-    options = ["--method", method, "--shares", "owl", "--owl-lambda", LAMBDA, "--owl-m", M, "--sparsity", S, "--group", group]
+    source = models(family)
+    out = tmp_path / "out"
+    options = [
+        "--method",
+        method,
+        "--shares",
+        "owl",
+        "--owl-lambda",
+        LAMBDA,
+        "--owl-m",
+        M,
+        "--sparsity",
+        S,
+        "--group",
+        group,
+    ]
     given = ["--activations", norms(family), "--min-expert-tokens", 0]
     done = command("prune", "--model", source, *options, *given, "--output", out)
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "emp_report.json").read_text())
-    entries, own = report["matrices"], oracle.load_norms(norms(family), relative=method == "relative")
-    scores, masks = {}, {}
+    entries = report["matrices"]
+    own = oracle.load_norms(norms(family), relative=method == "relative")
+    scores = {}
+    masks = {}
     for layer, entry in entries.items():
         weight = oracle.weight(source, entry["tensor"], family == "gpt2")
-        scores[layer] = oracle.ria(np.abs(weight), own[layer]) if method == "ria" else oracle.scores(weight, own[layer])
+        scores[layer] = (
+            oracle.ria(np.abs(weight), own[layer])
+            if method == "ria"
+            else oracle.scores(weight, own[layer])
+        )
         masks[layer] = oracle.weight(out, entry["tensor"], family == "gpt2") != 0
     blocks = dict.fromkeys(entry["block"] for entry in entries.values())
-    shares = slow_shares({b: [scores[layer] for layer, entry in entries.items() if entry["block"] == b] for b in blocks})
+    shares = slow_shares(
+        {
+            b: [scores[layer] for layer, entry in entries.items() if entry["block"] == b]
+            for b in blocks
+        }
+    )
     assert max(shares.values()) - min(shares.values()) > LAMBDA
     total = report["targets"]["weights"]
-    assert report["targets"]["kept"] == total - math.floor(S * total), "exactly the sparsity that was asked for"
+    assert report["targets"]["kept"] == total - math.floor(S * total), (
+        "exactly the sparsity that was asked for"
+    )
     for layer, mask in masks.items():
-        wanted = (1 - shares[entries[layer]["block"]]) * (mask.shape[1] if group == "row" else mask.size)
-        rows = (mask, scores[layer]) if group == "row" else (mask.reshape(1, -1), scores[layer].reshape(1, -1))
+        wanted = (1 - shares[entries[layer]["block"]]) * (
+            mask.shape[1] if group == "row" else mask.size
+        )
+        rows = (
+            (mask, scores[layer])
+            if group == "row"
+            else (mask.reshape(1, -1), scores[layer].reshape(1, -1))
+        )
         for kept, score in zip(*rows, strict=True):
-            assert abs(kept.sum() - wanted) < 1 + 1e-6, "uniform within the block, rounded down or up"
+            assert abs(kept.sum() - wanted) < 1 + 1e-6, (
+                "uniform within the block, rounded down or up"
+            )
             np.testing.assert_array_equal(kept, oracle.keep(score, int(kept.sum())))
     recipe = report["recipe"]
-    assert (recipe["shares"], recipe["owl_lambda"], recipe["owl_m"], recipe["sparsity"]) == ("owl", LAMBDA, M, S)
+    assert (recipe["shares"], recipe["owl_lambda"], recipe["owl_m"], recipe["sparsity"]) == (
+        "owl",
+        LAMBDA,
+        M,
+        S,
+    )
     assert "blocks lose" in done.stderr
     checked = command("verify", out, "--source", source, "--activations", norms(family))
     assert (checked.returncode, checked.stdout[:13]) == (0, "0 differences"), checked.stdout
     manifest = json.loads((out / "emp_manifest.json").read_text())
     manifest["recipe"]["owl_lambda"] = 0.0
     (out / "emp_manifest.json").write_text(json.dumps(manifest))
-    assert command("verify", out, "--source", source, "--activations", norms(family)).returncode == 1
+    assert (
+        command("verify", out, "--source", source, "--activations", norms(family)).returncode == 1
+    )
 
 
-def test_shares_in_memory_and_in_a_sweep(evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path) -> None:
+def test_shares_in_memory_and_in_a_sweep(
+    evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path
+) -> None:
     """The points of a sweep with a fixed sparsity have the shares; the others stay as they are."""
-    source, suite = evaluable("llama"), str(task_suite.parent / "short.toml")
+    source = evaluable("llama")
+    suite = str(task_suite.parent / "short.toml")
     options: dict[str, Any] = {"shares": "owl", "owl_m": M}
     common: dict[str, Any] = {"activations": norms("llama"), "device_map": "cpu"}
     written = prune(source, output=tmp_path / "owl", method="wanda", **options, **common)
     assert isinstance(written, RunReport)
     found = prune_model(source, Recipe(method="wanda", **options), activations=norms("llama"))
     assert (found.targets, found.matrices) == (written.targets, written.matrices)
-    how: dict[str, Any] = {"methods": "wanda,magnitude", "sparsities": "0.5", "patterns": "2:4", "suite": suite, "keep": True}
+    how: dict[str, Any] = {
+        "methods": "wanda,magnitude",
+        "sparsities": "0.5",
+        "patterns": "2:4",
+        "suite": suite,
+        "keep": True,
+    }
     swept = sweep(source, output=tmp_path / "sweep", **how, **options, **common)
-    assert [point.name for point in swept.points] == ["wanda-0.5", "wanda-2of4", "magnitude-0.5", "magnitude-2of4"]
+    assert [point.name for point in swept.points] == [
+        "wanda-0.5",
+        "wanda-2of4",
+        "magnitude-0.5",
+        "magnitude-2of4",
+    ]
     points = tmp_path / "sweep" / "points"
     for shard in (tmp_path / "owl").glob("*.safetensors"):
         assert shard.read_bytes() == (points / "wanda-0.5" / shard.name).read_bytes()
@@ -248,14 +408,20 @@ def test_shares_in_memory_and_in_a_sweep(evaluable: Models, task_suite: Path, no
 
 
 @given(
-    st.lists(st.tuples(st.one_of(st.none(), st.fractions(0, 1, max_denominator=60)), st.integers(50, 10**6)), min_size=1),
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.fractions(0, 1, max_denominator=60)), st.integers(50, 10**6)
+        ),
+        min_size=1,
+    ),
     st.floats(0.1, 0.8),
     st.floats(0, 0.1),
 )
 def test_the_sparsities_stay_within_lambda_and_their_mean_is_that_of_all(
     blocks: list[tuple[Fraction | None, int]], sparsity: float, spread: float
 ) -> None:
-    outliers, sizes = dict(enumerate(share for share, _ in blocks)), dict(enumerate(size for _, size in blocks))
+    outliers = dict(enumerate(share for share, _ in blocks))
+    sizes = dict(enumerate(size for _, size in blocks))
     shares = block_sparsities(sparsity, spread, outliers, sizes)
     assert all(abs(share - sparsity) <= spread + 1e-12 for share in shares.values())
     weighted = sum(shares[key] * sizes[key] for key in sizes) / sum(sizes.values())
@@ -263,7 +429,9 @@ def test_the_sparsities_stay_within_lambda_and_their_mean_is_that_of_all(
     if len(set(outliers.values())) == 1:
         assert set(shares.values()) == {sparsity}, "no rounding is taken for a difference"
     known = [(outliers[key], share) for key, share in shares.items() if outliers[key] is not None]
-    assert [share for _, share in sorted(known, reverse=True)] == sorted(share for _, share in known)
+    assert [share for _, share in sorted(known, reverse=True)] == sorted(
+        share for _, share in known
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,15 +444,27 @@ def test_the_sparsities_stay_within_lambda_and_their_mean_is_that_of_all(
     ],
 )
 def test_exactly_as_many_are_removed(
-    command: Run, models: Models, norms: Callable[[str], Path], tmp_path: Path, family: str, method: str, group: str
+    command: Run,
+    models: Models,
+    norms: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    method: str,
+    group: str,
 ) -> None:
-    source, out = models(family), tmp_path / "out"
-    given_norms = ["--activations", norms(family), "--min-expert-tokens", 0] if method != "emp-magnitude" else []
+    source = models(family)
+    out = tmp_path / "out"
+    given_norms = (
+        ["--activations", norms(family), "--min-expert-tokens", 0]
+        if method != "emp-magnitude"
+        else []
+    )
     options = ["--model", source, "--method", method, "--group", group, *given_norms]
     done = command("prune", *options, "--sparsity", 0.55, "--output", out)
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "emp_report.json").read_text())
-    targets, recipe = report["targets"], report["recipe"]
+    targets = report["targets"]
+    recipe = report["recipe"]
     removed = targets["weights"] - targets["kept"]
     if group == "row":
         assert removed == math.floor(0.55 * targets["weights"])
@@ -295,7 +475,9 @@ def test_exactly_as_many_are_removed(
     assert f"sparsity 0.55 is that of beta {recipe['beta']:.6g}" in done.stderr
     given_file = norms(family) if given_norms else None
     assert verify(out, source=str(source), activations=given_file).differences == []
-    again = command("prune", *options, "--beta", repr(recipe["beta"]), "--output", tmp_path / "again")
+    again = command(
+        "prune", *options, "--beta", repr(recipe["beta"]), "--output", tmp_path / "again"
+    )
     assert again.returncode == 0, again.stderr
     for shard in out.glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
@@ -313,48 +495,98 @@ def test_a_requested_sparsity_in_memory_and_at_the_ends(models: Models, tmp_path
 
 
 @settings(deadline=None)  # a busy machine
-@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1)), min_size=1, max_size=12), st.floats(0.05, 1))
-def test_the_beta_is_the_smallest_that_keeps_as_many(rows: list[tuple[int, float]], share: float) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1)), min_size=1, max_size=12),
+    st.floats(0.05, 1),
+)
+def test_the_beta_is_the_smallest_that_keeps_as_many(
+    rows: list[tuple[int, float]], share: float
+) -> None:
     groups = [(np.array([max(1.0, size * part)]), np.array([1.0]), size) for size, part in rows]
     total = sum(size for size, _ in rows)
     kept = max(len(rows), round(share * total))
 
     beta = beta_keeping(kept, groups)
-    here, below = kept_at(groups, beta), kept_at(groups, math.nextafter(beta, 0))
+    here = kept_at(groups, beta)
+    below = kept_at(groups, math.nextafter(beta, 0))
     assert abs(here - kept) <= abs(below - kept) or here < kept
-    assert here == kept or len({float(group[0][0]) for group in groups}) < len(groups) or abs(here - kept) < len(rows)
+    assert (
+        here == kept
+        or len({float(group[0][0]) for group in groups}) < len(groups)
+        or abs(here - kept) < len(rows)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ("--method magnitude --score relative", "--score chooses the norms of the inputs, and method magnitude needs none"),
-        ("--method relative --score wanda", "--method relative has relative norms; leave out --score wanda"),
-        ("--method wanda --count-by magnitude", "--count-by does not go with method wanda: its sparsity is fixed"),
+        (
+            "--method magnitude --score relative",
+            "--score chooses the norms of the inputs, and method magnitude needs none",
+        ),
+        (
+            "--method relative --score wanda",
+            "--method relative has relative norms; leave out --score wanda",
+        ),
+        (
+            "--method wanda --count-by magnitude",
+            "--count-by does not go with method wanda: its sparsity is fixed",
+        ),
         ("--method relative --count-by own", "--count-by does not go with method relative"),
-        ("--method emp-relative --neff-dtype bfloat16", "--neff-dtype bfloat16 is the paper's arithmetic for the scores"),
-        ("--method emp-relative --propagate pruned --count-by own --sparsity 0.5", "--sparsity needs the scores of all"),
-        ("--method emp-relative --activations old", "old: it has no norms relative to the outputs, which relative scores need"),
+        (
+            "--method emp-relative --neff-dtype bfloat16",
+            "--neff-dtype bfloat16 is the paper's arithmetic for the scores",
+        ),
+        (
+            "--method emp-relative --propagate pruned --count-by own --sparsity 0.5",
+            "--sparsity needs the scores of all",
+        ),
+        (
+            "--method emp-relative --activations old",
+            "old: it has no norms relative to the outputs, which relative scores need",
+        ),
         ("--method wanda --score relative --activations old", "Run emp-llm calibrate again"),
         ("--method emp-wanda --shares owl", "--shares does not go with method emp-wanda"),
-        ("--method magnitude --shares owl", "--shares owl is for methods that need activations; magnitude needs none"),
-        ("--method wanda --shares owl --pattern 2:4", "--shares owl goes with --sparsity, not with --pattern"),
-        ("--method wanda --shares owl --match x", "--shares owl goes with --sparsity, not with --match"),
-        ("--method wanda --shares owl --group all", "--shares owl fixes the sparsity of every block"),
+        (
+            "--method magnitude --shares owl",
+            "--shares owl is for methods that need activations; magnitude needs none",
+        ),
+        (
+            "--method wanda --shares owl --pattern 2:4",
+            "--shares owl goes with --sparsity, not with --pattern",
+        ),
+        (
+            "--method wanda --shares owl --match x",
+            "--shares owl goes with --sparsity, not with --match",
+        ),
+        (
+            "--method wanda --shares owl --group all",
+            "--shares owl fixes the sparsity of every block",
+        ),
         ("--method wanda --shares owl --propagate pruned", "--shares owl needs the scores of all"),
         ("--method wanda --owl-m 3", "--owl-m is an option of --shares owl"),
-        ("--method wanda --shares owl --sparsity 0.95", "--owl-lambda must leave every block a sparsity between 0 and 1"),
+        (
+            "--method wanda --shares owl --sparsity 0.95",
+            "--owl-lambda must leave every block a sparsity between 0 and 1",
+        ),
         ("--method wanda --shares owl --owl-m 0", "--owl-m must be a number above 0"),
-        ("--method emp-magnitude --sparsity 0.9999", "--sparsity 0.9999: every group keeps at least one weight"),
+        (
+            "--method emp-magnitude --sparsity 0.9999",
+            "--sparsity 0.9999: every group keeps at least one weight",
+        ),
         ("--method emp-magnitude --sparsity 1.0", "--sparsity must be at least 0 and below 1"),
         ("--sparsity 0.5 --beta 0.5", "--sparsity finds the beta of emp-wanda; leave out --beta"),
         ("--sparsity 0.5 --neff-dtype bfloat16", "leave out --neff-dtype"),
         ("--sparsity 0.5 --propagate pruned", "--sparsity needs the scores of all"),
     ],
 )
-def test_wrong_options(command: Run, models: Models, norms: Models, tmp_path: Path, options: str, match: str) -> None:
+def test_wrong_options(
+    command: Run, models: Models, norms: Models, tmp_path: Path, options: str, match: str
+) -> None:
     replace(Activations.load(norms("llama")), relative={}).save(tmp_path / "old")
-    done = command("prune", "--model", models("llama"), *options.split(), "--output", tmp_path / "out")
+    done = command(
+        "prune", "--model", models("llama"), *options.split(), "--output", tmp_path / "out"
+    )
     assert done.returncode == 2
     assert match in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr

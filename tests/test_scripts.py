@@ -1,4 +1,6 @@
-"""Every script imports and answers --help, the commands that scripts start parse, and small runs of some succeed."""
+"""Every script imports and answers --help, the commands that scripts start parse, and small runs
+of some succeed.
+"""
 
 import argparse
 import json
@@ -27,7 +29,11 @@ from emp_llm.prune import prune
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 PATHS = [*SCRIPTS.glob("*.py"), *(SCRIPTS / "paper").glob("*.py")]
-NAMES = {path.stem: str(path.relative_to(ROOT)) for path in sorted(PATHS) if "__main__" in path.read_text(encoding="utf-8")}
+NAMES = {
+    path.stem: str(path.relative_to(ROOT))
+    for path in sorted(PATHS)
+    if "__main__" in path.read_text(encoding="utf-8")
+}
 PAGES = sorted([*(SCRIPTS / "results").glob("*.md"), *(ROOT / "docs" / "paper").glob("*.md")])
 
 
@@ -42,7 +48,9 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_script_answers_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_script_answers_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """The help begins with the purpose and a usage line, which names only options that exist."""
     assert run(monkeypatch, name, "--help") == 0
     usage, _, options = capsys.readouterr().out.partition("\noptions:")
@@ -64,7 +72,9 @@ def test_pages_of_results_name_a_command_that_parses(
         if name in NAMES:
             assert run(monkeypatch, name, "--help") == 0
             options = capsys.readouterr().out.partition("\noptions:")[2]
-            assert set(re.findall(r"(?<!\w)--[a-z-]+", arguments)) <= set(re.findall(r"--[a-z-]+", options))
+            assert set(re.findall(r"(?<!\w)--[a-z-]+", arguments)) <= set(
+                re.findall(r"--[a-z-]+", options)
+            )
 
 
 def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
@@ -88,39 +98,92 @@ def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
         ("fuzz_checkpoint", "--executions 20"),
     ],
 )
-def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: str) -> None:
+def test_small_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: str
+) -> None:
     assert run(monkeypatch, name, *arguments.split()) == 0
     assert capsys.readouterr().out
 
 
 def test_the_study_of_rotations(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table with one row, whose three models differ."""
-    few = ["--samples", "4", "--seqlen", "64", "--block", "64", "--limit", "4", "--steps", "2", "--recipes", "2:4, Wanda"]
+    few = [
+        "--samples",
+        "4",
+        "--seqlen",
+        "64",
+        "--block",
+        "64",
+        "--limit",
+        "4",
+        "--steps",
+        "2",
+        "--recipes",
+        "2:4, Wanda",
+    ]
     assert run(monkeypatch, "study_rotate", str(models("llama")), *few) == 0
-    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    cells = [
+        cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")
+    ]
     assert cells[0] == "2:4, Wanda"
     assert len(set(cells)) == 4
 
 
 def test_the_study_of_bases_resumes(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """Later points find the turn again, and the table has all of them."""
-    few = ["--samples", "6", "--seqlen", "64", "--block", "64", "--limit", "4", "--steps", "2", "--bases", "neff"]
+    few = [
+        "--samples",
+        "6",
+        "--seqlen",
+        "64",
+        "--block",
+        "64",
+        "--limit",
+        "4",
+        "--steps",
+        "2",
+        "--bases",
+        "neff",
+    ]
     few += ["--heal-steps", "1", "--output", str(tmp_path / "tiny.jsonl")]
     for methods in ("wanda", "wanda,wanda+heal"):
-        assert run(monkeypatch, "study_basis", str(models("llama")), *few, "--budgets", "0.5", "--methods", methods) == 0
+        assert (
+            run(
+                monkeypatch,
+                "study_basis",
+                str(models("llama")),
+                *few,
+                "--budgets",
+                "0.5",
+                "--methods",
+                methods,
+            )
+            == 0
+        )
     assert "1/1 point/neff/0.5/wanda+heal" in capsys.readouterr().out
-    assert run(monkeypatch, "study_basis", "--write", str(tmp_path), str(tmp_path / "tiny.jsonl")) == 0
+    assert (
+        run(monkeypatch, "study_basis", "--write", str(tmp_path), str(tmp_path / "tiny.jsonl")) == 0
+    )
     assert "| wanda+heal | " in (tmp_path / "tables.md").read_text()
 
 
 def test_pruned_or_quantised() -> None:
     """The tables are those of the measurements."""
-    study, results = import_module("study_quantise"), SCRIPTS / "results"
-    entries = [json.loads(line) for line in (results / "prune_or_quantise.jsonl").read_text(encoding="utf-8").splitlines()]
+    study = import_module("study_quantise")
+    results = SCRIPTS / "results"
+    entries = [
+        json.loads(line)
+        for line in (results / "prune_or_quantise.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert study.tables(entries) == (results / "prune_or_quantise.md").read_text(encoding="utf-8")
 
 
@@ -128,8 +191,10 @@ def test_pruned_or_quantised() -> None:
 def test_products_of_quantised_weights(kind: str, error: float) -> None:
     """They are near the products of the weights, and the words are in the right places."""
     torch.manual_seed(0)
-    weight, x = torch.randn(32, 128).bfloat16(), torch.randn(2, 3, 128).bfloat16()
-    exact, found = x.double() @ weight.double().T, getattr(import_module("study_quantise"), kind)(weight)(x)
+    weight = torch.randn(32, 128).bfloat16()
+    x = torch.randn(2, 3, 128).bfloat16()
+    exact = x.double() @ weight.double().T
+    found = getattr(import_module("study_quantise"), kind)(weight)(x)
     assert (found.double() - exact).norm() < error * exact.norm()
 
 
@@ -146,10 +211,21 @@ def texts(tmp_path: Path) -> Path:
 def test_a_mixture_learns(monkeypatch: pytest.MonkeyPatch, texts: Path) -> None:
     """It learns in a few seconds, and its file has a tensor for each matrix of an expert."""
     monkeypatch.syspath_prepend(str(SCRIPTS / "demo"))
-    monkeypatch.setattr("torch.compile", lambda function, **_: function)  # which would take a minute
+    # Which would take a minute.
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
     monkeypatch.setattr(import_module("train_moe"), "WARMUP", 1)
-    folder, size = texts / "mixture", "--hidden 64 --layers 1 --experts 8 --top 2 --intermediate 32 --batch-tokens 512"
-    line = ["--text", str(texts), "--tokenizer", str(SCRIPTS / "demo" / "model"), "--output", str(folder), "--minutes", "0.05"]
+    folder = texts / "mixture"
+    size = "--hidden 64 --layers 1 --experts 8 --top 2 --intermediate 32 --batch-tokens 512"
+    line = [
+        "--text",
+        str(texts),
+        "--tokenizer",
+        str(SCRIPTS / "demo" / "model"),
+        "--output",
+        str(folder),
+        "--minutes",
+        "0.05",
+    ]
     assert run(monkeypatch, "train_moe", *line, *size.split(), "--learning-rate", "0.01") == 0
     record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -161,15 +237,31 @@ def test_a_mixture_learns(monkeypatch: pytest.MonkeyPatch, texts: Path) -> None:
         assert file.get_slice("model.layers.0.mlp.experts.7.up_proj.weight").get_shape() == [32, 64]
 
 
-def test_the_witness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path) -> None:
-    """Trained for a few steps and pruned; a second run uses the same checkpoint, and stops when the time is over."""
-    witness, rows = import_module("train_witness"), import_module("witness_rows")
+def test_the_witness(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path
+) -> None:
+    """Trained for a few steps and pruned; a second run uses the same checkpoint, and stops when
+    the time is over.
+    """
+    witness = import_module("train_witness")
+    rows = import_module("witness_rows")
     monkeypatch.setattr(witness, "TINY", replace(witness.TINY, steps=4, samples=4, blocks=2))
-    monkeypatch.setattr(rows, "ROWS", [row for row in rows.ROWS if "wanda --sparsity 0.5" in row and "emp" not in row][:2])
+    monkeypatch.setattr(
+        rows,
+        "ROWS",
+        [row for row in rows.ROWS if "wanda --sparsity 0.5" in row and "emp" not in row][:2],
+    )
     line = ["--text", str(texts), "--output", str(tmp_path / "out"), "--device", "cpu", "--tiny"]
-    assert run(monkeypatch, "train_witness", *line, "--table", str(tmp_path / "docs" / "witness.md")) == 0
+    assert (
+        run(monkeypatch, "train_witness", *line, "--table", str(tmp_path / "docs" / "witness.md"))
+        == 0
+    )
     page = (tmp_path / "docs" / "witness.md").read_text(encoding="utf-8")
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| `--method")]
+    cells = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in page.splitlines()
+        if row.startswith("| `--method")
+    ]
     assert [row[0] for row in cells] == [f"`{row}`" for row in rows.ROWS]
     assert [row[1] for row in cells] == ["50.00%", "50.00%"]
     assert all(float(row[2]) > 1 and "±" in row[3] for row in cells)
@@ -179,28 +271,47 @@ def test_the_witness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     before = weights.stat().st_mtime_ns
     assert run(monkeypatch, "train_witness", *line, "--seconds", "0.1") == 0
     assert weights.stat().st_mtime_ns == before
-    assert "1 of 2 rows did not fit in the time" in (tmp_path / "out" / "witness.md").read_text(encoding="utf-8")
+    assert ("1 of 2 rows did not fit in the time") in (tmp_path / "out" / "witness.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that benchmarks prune, with narrow layers."""
     synthetic = import_module("synthetic")
-    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 96, "VOCABULARY": 100, "_PIECE": 1 << 16}.items():
+    for name, value in {
+        "HIDDEN": 64,
+        "INTERMEDIATE": 96,
+        "VOCABULARY": 100,
+        "_PIECE": 1 << 16,
+    }.items():
         monkeypatch.setattr(synthetic, name, value)
     size = synthetic.make_checkpoint(tmp_path / "model", 0.001, shards=3)
     assert size >= 1_000_000
-    prune(model=tmp_path / "model", output=tmp_path / "pruned", method="emp-magnitude", targets="all-linear")
+    prune(
+        model=tmp_path / "model",
+        output=tmp_path / "pruned",
+        method="emp-magnitude",
+        targets="all-linear",
+    )
     assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
 
 
-def test_the_zoo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Each command answers, with a number or a message; the page that is committed has a row for every model."""
+def test_the_zoo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each command answers, with a number or a message; the page that is committed has a row for
+    every model.
+    """
     names = ("opt", "a LoRA adapter", "NaN in a weight")
     assert run(monkeypatch, "zoo", "--only", *names, "--output", str(tmp_path / "zoo.md")) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")
+    ]
     assert [row[0].removeprefix("| ") for row in rows[1:]] == list(names)
     assert rows[1][4:6] == ["ok", "ok"]
-    assert rows[1][1] == rows[1][3] == rows[1][7].removesuffix(" |")  # prune, measure and prune_model remove as much
+    # prune, measure and prune_model remove as much.
+    assert rows[1][1] == rows[1][3] == rows[1][7].removesuffix(" |")
     assert all(cell.startswith("[") for cell in rows[2][1:4])
     text = (tmp_path / "zoo.md").read_text()
     assert "a PEFT adapter, not a model. Merge it" in text
@@ -218,5 +329,9 @@ def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "beta 1: 36.9% of the targets" in told
     assert "differences: []" in told
     assert re.search(r"emp-column_share keeps [3456]\d\.\d%", told)
-    first, again = re.search(r"([\d,]+) weights removed; ([\d,]+) again", told).groups()  # type: ignore[union-attr]
+    first, again = re.search(
+        r"([\d,]+) weights removed; ([\d,]+) "
+        r"again",
+        told,
+    ).groups()  # type: ignore[union-attr]
     assert first == again

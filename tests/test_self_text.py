@@ -1,4 +1,6 @@
-"""Calibration on the model's own text: the same text whatever happens to the run, and a file that repeats it."""
+"""Calibration on the model's own text: the same text whatever happens to the run, and a file
+that repeats it.
+"""
 
 import json
 from collections.abc import Callable
@@ -37,7 +39,9 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    return write(tmp_path / "prompts.jsonl", "text", ["The quiet lamp", "", "On the loud street", "It is"])
+    return write(
+        tmp_path / "prompts.jsonl", "text", ["The quiet lamp", "", "On the loud street", "It is"]
+    )
 
 
 @pytest.fixture
@@ -46,7 +50,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     continued = data._continued
 
-    def note(model: Any, tokenizer: Any, begun: dict[int, list[int]], *more: Any) -> list[list[int]]:
+    def note(
+        model: Any, tokenizer: Any, begun: dict[int, list[int]], *more: Any
+    ) -> list[list[int]]:
         found.append(list(begun))
         return continued(model, tokenizer, begun, *more)
 
@@ -60,14 +66,26 @@ def rows(path: Path) -> list[list[int]]:
 
 def written(tmp_path: Path, model: Path, text: str = "self", **more: Any) -> str:
     """Calibrate; returns the text."""
-    calibrate(model, calibration=text, output=tmp_path / "norms.safetensors", overwrite=True, **(SIZE | more))
+    calibrate(
+        model,
+        calibration=text,
+        output=tmp_path / "norms.safetensors",
+        overwrite=True,
+        **(SIZE | more),
+    )
     return (tmp_path / "norms.self.jsonl").read_text()
 
 
 def test_the_text_depends_on_the_seed_alone(
-    models: Callable[[str], Path], tmp_path: Path, prompts: str, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    prompts: str,
+    batches: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, text = models("gpt2"), f"self:{prompts}"  # with learned positions
+    # with learned positions
+    model = models("gpt2")
+    text = f"self:{prompts}"
     one = written(tmp_path, model, text, batch_size=2)
     assert batches[0] == [0, 1]
     done = len(batches)
@@ -84,7 +102,10 @@ def test_the_text_depends_on_the_seed_alone(
 
 
 def test_a_killed_run_continues_its_text(
-    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    batches: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = models("llama")
     whole = written(tmp_path, model, batch_size=2)
@@ -105,8 +126,11 @@ def test_a_killed_run_continues_its_text(
     assert [number for batch in batches for number in batch] == list(range(2 * len(batches)))
 
 
-def test_every_command_writes_the_file_that_repeats_it(models: Callable[[str], Path], tmp_path: Path) -> None:
-    model, given = models("llama"), SIZE | {"samples": 4}
+def test_every_command_writes_the_file_that_repeats_it(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = models("llama")
+    given = SIZE | {"samples": 4}
     report = prune(model, calibration="self", output=tmp_path / "a", **given)
     assert isinstance(report, RunReport)
     assert report.calibration is not None
@@ -115,18 +139,45 @@ def test_every_command_writes_the_file_that_repeats_it(models: Callable[[str], P
     file = tmp_path / "a" / "emp_llm" / "self.jsonl"
     again = prune(model, calibration=str(file), output=tmp_path / "b", **given)
     assert isinstance(again, RunReport)
-    digests = [Activations.load(tmp_path / run / "emp_llm" / "activations.safetensors").digest for run in "ab"]
+    digests = [
+        Activations.load(tmp_path / run / "emp_llm" / "activations.safetensors").digest
+        for run in "ab"
+    ]
     assert digests[0] == digests[1]
-    for name in ("model.safetensors.index.json", *(path.name for path in (tmp_path / "a").glob("*.safetensors"))):
+    for name in (
+        "model.safetensors.index.json",
+        *(path.name for path in (tmp_path / "a").glob("*.safetensors")),
+    ):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
     calibrate(model, calibration="self", output=tmp_path / "c.safetensors", **given)
     measure(model, calibration="self", output=tmp_path / "d.json", **given)
-    sweep(model, calibration="self", betas="1", methods="emp-wanda", suite=_suite(tmp_path), output=tmp_path / "e", **given)
+    sweep(
+        model,
+        calibration="self",
+        betas="1",
+        methods="emp-wanda",
+        suite=_suite(tmp_path),
+        output=tmp_path / "e",
+        **given,
+    )
     neurons = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8}
     prune(model, calibration="self", output=tmp_path / "f", **neurons, **given)
-    measure(model, structure="neurons", criteria="wanda", calibration="self", output=tmp_path / "g.json", **given)
-    for other in ("c.self.jsonl", "d.self.jsonl", "e/self.jsonl", "f/emp_llm/self.jsonl", "g.self.jsonl"):
+    measure(
+        model,
+        structure="neurons",
+        criteria="wanda",
+        calibration="self",
+        output=tmp_path / "g.json",
+        **given,
+    )
+    for other in (
+        "c.self.jsonl",
+        "d.self.jsonl",
+        "e/self.jsonl",
+        "f/emp_llm/self.jsonl",
+        "g.self.jsonl",
+    ):
         assert (tmp_path / other).read_bytes() == file.read_bytes()
 
 
@@ -151,7 +202,9 @@ def test_tokens_are_samples_of_the_model(tmp_path: Path) -> None:
 
 
 def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) -> None:
-    """The model answers conversations itself, to the end of the turn; a part of a mix is what it is alone."""
+    """The model answers conversations itself, to the end of the turn; a part of a mix is what it
+    is alone.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(models("llama"))
     tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}<assistant>{% endif %}"
     model = tmp_path / "model"
@@ -160,7 +213,9 @@ def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) 
         (model / path.name).write_bytes(path.read_bytes())
     tokenizer.save_pretrained(model)
     chats = write(
-        tmp_path / "c.jsonl", "messages", [[{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]]
+        tmp_path / "c.jsonl",
+        "messages",
+        [[{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]],
     )
     alone = written(tmp_path, model, f"self:{chats}")
     begin = tokenizer.encode("<user> A?\n<assistant>")
@@ -171,7 +226,9 @@ def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) 
     assert [text.name for text in about.all_texts] == ["text.txt", "self:c.jsonl"]
 
 
-def test_documents_end_at_an_end_token(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_end_at_an_end_token(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = transformers.LlamaForCausalLM.generate
 
     def ended(self: Any, *given: Any, **named: Any) -> Any:
@@ -192,14 +249,28 @@ def test_documents_end_at_an_end_token(models: Callable[[str], Path], tmp_path: 
     [
         (["--calibration", "self:absent.jsonl"], "absent.jsonl: no such file"),
         (["--calibration", "self:absent"], "'absent' is not a recipe"),
-        (["--calibration", "self:long.jsonl", "--seqlen", 16], "self:long.jsonl: no prompt of 1 to 8 tokens"),
+        (
+            ["--calibration", "self:long.jsonl", "--seqlen", 16],
+            "self:long.jsonl: no prompt of 1 to 8 tokens",
+        ),
         (["--calibration", "self:long.jsonl", "--seqlen", 1], "no prompt of 1 to 0 tokens"),
-        (["--calibration", "self,image=x"], "cannot be continued by the model; leave out self or image"),
-        (["--calibration", "self", "--activations", "n.safetensors"], "--activations holds the norms of a text already"),
-        (["--calibration", "ids.jsonl", "--samples", 1, "--seqlen", 2], "its token ids are not of this model's 256 tokens"),
+        (
+            ["--calibration", "self,image=x"],
+            "cannot be continued by the model; leave out self or image",
+        ),
+        (
+            ["--calibration", "self", "--activations", "n.safetensors"],
+            "--activations holds the norms of a text already",
+        ),
+        (
+            ["--calibration", "ids.jsonl", "--samples", 1, "--seqlen", 2],
+            "its token ids are not of this model's 256 tokens",
+        ),
     ],
 )
-def test_wrong_input(command: Run, models: Callable[[str], Path], tmp_path: Path, options: list[Any], told: str) -> None:
+def test_wrong_input(
+    command: Run, models: Callable[[str], Path], tmp_path: Path, options: list[Any], told: str
+) -> None:
     write(tmp_path / "long.jsonl", "text", ["The lamp is lit. " * 20])
     write(tmp_path / "ids.jsonl", "input_ids", [[1, 999]])
     done = command("prune", "--model", models("llama"), *options, "--output", "out")
@@ -210,7 +281,9 @@ def test_wrong_input(command: Run, models: Callable[[str], Path], tmp_path: Path
 
 def test_what_cannot_write_its_text(models: Callable[[str], Path], tmp_path: Path) -> None:
     t5 = make_multimodal(tmp_path / "t5", "t5")
-    with pytest.raises(UserError, match="--calibration self is for decoders, and this model has an encoder too"):
+    with pytest.raises(
+        UserError, match="--calibration self is for decoders, and this model has an encoder too"
+    ):
         prune(t5, calibration="self", output=tmp_path / "out", **SIZE)
 
 
@@ -218,7 +291,9 @@ def test_what_cannot_write_its_text(models: Callable[[str], Path], tmp_path: Pat
 def test_a_dry_run_announces_the_text(
     models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]], more: dict[str, Any]
 ) -> None:
-    plan = prune(models("llama"), calibration="self:c4", output=tmp_path / "out", dry_run=True, **more)
+    plan = prune(
+        models("llama"), calibration="self:c4", output=tmp_path / "out", dry_run=True, **more
+    )
     assert isinstance(plan, DryRun)
     assert "--calibration self:c4: the dense model first writes the text" in plan.notes
     assert not batches

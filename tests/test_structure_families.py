@@ -53,7 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": MIXTURE | LATENT,
     "glm4_moe": MIXTURE,
     "lfm2": {"block_auto_adjust_ff_dim": True, "layer_types": ["conv", "full_attention"] * 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    },
     "jamba": {
         "num_experts": 2,
         "num_experts_per_tok": 1,
@@ -86,8 +91,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
 }
-FAMILIES["zamba2"] = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1, "adapter_rank": 4}
-FAMILIES["zamba2"] |= {"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 4, "attention_head_dim": 16}
+FAMILIES["zamba2"] = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
+FAMILIES["zamba2"] |= {
+    "mamba_d_state": 8,
+    "mamba_headdim": 16,
+    "n_mamba_heads": 4,
+    "attention_head_dim": 16,
+}
 FAMILIES["zamba2"] |= {"attention_hidden_size": 64, "use_mamba_kernels": False}
 Make = Callable[[str], Path]
 
@@ -118,34 +132,73 @@ def pruned(source: Path, output: Path, **how: Any) -> RunReport:
 @pytest.mark.parametrize(
     ("family", "share", "changes"),
     [
-        ("deepseek_v3", 0.5, {"moe_intermediate_size": 32, "n_shared_experts": 4, "intermediate_size": 48}),
+        (
+            "deepseek_v3",
+            0.5,
+            {"moe_intermediate_size": 32, "n_shared_experts": 4, "intermediate_size": 48},
+        ),
         ("glm4_moe", 0.25, {"moe_intermediate_size": 48, "intermediate_size": 80}),
         ("lfm2", 0.5, {"intermediate_size": 128, "block_auto_adjust_ff_dim": False}),
         ("nemotron_h", 0.5, {"intermediate_size": 48}),
     ],
 )
-def test_neurons(make: Make, tmp_path: Path, family: str, share: float, changes: dict[str, Any]) -> None:
-    """The width of a shared expert is a number of routed ones, so it keeps as many neurons as that allows."""
-    report = pruned(make(family), tmp_path / "out", structure="neurons", method="magnitude", sparsity=share, width_multiple=16)
+def test_neurons(
+    make: Make, tmp_path: Path, family: str, share: float, changes: dict[str, Any]
+) -> None:
+    """The width of a shared expert is a number of routed ones, so it keeps as many neurons as
+    that allows.
+    """
+    report = pruned(
+        make(family),
+        tmp_path / "out",
+        structure="neurons",
+        method="magnitude",
+        sparsity=share,
+        width_multiple=16,
+    )
     assert report.structure is not None
     assert report.structure.difference is not None
     assert report.structure.difference < 1e-5
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (make(family), tmp_path / "out"))
+    before, after = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (make(family), tmp_path / "out")
+    )
     assert {name: after[name] for name in after if after[name] != before.get(name)} == changes
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
 def test_layers(make: Make, tmp_path: Path, text: Path, family: str) -> None:
-    """Where sparse layers are every second one, a list of the dense ones takes the place of the step."""
-    how = {"calibration": str(text), "samples": 8, "seqlen": 32, "structure": "layers", "sparsity": 0.5}
+    """Where sparse layers are every second one, a list of the dense ones takes the place of the
+    step.
+    """
+    how = {
+        "calibration": str(text),
+        "samples": 8,
+        "seqlen": 32,
+        "structure": "layers",
+        "sparsity": 0.5,
+    }
     report = pruned(make(family), tmp_path / "out", **how)
     assert report.structure is not None
     assert report.structure.difference == 0
 
 
-def test_layers_by_a_pattern_are_refused_before_the_calibration(make: Make, tmp_path: Path, text: Path) -> None:
-    with pytest.raises(UserError, match=r"gives the kinds of its layers by a pattern.*Use --structure neurons"):
-        prune(str(make("jamba")), output=tmp_path / "out", structure="layers", calibration=str(text), samples=8, seqlen=32)
+def test_layers_by_a_pattern_are_refused_before_the_calibration(
+    make: Make, tmp_path: Path, text: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"gives the kinds of its layers by a pattern.*Use "
+        r"--structure neurons",
+    ):
+        prune(
+            str(make("jamba")),
+            output=tmp_path / "out",
+            structure="layers",
+            calibration=str(text),
+            samples=8,
+            seqlen=32,
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -162,7 +215,10 @@ def test_blocks_that_share_weights_are_refused_with_advice_that_helps(
     pruned(make("zamba2"), tmp_path / "out", method="magnitude")
 
 
-@pytest.mark.parametrize(("family", "roles"), [("nemotron_h", {"up", "down"}), ("recurrent_gemma", {"gate", "up", "down"})])
+@pytest.mark.parametrize(
+    ("family", "roles"),
+    [("nemotron_h", {"up", "down"}), ("recurrent_gemma", {"gate", "up", "down"})],
+)
 def test_default_targets(make: Make, tmp_path: Path, family: str, roles: set[str]) -> None:
     """An MLP in a module named mixer, or in a class whose name begins with Recurrent, is an MLP."""
     report = pruned(make(family), tmp_path / "out", method="magnitude")
@@ -173,13 +229,25 @@ def test_a_model_on_disk_whose_blocks_cannot_run_apart(
     make: Make, tmp_path: Path, text: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Gemma 4 is calibrated as a whole, and updates of its weights are refused."""
-    how: dict[str, Any] = {"calibration": str(text), "samples": 8, "seqlen": 32, "method": "wanda", "dtype": "float32"}
+    how: dict[str, Any] = {
+        "calibration": str(text),
+        "samples": 8,
+        "seqlen": 32,
+        "method": "wanda",
+        "dtype": "float32",
+    }
     source = str(make("gemma4_text"))
     prune(source, output=tmp_path / "disk", device_map="disk", **how)
     assert "cannot be run one at a time: the model changes the hidden states" in caplog.text
     assert "It runs as a whole, and reads its weights for each batch" in caplog.text
     prune(source, output=tmp_path / "cpu", device_map="cpu", **how)
     for name in ("model.safetensors", "emp_llm/activations.safetensors"):
-        assert (tmp_path / "disk" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes() or name.startswith("emp")
-    with pytest.raises(UserError, match=r"read the keys and values of earlier ones.*Leave out --refit"):
+        assert (tmp_path / "disk" / name).read_bytes() == (
+            tmp_path / "cpu" / name
+        ).read_bytes() or name.startswith("emp")
+    with pytest.raises(
+        UserError,
+        match=r"read the keys and values of earlier ones.*Leave out "
+        r"--refit",
+    ):
         prune(source, output=tmp_path / "refit", refit=True, **how)

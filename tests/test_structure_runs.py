@@ -1,4 +1,6 @@
-"""Heads and neurons removed from language models: one contract for every family, and the commands for such checkpoints."""
+"""Heads and neurons removed from language models: one contract for every family, and the
+commands for such checkpoints.
+"""
 
 import json
 import re
@@ -35,15 +37,20 @@ from emp_llm.structure.parts import Parts
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
-# What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.
+# What cannot be removed: config.json has no number of heads apart from the width, or the heads
+# share a norm.
 ZERO_ONLY = {"gpt2", "opt", "gpt_neox"}
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "falcon": ("FalconConfig", tiny._COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon": (
+        "FalconConfig",
+        tiny._COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}),
     "olmo2": ("Olmo2Config", tiny.GLU),
     "qwen2_moe": (
         "Qwen2MoeConfig",
-        tiny.GLU | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4},
+        tiny.GLU
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4},
     ),
 }
 GEMMA_3N: dict[str, Any] = {
@@ -52,17 +59,40 @@ GEMMA_3N: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 8,
 }
-GEMMA_3N |= {"head_dim": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "activation_sparsity_pattern": None}
-GEMMA_3N |= {"intermediate_size": [80, 80, 96, 96], "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA_3N |= {
+    "head_dim": 8,
+    "num_kv_shared_layers": 0,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": None,
+}
+GEMMA_3N |= {
+    "intermediate_size": [80, 80, 96, 96],
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 # Queries, keys and values in one matrix, in another order than in thirds.
 OTHER_ORDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": (
         "CodeGenConfig",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128, "n_ctx": 128, "vocab_size": 256},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "rotary_dim": 4,
+            "n_positions": 128,
+            "n_ctx": 128,
+            "vocab_size": 256,
+        },
     ),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256, "multi_query": False},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "vocab_size": 256,
+            "multi_query": False,
+        },
     ),
 }
 MORE_FAMILIES["gemma3n"] = ("Gemma3nTextConfig", tiny.GLU | GEMMA_3N)
@@ -84,7 +114,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         return model(torch.arange(3, 60)[None]).logits
@@ -102,9 +134,16 @@ def differences(out: Path, source: Path) -> list[str]:
     return verify(out, source=str(source), quiet=True).differences
 
 
-@pytest.mark.parametrize("family", sorted((tiny.FAMILIES | MORE_FAMILIES).keys() - {"llama", "mistral", "qwen2", "gemma3n"}))
-def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models: Any, tmp_path: Path) -> None:
-    """Heads and neurons, at a fixed share, removed and set to zero: the same logits, and other ones than the dense model's."""
+@pytest.mark.parametrize(
+    "family",
+    sorted((tiny.FAMILIES | MORE_FAMILIES).keys() - {"llama", "mistral", "qwen2", "gemma3n"}),
+)
+def test_the_smaller_model_computes_what_the_zeroed_one_does(
+    family: str, models: Any, tmp_path: Path
+) -> None:
+    """Heads and neurons, at a fixed share, removed and set to zero: the same logits, and other
+    ones than the dense model's.
+    """
     source = models(family)
     heads_go = family not in ZERO_ONLY | {"falcon", "bloom", "olmo2"}
     kinds = ["neurons"] * (family != "bloom") + ["heads"] * heads_go
@@ -112,14 +151,17 @@ def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models
     for structure in kinds:
         outs = [tmp_path / f"{structure}-{how}" for how in ("small", "zero")]
         options: dict[str, Any] = {"structure": structure, "method": "magnitude", "sparsity": 0.5}
-        _, small = removed(source, outs[0], **options, width_multiple=8 if structure == "neurons" else None)
+        _, small = removed(
+            source, outs[0], **options, width_multiple=8 if structure == "neurons" else None
+        )
         removed(source, outs[1], keep_shapes=True, **options)
         assert small.difference is not None
         assert small.difference < 1e-5
         assert small.pruned.parameters < small.dense.parameters
         computed = [logits(out) for out in outs]
         same_width = all(each.kept == each.rule for each in small.layers.values())
-        if same_width:  # else the rule's exact counts were zeroed, and one width for all was removed
+        # Else the rule's exact counts were zeroed, and one width for all was removed.
+        if same_width:
             torch.testing.assert_close(computed[0], computed[1], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(computed[0], dense, rtol=1e-3, atol=1e-4)
         assert [differences(out, source) for out in outs] == [[], []]
@@ -127,10 +169,23 @@ def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models
 
 @pytest.mark.parametrize("family", OTHER_ORDERS)
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
-def test_heads_in_an_unknown_order_are_refused(family: str, device_map: str, models: Any, tmp_path: Path) -> None:
-    """The logits are compared, block by block where the model does not fit in memory. The advice is not what was given."""
-    options: dict[str, Any] = {"structure": "heads", "method": "magnitude", "sparsity": 0.5, "device_map": device_map}
-    with pytest.raises(UserError, match=r"the logits differ by .*another order than is known here, so its heads cannot be"):
+def test_heads_in_an_unknown_order_are_refused(
+    family: str, device_map: str, models: Any, tmp_path: Path
+) -> None:
+    """The logits are compared, block by block where the model does not fit in memory. The advice
+    is not what was given.
+    """
+    options: dict[str, Any] = {
+        "structure": "heads",
+        "method": "magnitude",
+        "sparsity": 0.5,
+        "device_map": device_map,
+    }
+    with pytest.raises(
+        UserError,
+        match=r"the logits differ by .*another order than is known here, "
+        r"so its heads cannot be",
+    ):
         removed(models(family), tmp_path / "out", keep_shapes=True, **options)
     assert not (tmp_path / "out").exists()
 
@@ -142,16 +197,29 @@ def test_an_unknown_order_is_refused_in_short_dtypes(
     family: str, dtype: str, device_map: str, models: Any, tmp_path: Path
 ) -> None:
     """The logits differ by less than bfloat16 may round them to, so that each head is compared."""
-    options: dict[str, Any] = {"structure": "heads", "method": "magnitude", "sparsity": 0.5, "keep_shapes": True}
-    with pytest.raises(UserError, match=r"another order than is known here, so its heads cannot be"):
+    options: dict[str, Any] = {
+        "structure": "heads",
+        "method": "magnitude",
+        "sparsity": 0.5,
+        "keep_shapes": True,
+    }
+    with pytest.raises(
+        UserError,
+        match=r"another order than is known here, so its heads cannot "
+        r"be",
+    ):
         removed(models(family), tmp_path / "out", dtype=dtype, device_map=device_map, **options)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"refit": True}, {"keep_shapes": True, "refit": True}])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_offloaded_model_is_compared(family: str, options: dict[str, Any], models: Any, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"structure": "neurons", "sparsity": 0.5, "device_map": "disk"} | SHORT | options
+def test_an_offloaded_model_is_compared(
+    family: str, options: dict[str, Any], models: Any, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = (
+        {"structure": "neurons", "sparsity": 0.5, "device_map": "disk"} | SHORT | options
+    )
     how |= {} if "keep_shapes" in options else {"width_multiple": 8}
     _, record = removed(models(family), tmp_path / "out", method="wanda", **how)
     assert record.difference is not None
@@ -160,14 +228,18 @@ def test_an_offloaded_model_is_compared(family: str, options: dict[str, Any], mo
 
 def test_what_stays_has_the_bits_of_the_dense_model(models: Any, tmp_path: Path) -> None:
     """The rows and columns of the kept heads and neurons; all other tensors as they were."""
-    source, out = models("llama"), tmp_path / "out"
+    source = models("llama")
+    out = tmp_path / "out"
     removed(source, out, structure="both", method="magnitude", sparsity=0.5, width_multiple=8)
-    kept, dense, written = load_file(out / "emp_llm" / "structure.safetensors"), weights_of(source), weights_of(out)
+    kept = load_file(out / "emp_llm" / "structure.safetensors")
+    dense = weights_of(source)
+    written = weights_of(out)
     assert dense.keys() == written.keys()
     for name, weight in dense.items():
         part = re.fullmatch(r"(.*)\.(self_attn|mlp)\.(\w+_proj)\.weight", name)
         if part is not None:
-            output, number = {"self_attn": ("o_proj", 2), "mlp": ("down_proj", 80)}[part[2]]  # 2 groups of heads, 80 neurons
+            # 2 groups of heads, 80 neurons.
+            output, number = {"self_attn": ("o_proj", 2), "mlp": ("down_proj", 80)}[part[2]]
             dimension = int(part[3] == output)
             units = weight.unflatten(dimension, (number, -1))
             stay = kept[f"{part[1]}.{part[2]}.{output}.kept"]
@@ -177,18 +249,29 @@ def test_what_stays_has_the_bits_of_the_dense_model(models: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "falcon", "olmo2"])
 def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
-    """Where config.json has no number of heads, removal is refused with the option that works; that one is exact."""
-    source, options = models(family), {"structure": "heads", "method": "magnitude", "sparsity": 0.5}
+    """Where config.json has no number of heads, removal is refused with the option that works;
+    that one is exact.
+    """
+    source = models(family)
+    options = {"structure": "heads", "method": "magnitude", "sparsity": 0.5}
     if family == "olmo2":
-        with pytest.raises(UserError, match="Olmo2ForCausalLM has no attention whose heads can be told apart"):
+        with pytest.raises(
+            UserError, match="Olmo2ForCausalLM has no attention whose heads can be told apart"
+        ):
             removed(source, tmp_path / "out", **options)
         return
     if family in ZERO_ONLY | {"falcon"}:
-        with pytest.raises(UserError, match=r"config.json has no number for the heads of .*--keep-shapes"):
+        with pytest.raises(
+            UserError,
+            match=r"config.json has no number for the heads of "
+            r".*--keep-shapes",
+        ):
             removed(source, tmp_path / "out", **options)
     assert removed(source, tmp_path / "zero", keep_shapes=True, **options)[1].config == {}
     dense, zeroed = (weights_of(folder) for folder in (source, tmp_path / "zero"))
-    assert {name: tensor.shape for name, tensor in dense.items()} == {name: tensor.shape for name, tensor in zeroed.items()}
+    assert {name: tensor.shape for name, tensor in dense.items()} == {
+        name: tensor.shape for name, tensor in zeroed.items()
+    }
     changed = {name for name in dense if not torch.equal(dense[name], zeroed[name])}
     assert changed
     assert all(re.search(r"attn|attention", name) for name in changed)
@@ -199,27 +282,45 @@ def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("head_unit", "heads"), [("query", 2), (None, 1)])
-def test_a_config_without_head_dim(head_unit: str | None, heads: int, models: Any, tmp_path: Path) -> None:
-    """The configs of LLaMA-2 have no head_dim: it is written where heads are removed, or their width would change with them.
+def test_a_config_without_head_dim(
+    head_unit: str | None, heads: int, models: Any, tmp_path: Path
+) -> None:
+    """The configs of LLaMA-2 have no head_dim: it is written where heads are removed, or their
+    width would change with them.
 
     Of 4 heads and 2 of keys, one query head of each group stays, or one group.
     """
-    source, out = Path(shutil.copytree(models("llama"), tmp_path / "llama-2")), tmp_path / "out"
+    source = Path(shutil.copytree(models("llama"), tmp_path / "llama-2"))
+    out = tmp_path / "out"
     config = json.loads((source / "config.json").read_text())
     del config["head_dim"]
     (source / "config.json").write_text(json.dumps(config))
-    options: dict[str, Any] = {"structure": "both", "head_unit": head_unit, "method": "magnitude", "sparsity": 0.5}
+    options: dict[str, Any] = {
+        "structure": "both",
+        "head_unit": head_unit,
+        "method": "magnitude",
+        "sparsity": 0.5,
+    }
     removed(source, out, **options)
     written = json.loads((out / "config.json").read_text())
-    assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (2, heads, 8)
+    assert (
+        written["num_attention_heads"],
+        written["num_key_value_heads"],
+        written["head_dim"],
+    ) == (2, heads, 8)
     logits(out)
     assert differences(out, source) == []
 
 
 def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
-    """Gemma 3n has a list of widths: each layer's count is rounded up by itself. Its low-rank connections are no MLPs."""
-    source, out = models("gemma3n"), tmp_path / "out"
-    _, structure = removed(source, out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4)
+    """Gemma 3n has a list of widths: each layer's count is rounded up by itself. Its low-rank
+    connections are no MLPs.
+    """
+    source = models("gemma3n")
+    out = tmp_path / "out"
+    _, structure = removed(
+        source, out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4
+    )
     layers = list(structure.layers.values())
     assert [each.units for each in layers] == [80, 80, 96, 96]
     assert [each.kept for each in layers] == [-(-each.rule // 4) * 4 for each in layers]
@@ -229,18 +330,29 @@ def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "method"), [("gpt2", "wanda"), ("mixtral", "emp-wanda")])
 def test_scores_with_activations(family: str, method: str, models: Any, tmp_path: Path) -> None:
-    """Norms of activations are collected in the run, and verified from its own files; both kinds in one run."""
-    structure, source, out = "neurons" if family == "gpt2" else "both", models(family), tmp_path / "out"
-    run, _ = removed(source, out, structure=structure, method=method, sparsity=0.4, width_multiple=8, **SHORT)
+    """Norms of activations are collected in the run, and verified from its own files; both kinds
+    in one run.
+    """
+    structure = "neurons" if family == "gpt2" else "both"
+    source = models(family)
+    out = tmp_path / "out"
+    run, _ = removed(
+        source, out, structure=structure, method=method, sparsity=0.4, width_multiple=8, **SHORT
+    )
     assert run.calibration is not None
     assert differences(out, source) == []
 
 
 def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: Path) -> None:
-    """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y| for the inputs of o and down."""
-    source, out = models("gemma2"), tmp_path / "out"
+    """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y|
+    for the inputs of o and down.
+    """
+    source = models("gemma2")
+    out = tmp_path / "out"
     options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4}
-    removed(source, out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options)
+    removed(
+        source, out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options
+    )
     sums = load_file(out / "emp_llm" / "sums.safetensors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = token_ids(find_corpus("demo,samples=6,seqlen=40"), tiny.make_tokenizer())
@@ -262,19 +374,31 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
         for name, value in seen.items():
             assert value.grad is not None
             wanted[name] += (value.grad.double() * value.detach().double()).abs().sum((0, 1))
-    assert set(sums) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
+    assert set(sums) == {
+        f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")
+    }
     for name, each in sums.items():
         torch.testing.assert_close(each, wanted[name], rtol=2e-4, atol=1e-9)
     assert differences(out, source) == []
 
 
 def test_refit_makes_up_for_removed_units(models: Any, tmp_path: Path) -> None:
-    """The output layer is fitted on the calibration text; the report says how well, and nothing else changes."""
+    """The output layer is fitted on the calibration text; the report says how well, and nothing
+    else changes.
+    """
     source = models("llama")
-    options: dict[str, Any] = {"structure": "both", "method": "wanda", "refit": True, "width_multiple": 8, "sparsity": 0.5}
+    options: dict[str, Any] = {
+        "structure": "both",
+        "method": "wanda",
+        "refit": True,
+        "width_multiple": 8,
+        "sparsity": 0.5,
+    }
     out = tmp_path / "fitted"
     run, structure = removed(source, out, calibration="demo", samples=16, seqlen=64, **options)
-    assert set(run.fits) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
+    assert set(run.fits) == {
+        f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")
+    }
     for fit in run.fits.values():
         assert fit.error_before is not None
         assert fit.error_after is not None
@@ -290,16 +414,26 @@ def test_refit_makes_up_for_removed_units(models: Any, tmp_path: Path) -> None:
 
 def test_emp_counts_over_all_layers(models: Any, tmp_path: Path) -> None:
     """Zeroed neurons: floor(N_eff) of all layers together, by a float64 reference."""
-    source, out, scores = models("llama"), tmp_path / "out", []
+    source = models("llama")
+    out = tmp_path / "out"
+    scores = []
     weights = weights_of(source)
     for layer in (0, 1):
-        gate, up, down = (weights[f"model.layers.{layer}.mlp.{name}_proj.weight"].double() for name in ("gate", "up", "down"))
+        gate, up, down = (
+            weights[f"model.layers.{layer}.mlp.{name}_proj.weight"].double()
+            for name in ("gate", "up", "down")
+        )
         scores.append(gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0))
     together = torch.cat(scores).numpy()
     number = together.sum() ** 2 / (together**2).sum()
     mask = np.zeros(len(together), dtype=bool)
     mask[np.argsort(-together, kind="stable")[: int(number)]] = True
-    options = {"structure": "neurons", "structure_group": "all", "method": "emp-magnitude", "keep_shapes": True}
+    options = {
+        "structure": "neurons",
+        "structure_group": "all",
+        "method": "emp-magnitude",
+        "keep_shapes": True,
+    }
     _, structure = removed(source, out, **options)
     for (name, entry), kept in zip(structure.layers.items(), np.split(mask, 2), strict=True):
         assert (entry.kept, entry.n_eff_together) == (kept.sum(), pytest.approx(number))
@@ -308,7 +442,8 @@ def test_emp_counts_over_all_layers(models: Any, tmp_path: Path) -> None:
 
 def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
     """--match removes as many neurons as an earlier structured run; a run of weights is refused."""
-    source, first = models("llama"), tmp_path / "first"
+    source = models("llama")
+    first = tmp_path / "first"
     options: dict[str, Any] = {"structure": "neurons", "keep_shapes": True}
     runs = [removed(source, first, method="emp-magnitude", sparsity=0.25, **options)]
     runs += [removed(source, tmp_path / "second", method="magnitude", match=first, **options)]
@@ -318,14 +453,19 @@ def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
     assert max(counts[1]) - min(counts[1]) <= 1
     prune(str(source), output=tmp_path / "weights", method="magnitude", quiet=True)
     with pytest.raises(UserError, match="that run removed weights, not heads or neurons"):
-        removed(source, tmp_path / "third", method="magnitude", match=tmp_path / "weights", **options)
+        removed(
+            source, tmp_path / "third", method="magnitude", match=tmp_path / "weights", **options
+        )
     assert differences(tmp_path / "second", source) == []
 
 
 def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     """A changed weight, a changed choice and a changed config are differences."""
-    source, out = models("llama"), tmp_path / "out"
-    prune(str(source), output=out, structure="neurons", method="magnitude", width_multiple=8, **QUIET)
+    source = models("llama")
+    out = tmp_path / "out"
+    prune(
+        str(source), output=out, structure="neurons", method="magnitude", width_multiple=8, **QUIET
+    )
     name = "model.layers.0.self_attn.q_proj.weight"
     shard = oracle.tensors(out)[name].shard
     tensors = load_file(shard)
@@ -339,19 +479,35 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     kept[first][-1] = gone
     save_file(kept, out / "emp_llm" / "structure.safetensors")
     found = "\n".join(differences(out, source))
-    for part in (name, "config.json: it has other changes", "the kept units are not those that the recipe chooses", "BLAKE3"):
+    for part in (
+        name,
+        "config.json: it has other changes",
+        "the kept units are not those that the recipe chooses",
+        "BLAKE3",
+    ):
         assert part in found
     (out / "emp_llm" / "structure.safetensors").unlink()
-    with pytest.raises(UserError, match=r"structure.safetensors: it decided which units stay, and cannot be read"):
+    with pytest.raises(
+        UserError,
+        match=r"structure.safetensors: it decided which units stay, and "
+        r"cannot be read",
+    ):
         differences(out, source)
 
 
-def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an error between two shards, the same command resumes and gives the same bytes."""
-    source, whole, broken = models("llama"), tmp_path / "whole", tmp_path / "broken"
-    options: dict[str, Any] = {"structure": "both", "method": "taylor", "width_multiple": 8} | SHORT | QUIET
+    source = models("llama")
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
+    options: dict[str, Any] = (
+        {"structure": "both", "method": "taylor", "width_multiple": 8} | SHORT | QUIET
+    )
     prune(str(source), output=whole, **options)
-    real, calls = writing.write_shard, []
+    real = writing.write_shard
+    calls = []
 
     def fails(shard: Path, *arguments: Any) -> str:
         calls.append(shard.name)
@@ -363,22 +519,35 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    with pytest.raises(UserError, match=r"unfinished run with activations\.dtype float32, this one has bfloat16"):
+    with pytest.raises(
+        UserError,
+        match=r"unfinished run with activations\.dtype float32, this one "
+        r"has bfloat16",
+    ):
         prune(str(source), output=broken, **options | {"dtype": "bfloat16"})
     monkeypatch.setattr(prune_structure, "unit_sums", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
-    assert all((whole / name).read_bytes() == (broken / name).read_bytes() for name in [*shards, "config.json"])
+    assert all(
+        (whole / name).read_bytes() == (broken / name).read_bytes()
+        for name in [*shards, "config.json"]
+    )
 
 
 def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
-    source, out = models("llama"), tmp_path / "out"
-    options: dict[str, Any] = {"structure": "both", "method": "magnitude", "width_multiple": 8} | QUIET
+    source = models("llama")
+    out = tmp_path / "out"
+    options: dict[str, Any] = {
+        "structure": "both",
+        "method": "magnitude",
+        "width_multiple": 8,
+    } | QUIET
     planned = prune(str(source), output=out, dry_run=True, **options)
     assert not isinstance(planned, RunReport)
     assert planned.notes == [
-        "found: 2 layers with 2 groups of 2 heads (self_attn.o_proj); 2 layers with 80 neurons (mlp.down_proj)",
+        "found: 2 layers with 2 groups of 2 heads (self_attn.o_proj); 2 layers with 80 neurons "
+        "(mlp.down_proj)",
         "groups of 2 heads: 2 of 4 stay (the rule keeps 2)",
         "neurons: 80 of 160 stay (the rule keeps 80)",
         "config.json: intermediate_size 40, num_attention_heads 2, num_key_value_heads 1",
@@ -395,16 +564,25 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"pattern": "2:4", "method": "magnitude"}, "--pattern does not go with --structure"),
     ({"group": "all"}, "--group does not go with --structure. Use --structure-group"),
-    ({"method": "sparsegpt"}, "--method sparsegpt does not score heads or neurons. Use one of emp-magnitude"),
+    (
+        {"method": "sparsegpt"},
+        "--method sparsegpt does not score heads or neurons. Use one of emp-magnitude",
+    ),
     ({"head_unit": "query"}, "--head-unit is for heads"),
     ({"structure": "heads", "width_multiple": 8}, "--width-multiple is for neurons"),
     ({"keep_shapes": True, "width_multiple": 8}, "--keep-shapes keeps the width"),
-    ({"method": "magnitude", "beta": 0.5}, "--beta does not go with method magnitude: its sparsity is fixed"),
+    (
+        {"method": "magnitude", "beta": 0.5},
+        "--beta does not go with method magnitude: its sparsity is fixed",
+    ),
     ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
     ({"load_in_8bit": True}, "--structure needs the original weights"),
     ({"beta": 10.0, "method": "emp-magnitude"}, "the rule keeps all 160 neurons"),
     ({"method": "emp-magnitude"}, "rounded up to one width for all layers nothing is removed"),
-    ({"structure": None, "method": "taylor"}, "scores heads and neurons, not weights. Add --structure"),
+    (
+        {"structure": None, "method": "taylor"},
+        "scores heads and neurons, not weights. Add --structure",
+    ),
     ({"structure": None, "keep_shapes": True}, "--keep-shapes has no effect without --structure"),
 ]
 
@@ -418,9 +596,14 @@ def test_bad_input(options: dict[str, Any], message: str, models: Any, tmp_path:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.floats(0.01, 100), min_size=4, max_size=12), min_size=1, max_size=4), st.floats(0.2, 1.5))
+@given(
+    st.lists(st.lists(st.floats(0.01, 100), min_size=4, max_size=12), min_size=1, max_size=4),
+    st.floats(0.2, 1.5),
+)
 def test_choice_against_a_float64_reference(scores: list[list[float]], beta: float) -> None:
-    """Exact counts and the best units; with widths, one width that is a multiple and not below the mean count."""
+    """Exact counts and the best units; with widths, one width that is a multiple and not below
+    the mean count.
+    """
     size = min(len(each) for each in scores)
     values = [np.array(each[:size]) for each in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
@@ -429,10 +612,14 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
-        number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
+        number = min(
+            size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12))))
+        )
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
-    even, _ = choose_units(every, values, rule.but(structure=StructureRecipe(structure="neurons", width_multiple=4)))
+    even, _ = choose_units(
+        every, values, rule.but(structure=StructureRecipe(structure="neurons", width_multiple=4))
+    )
     mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
     half = Recipe(method="magnitude", sparsity=0.5, structure=zeroed)

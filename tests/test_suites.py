@@ -32,14 +32,16 @@ def test_suites_of_the_package() -> None:
 def test_a_suite_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "mine.toml").write_text(
-        '[[tasks]]\nnames = ["a", "b"]\nnum_fewshot = 5\nlimit = 100\nfolder = "tasks"\n[[tasks]]\nnames = ["c"]\n'
+        '[[tasks]]\nnames = ["a", "b"]\nnum_fewshot = 5\nlimit = 100\nfolder = '
+        '"tasks"\n[[tasks]]\nnames = ["c"]\n'
     )
     suite = find_suite(str(tmp_path / "mine.toml"))
     folder = tmp_path / "tasks"
     assert suite.tasks == (Task("a", 5, 100, folder), Task("b", 5, 100, folder), Task("c"))
     assert [task.limit for task in suite.limited(200).tasks] == [100, 100, 200]
     before = json.dumps(suite.record().as_dict())
-    assert str(tmp_path) not in before.replace(suite.name, "")  # in another folder it is the same suite
+    # In another folder it is the same suite.
+    assert str(tmp_path) not in before.replace(suite.name, "")
     (folder / "a.yaml").write_text("task: a")
     assert json.dumps(suite.record().as_dict()) != before
 
@@ -55,7 +57,11 @@ def test_a_suite_of_the_users_own(tmp_path: Path) -> None:
         ('[[tasks]]\nnames = ["a"]\nlimit = 0\n', r"limit: expected int >= 1"),
         ("[[tasks]]\nnames = []\n", r"names: expected array of length >= 1"),
         ('[[tasks]]\nnames = ["a"]\nfolder = "none"\n', r"'none'.* is not a folder"),
-        ('[[tasks]]\nnames = ["a"]\n[[tasks]]\nnames = ["a"]\nnum_fewshot = 2\n', r"'a' is named twice"),
+        (
+            '[[tasks]]\nnames = ["a"]\n[[tasks]]\nnames = ["a"]\nnum_fewshot = 2\n',
+            r"'a' is named "
+            r"twice",
+        ),
     ],
 )
 def test_wrong_suite_files(tmp_path: Path, text: str, says: str) -> None:
@@ -80,18 +86,27 @@ def test_wrong_suite_names() -> None:
 
 def test_tasks_without_a_suite() -> None:
     assert suite_of(SuiteOptions()) == find_suite("perplexity")
-    assert suite_of(SuiteOptions(suite="demo", limit=3)) == find_suite("demo,limit=3") == find_suite("demo").limited(3)
+    assert (
+        suite_of(SuiteOptions(suite="demo", limit=3))
+        == find_suite("demo,limit=3")
+        == find_suite("demo").limited(3)
+    )
     suite = suite_of(SuiteOptions(tasks=" hellaswag,arc_easy ", num_fewshot=5, limit=9))
     assert suite.tasks == (Task("hellaswag", 5, 9), Task("arc_easy", 5, 9))
     assert (suite.name, suite.corpus) == ("hellaswag,arc_easy,num_fewshot=5", None)
     assert suite_of(SuiteOptions(tasks=["rte"])).tasks == (Task("rte"),)
     (chat,) = suite_of(SuiteOptions(tasks=["rte"], apply_chat_template=True)).tasks
     assert chat == Task("rte", chat_template=True)
-    assert chat.record() != Task("rte").record(), "results with and without the template are not compared"
+    assert chat.record() != Task("rte").record(), (
+        "results with and without the template are not compared"
+    )
 
 
 def test_published_values_are_those_of_the_paper() -> None:
     if not SHARED.is_dir():
         pytest.skip("the folder with the paper is not beside this checkout")
     ours = json.loads((data_folder("eval") / "published" / "llama.json").read_text())
-    assert ours["results"] == json.loads((SHARED / "paper" / "published_llm_results.json").read_text())["results"]
+    assert (
+        ours["results"]
+        == json.loads((SHARED / "paper" / "published_llm_results.json").read_text())["results"]
+    )

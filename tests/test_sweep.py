@@ -1,4 +1,6 @@
-"""Sweeps: every point equals the checkpoint that prune writes, measured alone; finished parts are not repeated."""
+"""Sweeps: every point equals the checkpoint that prune writes, measured alone; finished parts
+are not repeated.
+"""
 
 import gc
 import json
@@ -45,7 +47,12 @@ def suite(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def options(text: Path, suite: str) -> Record:
     """The options that the sweeps of these tests share."""
     calibration = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
-    return {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsities": "0.4", "suite": suite} | calibration
+    return {
+        "methods": "emp-wanda,magnitude",
+        "betas": "0.5,1",
+        "sparsities": "0.4",
+        "suite": suite,
+    } | calibration
 
 
 def entries(record: Any) -> dict[str, Any]:
@@ -61,14 +68,25 @@ def report_of(folder: Path, name: str) -> Record:
 
 def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
     """The perplexity of a checkpoint that is loaded alone."""
-    found = measure(load_model(folder, "cpu", dtype), prepare_suite(find_suite(suite), folder, load_tokenizer(folder)))
+    found = measure(
+        load_model(folder, "cpu", dtype),
+        prepare_suite(find_suite(suite), folder, load_tokenizer(folder)),
+    )
     assert found.perplexity is not None
     return found.perplexity.value
 
 
 def test_names_of_points() -> None:
-    asked = {"methods": "emp-magnitude,wanda", "betas": "1,0.75,1", "orders": "2,1", "sparsities": "0.3", "patterns": "2:4"}
-    names = [point.name for point in plan_points(SweepOptions(**asked, matched_baselines=True), Recipe())]
+    asked = {
+        "methods": "emp-magnitude,wanda",
+        "betas": "1,0.75,1",
+        "orders": "2,1",
+        "sparsities": "0.3",
+        "patterns": "2:4",
+    }
+    names = [
+        point.name for point in plan_points(SweepOptions(**asked, matched_baselines=True), Recipe())
+    ]
     assert len(names) == len(set(names)) == 2 * 2 * 3 + 2
     assert "emp-magnitude-order-1-beta-0.75" in names
     assert names[-2:] == ["wanda-0.3", "wanda-2of4"]
@@ -78,19 +96,35 @@ def test_names_of_points() -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("gpt2", {"dtype": "float32"}), ("mixtral", {"matched_baselines": True, "group": "matrix"}), ("phi3", {"group": "all"})],
+    [
+        ("gpt2", {"dtype": "float32"}),
+        ("mixtral", {"matched_baselines": True, "group": "matrix"}),
+        ("phi3", {"group": "all"}),
+    ],
 )
 def test_a_point_measures_what_its_checkpoint_does(
-    models: Models, options: Record, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: Record
+    models: Models,
+    options: Record,
+    suite: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    changes: Record,
 ) -> None:
-    """To the last bit, for experts, Conv1D and fused projections too; and the report is that of prune.
+    """To the last bit, for experts, Conv1D and fused projections too; and the report is that of
+    prune.
 
-    Kept checkpoints are complete and pass verify, also for points that were measured before, which are not measured again.
+    Kept checkpoints are complete and pass verify, also for points that were measured before, which
+    are not measured again.
     """
-    source, out = models(family), tmp_path / "sweep"
+    source = models(family)
+    out = tmp_path / "sweep"
     before = oracle.digest(source)
     options = (
-        options | {"targets": "all-linear", "betas": "0.75"} | ({} if "group" in changes else {"patterns": "2:4"}) | changes
+        options
+        | {"targets": "all-linear", "betas": "0.75"}
+        | ({} if "group" in changes else {"patterns": "2:4"})
+        | changes
     )
     record = sweep(source, output=out, **options)
     assert {path.name for path in (out / "points").glob("*/*")} == {"emp_report.json"}
@@ -98,22 +132,39 @@ def test_a_point_measures_what_its_checkpoint_does(
         patch.setattr(evaluate, "perplexity", lambda *_, **__: pytest.fail("measured again"))
         assert entries(sweep(source, output=out, keep=True, **options)) == entries(record)
     assert oracle.digest(source) == before
-    norms, dtype = out / "activations.safetensors", changes.get("dtype", "auto")
+    norms = out / "activations.safetensors"
+    dtype = changes.get("dtype", "auto")
     assert record["dense"]["perplexity"]["perplexity"] == perplexity_of(source, suite, dtype)
-    assert len(record["points"]) == (4 if "matched_baselines" in changes else 3 if dtype != "auto" else 2)
+    assert len(record["points"]) == (
+        4 if "matched_baselines" in changes else 3 if dtype != "auto" else 2
+    )
     for name, entry in entries(record).items():
         match = out / "points" / entry["baseline_of"] if entry["baseline_of"] else None
         own = {key: entry.get(key) for key in ("method", "beta", "order", "sparsity", "pattern")}
-        common = {"targets": "all-linear", "activations": norms, "match": match, "match_by": entry["match"]}
+        common = {
+            "targets": "all-linear",
+            "activations": norms,
+            "match": match,
+            "match_by": entry["match"],
+        }
         group = {"group": changes["group"]} if "group" in changes else {}
         report = prune(source, output=tmp_path / name, **own, **common, **group).as_dict()  # type: ignore[arg-type, union-attr]
-        assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(tmp_path / name, suite, dtype), name
+        assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(
+            tmp_path / name, suite, dtype
+        ), name
         written = report_of(out, name)
         for key in ("targets", "matrices", "warnings", "source", "recipe"):
             assert written[key] == report[key], (name, key)
-        assert written["point"] == {key: value for key, value in entry.items() if key in written["point"]}
-        assert written["evaluation"] == {"dense": record.as_dict()["dense"], "pruned": entry["evaluation"]} | {
-            key: value for key, value in written["evaluation"].items() if key not in ("dense", "pruned")
+        assert written["point"] == {
+            key: value for key, value in entry.items() if key in written["point"]
+        }
+        assert written["evaluation"] == {
+            "dense": record.as_dict()["dense"],
+            "pruned": entry["evaluation"],
+        } | {
+            key: value
+            for key, value in written["evaluation"].items()
+            if key not in ("dense", "pruned")
         }
         assert verify(out / "points" / name, source=source).differences == []
         for shard in (tmp_path / name).glob("*.safetensors"):
@@ -136,14 +187,20 @@ def test_offloaded_models_go_through_checkpoints(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(loading, "load_model", load)
-            offloaded = entries(sweep(models("llama"), output=tmp_path / "disk", **(options | {"device_map": "disk"})))
+            offloaded = entries(
+                sweep(
+                    models("llama"), output=tmp_path / "disk", **(options | {"device_map": "disk"})
+                )
+            )
     finally:
         gc.enable()
     assert len(loaded) == 4
     in_memory = entries(sweep(models("llama"), output=tmp_path / "cpu", **options))
     for name, entry in offloaded.items():
         assert entry["sparsity_of_targets"] == in_memory[name]["sparsity_of_targets"]
-        found, expected = (e["evaluation"]["perplexity"]["perplexity"] for e in (entry, in_memory[name]))
+        found, expected = (
+            e["evaluation"]["perplexity"]["perplexity"] for e in (entry, in_memory[name])
+        )
         assert found == pytest.approx(expected, rel=1e-6)
         assert not (tmp_path / "disk" / "points" / name / "config.json").exists()
     names = {path.name for path in (tmp_path / "disk").iterdir()}
@@ -154,25 +211,41 @@ def test_finished_parts_are_not_done_again(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the calibration, nor the dense model, nor points; more betas add points."""
-    source, out = models("llama"), tmp_path / "sweep"
+    source = models("llama")
+    out = tmp_path / "sweep"
     first = sweep(source, output=out, **options)
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_model", lambda *_: pytest.fail("the model was loaded"))
         assert entries(sweep(source, output=out, **options)) == entries(first)
     measured: list[int] = []
     whole = evaluate.perplexity
-    monkeypatch.setattr(evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
-    second = sweep(source, output=out, **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}))
+    monkeypatch.setattr(
+        evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named)
+    )
+    second = sweep(
+        source,
+        output=out,
+        **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}),
+    )
     assert len(measured) == 1
-    assert list(entries(second)) == ["emp-wanda-beta-2", "emp-wanda-beta-1", "emp-wanda-beta-0.5", "magnitude-0.4"]
+    assert list(entries(second)) == [
+        "emp-wanda-beta-2",
+        "emp-wanda-beta-1",
+        "emp-wanda-beta-0.5",
+        "magnitude-0.4",
+    ]
     assert entries(second)["magnitude-0.4"] == entries(first)["magnitude-0.4"]
     assert second.stages.keys() == first.stages.keys() == {"load", "calibrate", "evaluate dense"}
 
 
-def test_a_killed_sweep_resumes(models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = models("llama"), tmp_path / "killed"
+def test_a_killed_sweep_resumes(
+    models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models("llama")
+    out = tmp_path / "killed"
     expected = sweep(source, output=tmp_path / "whole", matched_baselines=True, **options)
-    left, whole = [3], evaluate.perplexity
+    left = [3]
+    whole = evaluate.perplexity
 
     def killed(*given: Any, **named: Any) -> Any:
         left[0] -= 1
@@ -189,15 +262,20 @@ def test_a_killed_sweep_resumes(models: Models, options: Record, tmp_path: Path,
     for name, entry in entries(expected).items():
         same = entries(found)[name]
         assert same["masks"] == entry["masks"]
-        assert same["evaluation"]["perplexity"]["perplexity"] == entry["evaluation"]["perplexity"]["perplexity"]
+        assert (
+            same["evaluation"]["perplexity"]["perplexity"]
+            == entry["evaluation"]["perplexity"]["perplexity"]
+        )
     assert not list(out.glob(".*"))
     assert not list((out / "points").glob(".*"))
 
 
 def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Path) -> None:
-    source, out = models("llama"), tmp_path / "sweep"
+    source = models("llama")
+    out = tmp_path / "sweep"
     first = sweep(source, output=out, **(options | {"methods": "magnitude", "betas": None}))
-    sweep(source, output=out, **options)  # a sweep without a calibration can be extended by points that need one
+    # A sweep without a calibration can be extended by points that need one.
+    sweep(source, output=out, **options)
     changes = (
         (source, {"targets": "attention"}, r"recipe\.targets mlp, this one has attention"),
         (source, {"limit": 3}, r"limit None, this one has 3"),
@@ -208,10 +286,14 @@ def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Pat
     for model, change, named in changes:
         with pytest.raises(UserError, match=named):
             sweep(model, output=out, **(options | change))
-    assert entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"] == entries(first)["magnitude-0.4"]
+    assert (
+        entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"]
+        == entries(first)["magnitude-0.4"]
+    )
     path = out / "points" / "magnitude-0.4" / "emp_report.json"
     stored = json.loads(path.read_text())
-    stored["evaluation"]["pruned"]["perplexity"]["seconds"] = 123.0  # another measurement changes it
+    # Another measurement changes it.
+    stored["evaluation"]["pruned"]["perplexity"]["seconds"] = 123.0
     path.write_text(json.dumps(stored))
     anew = sweep(source, output=out, overwrite=True, **(options | {"samples": 3}))
     assert len(anew.points) == 3
@@ -238,14 +320,26 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
 def test_equal_masks_are_measured_once(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At order 0 all weights that are not zero are kept. With one matrix, both kinds of baseline are the same."""
+    """At order 0 all weights that are not zero are kept. With one matrix, both kinds of baseline
+    are the same.
+    """
     measured: list[int] = []
     whole = evaluate.perplexity
-    monkeypatch.setattr(evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
-    only = {"methods": "emp-wanda", "betas": "1", "sparsities": None, "orders": "0,2", "matched_baselines": True}
+    monkeypatch.setattr(
+        evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named)
+    )
+    only = {
+        "methods": "emp-wanda",
+        "betas": "1",
+        "sparsities": None,
+        "orders": "0,2",
+        "matched_baselines": True,
+    }
     targets = {"targets": r"model\.layers\.1\.mlp\.down_proj"}
     record = sweep(models("llama"), output=tmp_path / "sweep", **(options | only | targets))
-    found = {name: entry["evaluation"].get("same_masks_as") for name, entry in entries(record).items()}
+    found = {
+        name: entry["evaluation"].get("same_masks_as") for name, entry in entries(record).items()
+    }
     assert found == {
         "emp-wanda-order-0-beta-1": "dense",
         "wanda-total-as-emp-wanda-order-0-beta-1": "dense",
@@ -258,41 +352,97 @@ def test_equal_masks_are_measured_once(
 
 
 def test_matched_baselines_are_uniform(models: Models, options: Record, tmp_path: Path) -> None:
-    """Each row of a matrix loses the same share, rounded down or up; the matrix, or the total, loses as much as by EMP."""
-    source, out = models("mixtral"), tmp_path / "sweep"
-    sweep(source, output=out, keep=True, matched_baselines=True, **(options | {"methods": "emp-wanda", "sparsities": None}))
+    """Each row of a matrix loses the same share, rounded down or up; the matrix, or the total,
+    loses as much as by EMP.
+    """
+    source = models("mixtral")
+    out = tmp_path / "sweep"
+    sweep(
+        source,
+        output=out,
+        keep=True,
+        matched_baselines=True,
+        **(options | {"methods": "emp-wanda", "sparsities": None}),
+    )
     adaptive = report_of(out, "emp-wanda-beta-1")
     for by in ("total", "matrix"):
         baseline = report_of(out, f"wanda-{by}-as-emp-wanda-beta-1")
         assert baseline["targets"]["kept"] == adaptive["targets"]["kept"]
         for layer, entry in baseline["matrices"].items():
-            kept = oracle.weight(out / "points" / f"wanda-{by}-as-emp-wanda-beta-1", entry["tensor"]) != 0
+            kept = (
+                oracle.weight(out / "points" / f"wanda-{by}-as-emp-wanda-beta-1", entry["tensor"])
+                != 0
+            )
             whole = baseline["targets"]["kept"] / baseline["targets"]["weights"]
             share = adaptive["matrices"][layer]["kept"] / kept.size if by == "matrix" else whole
             assert (np.abs(kept.sum(1) - share * kept.shape[1]) < 1).all(), layer
             assert by == "total" or entry["kept"] == adaptive["matrices"][layer]["kept"], layer
 
 
-def test_infinite_perplexities_do_not_end_a_sweep(models: Models, options: Record, tmp_path: Path) -> None:
-    """The ruined model's perplexities are null in JSON and words in the table, and all points are measured."""
+def test_infinite_perplexities_do_not_end_a_sweep(
+    models: Models, options: Record, tmp_path: Path
+) -> None:
+    """The ruined model's perplexities are null in JSON and words in the table, and all points
+    are measured.
+    """
     folder = Path(shutil.copytree(models("llama"), tmp_path / "ruined"))
     for shard in folder.glob("*.safetensors"):
-        tensors = {name: tensor * (3e4 if "lm_head" in name else 1) for name, tensor in load_file(shard).items()}
+        tensors = {
+            name: tensor * (3e4 if "lm_head" in name else 1)
+            for name, tensor in load_file(shard).items()
+        }
         save_file(tensors, shard, metadata={"format": "pt"})
-    record = sweep(folder, output=tmp_path / "sweep", **(options | {"methods": "emp-magnitude", "sparsities": None}))
+    record = sweep(
+        folder,
+        output=tmp_path / "sweep",
+        **(options | {"methods": "emp-magnitude", "sparsities": None}),
+    )
     values = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    found = [values["dense"]["perplexity"], *(point["evaluation"]["perplexity"] for point in values["points"])]
+    found = [
+        values["dense"]["perplexity"],
+        *(point["evaluation"]["perplexity"] for point in values["points"]),
+    ]
     assert [each["perplexity"] for each in found] == [None] * 3
     assert all(each["loss"] > 709 for each in found)
     assert sweep_table(record).count("infinite") == 3  # type: ignore[arg-type]
 
 
-def test_from_the_command_line(models: Models, text: Path, suite: str, command: Run, tmp_path: Path) -> None:
-    line = ["sweep", "--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64, "--suite", suite]
-    line += ["--methods", "emp-wanda,magnitude", "--betas", "0.5,1", "--limit", 5, "--output", "out"]
+def test_from_the_command_line(
+    models: Models, text: Path, suite: str, command: Run, tmp_path: Path
+) -> None:
+    line = [
+        "sweep",
+        "--model",
+        models("llama"),
+        "--calibration",
+        text,
+        "--samples",
+        4,
+        "--seqlen",
+        64,
+        "--suite",
+        suite,
+    ]
+    line += [
+        "--methods",
+        "emp-wanda,magnitude",
+        "--betas",
+        "0.5,1",
+        "--limit",
+        5,
+        "--output",
+        "out",
+    ]
     planned = command(*line, "--dry-run", "--keep", "--matched-baselines").stdout.splitlines()
-    assert planned[:3] == ["emp-wanda-beta-0.5", "wanda-total-as-emp-wanda-beta-0.5", "wanda-matrix-as-emp-wanda-beta-0.5"]
-    assert planned[7:9] == ["7 points to measure, and the dense model", "targets: 6 of 14 matrices in blocks"]
+    assert planned[:3] == [
+        "emp-wanda-beta-0.5",
+        "wanda-total-as-emp-wanda-beta-0.5",
+        "wanda-matrix-as-emp-wanda-beta-0.5",
+    ]
+    assert planned[7:9] == [
+        "7 points to measure, and the dense model",
+        "targets: 6 of 14 matrices in blocks",
+    ]
     assert planned[9].startswith("disk: ")
     assert not list(tmp_path.iterdir())
     done = command(*line)
@@ -302,36 +452,60 @@ def test_from_the_command_line(models: Models, text: Path, suite: str, command: 
     assert lines[2].startswith("dense")
     removed = [float(line.split()[1]) for line in lines[2:6]]
     assert removed == sorted(removed)
-    assert {line.split()[0] for line in lines[3:6]} == {"emp-wanda-beta-1", "magnitude-0.5", "emp-wanda-beta-0.5"}
+    assert {line.split()[0] for line in lines[3:6]} == {
+        "emp-wanda-beta-1",
+        "magnitude-0.5",
+        "emp-wanda-beta-0.5",
+    }
     assert "partial" in lines[-1]
-    assert any("no emp point removes as much as a point of another method; --emp-sparsities" in line for line in lines)
+    assert any(
+        "no emp point removes as much as a point of another method; --emp-sparsities" in line
+        for line in lines
+    )
     assert "3 of 3" in done.stderr
 
 
 # Wrong options, and wrong runs to match: the error names the option, and nothing is written
 
-GOOD: Record = {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsities": "0.4", "suite": "perplexity"}
+GOOD: Record = {
+    "methods": "emp-wanda,magnitude",
+    "betas": "0.5,1",
+    "sparsities": "0.4",
+    "suite": "perplexity",
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"methods": "emp-wanda,sparsegtp"}, "--methods: 'sparsegtp' is not one of emp-wanda, "),
-        ({"methods": "emp-wanda,sparsegpt"}, "a sweep only sets weights to zero; run prune --method sparsegpt instead."),
+        (
+            {"methods": "emp-wanda,sparsegpt"},
+            "a sweep only sets weights to zero; run prune --method sparsegpt instead.",
+        ),
         ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
         ({"betas": "1,much"}, "--betas '1,much': expected numbers"),
         ({"betas": "0"}, "--beta must be a number above 0"),
         ({"methods": "emp-wanda", "betas": None}, "--sparsities is for methods without emp-"),
         ({"methods": "wanda"}, "--betas is for emp methods"),
-        ({"methods": "wanda", "betas": None, "matched_baselines": True}, "--matched-baselines is for emp"),
+        (
+            {"methods": "wanda", "betas": None, "matched_baselines": True},
+            "--matched-baselines is for emp",
+        ),
         ({"patterns": "2-4"}, "--pattern must be N:M"),
         ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
         (
             {"methods": "emp-wanda", "sparsities": None, "shares": "owl"},
             "--shares owl is for methods with a fixed sparsity and act",
         ),
-        ({"methods": "magnitude", "betas": None, "score": "relative"}, "--score relative is for methods that need activations"),
-        ({"methods": "wanda", "betas": None, "count_by": "magnitude"}, "--count-by magnitude is for emp methods"),
+        (
+            {"methods": "magnitude", "betas": None, "score": "relative"},
+            "--score relative is for methods that need activations",
+        ),
+        (
+            {"methods": "wanda", "betas": None, "count_by": "magnitude"},
+            "--count-by magnitude is for emp methods",
+        ),
         ({"suite": "perplexty"}, "Did you mean perplexity"),
     ],
 )
@@ -351,14 +525,21 @@ def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: st
         ({"match_by": "matrix", "match": None}, "--match-by matrix needs an earlier run"),
         ({"match_by": "matrix", "group": "all"}, "--match-by matrix .* not all"),
         ({"match_by": "matrix", "targets": "attention"}, "that run had"),
-        ({"method": "emp-magnitude", "match_by": "matrix"}, "--match does not go with method emp-magnitude"),
+        (
+            {"method": "emp-magnitude", "match_by": "matrix"},
+            "--match does not go with method emp-magnitude",
+        ),
     ],
 )
 def test_wrong_matches(models: Models, tmp_path: Path, changes: Record, says: str) -> None:
     source = models("llama")
     prune(source, output=tmp_path / "emp", method="emp-magnitude")
     with pytest.raises(UserError, match=says):
-        prune(source, output=tmp_path / "out", **({"method": "magnitude", "match": tmp_path / "emp"} | changes))
+        prune(
+            source,
+            output=tmp_path / "out",
+            **({"method": "magnitude", "match": tmp_path / "emp"} | changes),
+        )
 
 
 @pytest.mark.parametrize("damage", [{}, {"kept": "many"}, {"rows": 7}])
@@ -369,4 +550,10 @@ def test_damaged_report_of_a_match(models: Models, tmp_path: Path, damage: Recor
     report["matrices"][name] = damage and report["matrices"][name] | damage
     (tmp_path / "emp" / "emp_report.json").write_text(json.dumps(report))
     with pytest.raises(UserError, match=rf"{name}|matrices\[\.\.\.\]"):
-        prune(source, output=tmp_path / "out", method="magnitude", match=tmp_path / "emp", match_by="matrix")
+        prune(
+            source,
+            output=tmp_path / "out",
+            method="magnitude",
+            match=tmp_path / "emp",
+            match_by="matrix",
+        )

@@ -1,4 +1,6 @@
-"""Calibration on a mix of texts: each part is what it would be alone, and the record names the parts with their numbers."""
+"""Calibration on a mix of texts: each part is what it would be alone, and the record names the
+parts with their numbers.
+"""
 
 import shutil
 from pathlib import Path
@@ -23,10 +25,16 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("Once more, with feeling. " * 80)
     (tmp_path / "b:c.txt").write_text("The lamp is lit. " * 80)
-    write(tmp_path / "rows.jsonl", "body", [f"Row {i} says it is so, and so it is." for i in range(60)])
+    write(
+        tmp_path / "rows.jsonl",
+        "body",
+        [f"Row {i} says it is so, and so it is." for i in range(60)],
+    )
     write(tmp_path / "chat.jsonl", "messages", CHATS)
     (tmp_path / "long.toml").write_text('file = "a.txt"\nseqlen = 30\nsamples = 5\n')
-    (tmp_path / "shuffled.toml").write_text('file = "rows.jsonl"\ncolumn = "body"\nshuffle = true\n')
+    (tmp_path / "shuffled.toml").write_text(
+        'file = "rows.jsonl"\ncolumn = "body"\nshuffle = true\n'
+    )
     return tmp_path
 
 
@@ -46,29 +54,49 @@ def tokens(calibration: str, seed: int = 0, **options: Any) -> torch.Tensor:
         ("shuffled.toml:3,a.txt:1", None, [("shuffled.toml", 3), ("a.txt", 1)]),
     ],
 )
-def test_each_part_is_what_it_would_be_alone(mix: str, samples: int | None, parts: list[tuple[str, int]]) -> None:
+def test_each_part_is_what_it_would_be_alone(
+    mix: str, samples: int | None, parts: list[tuple[str, int]]
+) -> None:
     for seed in (0, 1):
         alone = [tokens(name, seed, samples=count) for name, count in parts]
         assert torch.equal(tokens(mix, seed, samples=samples), torch.cat(alone))
-    assert torch.equal(tokens(mix, 0, samples=samples), tokens(mix, 1, samples=samples)) == ("shuffled" not in mix)
+    assert torch.equal(tokens(mix, 0, samples=samples), tokens(mix, 1, samples=samples)) == (
+        "shuffled" not in mix
+    )
 
 
 @pytest.mark.usefixtures("texts")
 def test_the_length_and_the_number_that_parts_name() -> None:
     assert tokens("long.toml,chat.jsonl", samples=6, seqlen=None).shape == (6, 30)
     assert tokens("long.toml:1,rows.jsonl:1,column=body,seqlen=30", seqlen=None).shape == (2, 30)
-    with pytest.raises(UserError, match=r"differ in tokens per sequence \(long.toml has 30, chat.jsonl has 9\)"):
+    with pytest.raises(
+        UserError,
+        match=r"differ in tokens per sequence \(long.toml has 30, "
+        r"chat.jsonl has 9\)",
+    ):
         tokens("long.toml:1,chat.jsonl:1,seqlen=9", seqlen=None)
-    with pytest.raises(UserError, match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 tokens"):
+    with pytest.raises(
+        UserError,
+        match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 "
+        r"tokens",
+    ):
         tokens("chat.jsonl:1,a.txt:63", seqlen=64)
 
 
 @pytest.mark.parametrize(
     ("mix", "options", "told"),
     [
-        ("a.txt:2,chat.jsonl:2", ["--samples", 4], "--samples 4: --calibration sets the numbers of its texts already"),
+        (
+            "a.txt:2,chat.jsonl:2",
+            ["--samples", 4],
+            "--samples 4: --calibration sets the numbers of its texts already",
+        ),
         ("a.txt,chat.jsonl", ["--samples", 1], "--samples 1: --calibration names 2 texts"),
-        ("a.txt:2,chat.jsonl", [], "'chat.jsonl' has no number of sequences, but another part has one"),
+        (
+            "a.txt:2,chat.jsonl",
+            [],
+            "'chat.jsonl' has no number of sequences, but another part has one",
+        ),
         ("rows.jsonl,column=body,chat.jsonl:2", [], "such as rows.jsonl:64, or give none"),
         ("a.txt:0", [], "samples must be at least 1, got 0"),
         ("a.txt:many", [], "'a.txt:many' is not a recipe"),
@@ -80,21 +108,37 @@ def test_the_length_and_the_number_that_parts_name() -> None:
         ("a.txt,samples", [], "expected field=value"),
     ],
 )
-def test_wrong_mixes(models: Any, texts: Path, command: Run, mix: str, options: list[Any], told: str) -> None:
+def test_wrong_mixes(
+    models: Any, texts: Path, command: Run, mix: str, options: list[Any], told: str
+) -> None:
     before = sorted(texts.iterdir())
-    done = command("calibrate", "--model", models("llama"), "--output", "norms", "--calibration", mix, *options)
+    done = command(
+        "calibrate", "--model", models("llama"), "--output", "norms", "--calibration", mix, *options
+    )
     assert done.returncode == 2, done.stdout
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(texts.iterdir()) == before
 
 
-def test_the_norms_are_those_of_both_texts_and_the_record_says_so(evaluable: Any, texts: Path, command: Run) -> None:
+def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
+    evaluable: Any, texts: Path, command: Run
+) -> None:
     model = Path(shutil.copytree(evaluable("llama"), texts / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
 
     def norms(calibration: str, *options: Any) -> Activations:
-        line = ("--model", model, "--seqlen", LENGTH, "--dtype", "float32", "--output", "norms", "--overwrite")
+        line = (
+            "--model",
+            model,
+            "--seqlen",
+            LENGTH,
+            "--dtype",
+            "float32",
+            "--output",
+            "norms",
+            "--overwrite",
+        )
         done = command("calibrate", *line, "--calibration", calibration, *options)
         assert done.returncode == 0, done.stderr
         names = [f"{text.file}" for text in Activations.load(texts / "norms").about.all_texts]
@@ -112,8 +156,20 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(evaluable: Any
         ("chat.jsonl", 2, LENGTH),
     ]
     assert mix.about.tokens == 5 * LENGTH
-    line = ("prune", "--model", model, "--calibration", "a.txt,chat.jsonl", "--samples", 5, "--seqlen", LENGTH)
+    line = (
+        "prune",
+        "--model",
+        model,
+        "--calibration",
+        "a.txt,chat.jsonl",
+        "--samples",
+        5,
+        "--seqlen",
+        LENGTH,
+    )
     assert "disk while calibrating" in command(*line, "--dry-run").stdout
     assert command(*line, "--output", "out", "--device-map", "cpu").returncode == 0
     assert command("report", "out", "--output", "page", "--no-plots").returncode == 0
-    assert "a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens" in (texts / "page" / "report.md").read_text()
+    assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
+        texts / "page" / "report.md"
+    ).read_text()

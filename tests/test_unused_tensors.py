@@ -1,4 +1,6 @@
-"""Tensors of a checkpoint that transformers does not load: layers that predict a second token, value and score heads."""
+"""Tensors of a checkpoint that transformers does not load: layers that predict a second token,
+value and score heads.
+"""
 
 import json
 import shutil
@@ -24,9 +26,15 @@ Models = Callable[[str], Path]
 
 
 def with_more(model: Path, folder: Path, place: str) -> Path:
-    """A model whose first layer is stored once more, under another name; or with a head for scores."""
+    """A model whose first layer is stored once more, under another name; or with a head for
+    scores.
+    """
     shutil.copytree(model, folder)
-    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    tensors = {
+        name: each
+        for path in folder.glob("*.safetensors")
+        for name, each in load_file(path).items()
+    }
     first = {name: each for name, each in tensors.items() if name.startswith("model.layers.0.")}
     more = {name.replace("model.layers.0.", place): each.clone() for name, each in first.items()}
     if place.endswith("inv_freq"):
@@ -42,12 +50,21 @@ def with_more(model: Path, folder: Path, place: str) -> Path:
 
 
 @pytest.mark.parametrize("structure", ["heads", "neurons", "both"])
-@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0.", "model.mtp.layers.0.transformer_layer.", "mtp.block."])
-def test_a_layer_that_predicts_a_second_token_is_not_cut(models: Models, tmp_path: Path, place: str, structure: str) -> None:
+@pytest.mark.parametrize(
+    "place",
+    ["model.layers.2.", "mtp.layers.0.", "model.mtp.layers.0.transformer_layer.", "mtp.block."],
+)
+def test_a_layer_that_predicts_a_second_token_is_not_cut(
+    models: Models, tmp_path: Path, place: str, structure: str
+) -> None:
     """It would not fit the new config. With all shapes kept, it fits."""
     source = with_more(models("llama"), tmp_path / "model", place)
     how = {"method": "magnitude", "sparsity": 0.5, "device_map": "cpu", "structure": structure}
-    with pytest.raises(UserError, match=rf"transformers does not load {place}.*Add --keep-shapes, or remove them first"):
+    with pytest.raises(
+        UserError,
+        match=rf"transformers does not load {place}.*Add --keep-shapes, "
+        r"or remove them first",
+    ):
         prune(source, output=tmp_path / "out", **how)
     assert not (tmp_path / "out").exists()
     prune(source, output=tmp_path / "out", keep_shapes=True, **how)
@@ -55,8 +72,17 @@ def test_a_layer_that_predicts_a_second_token_is_not_cut(models: Models, tmp_pat
 
 
 def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) -> None:
-    """As an earlier version wrote it: the config is smaller, and a layer that transformers does not load is not."""
-    prune(models("llama"), output=tmp_path / "out", structure="neurons", method="magnitude", sparsity=0.5, width_multiple=8)
+    """As an earlier version wrote it: the config is smaller, and a layer that transformers does
+    not load is not.
+    """
+    prune(
+        models("llama"),
+        output=tmp_path / "out",
+        structure="neurons",
+        method="magnitude",
+        sparsity=0.5,
+        width_multiple=8,
+    )
     source = with_more(models("llama"), tmp_path / "model", "mtp.layers.0.")
     more = load_file(source / "second.safetensors")
     path = next((tmp_path / "out").glob("*.safetensors"))
@@ -67,15 +93,22 @@ def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) 
     index.write_text(json.dumps(content))
     report = verify(tmp_path / "out", source=str(models("llama")))
     assert any(
-        line.startswith("mtp.layers.0.mlp.up_proj.weight: its shape") and "of no decoder block any more" in line
+        line.startswith("mtp.layers.0.mlp.up_proj.weight: its shape")
+        and "of no decoder block any more" in line
         for line in report.differences
     )
 
 
 @pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0.", "score.weight"])
-def test_rotate_leaves_nothing_in_the_old_basis(models: Models, text: Path, tmp_path: Path, place: str) -> None:
+def test_rotate_leaves_nothing_in_the_old_basis(
+    models: Models, text: Path, tmp_path: Path, place: str
+) -> None:
     source = with_more(models("llama"), tmp_path / "model", place)
-    with pytest.raises(UserError, match=rf"transformers does not load {place}.*would stay in the old basis"):
+    with pytest.raises(
+        UserError,
+        match=rf"transformers does not load {place}.*would stay in the "
+        r"old basis",
+    ):
         rotate(source, calibration=str(text), samples=10, seqlen=32, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -84,7 +117,9 @@ def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path:
     """A tied one would be judged by its embeddings."""
     source = with_more(models("llama"), tmp_path / "model", "score.weight")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    (source / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]})
+    )
     says = "LlamaForSequenceClassification has no head for tokens, so it predicts none"
     with pytest.raises(UserError, match=says):
         evaluate(source, suite="demo", output=tmp_path / "results.json")
@@ -94,19 +129,33 @@ def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path:
         bench(source, output=tmp_path / "bench.json")
     prune(source, output=tmp_path / "out", method="magnitude")
     assert verify(tmp_path / "out", source=str(source)).differences == []
-    with pytest.raises(UserError, match="learns the probabilities of tokens, and LlamaForSequenceClassification has no head"):
-        heal(tmp_path / "out", dense=str(source), calibration=str(text), samples=10, seqlen=32, output=tmp_path / "healed")
+    with pytest.raises(
+        UserError,
+        match="learns the probabilities of tokens, and LlamaForSequenceClassification has no head",
+    ):
+        heal(
+            tmp_path / "out",
+            dense=str(source),
+            calibration=str(text),
+            samples=10,
+            seqlen=32,
+            output=tmp_path / "healed",
+        )
 
 
 def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: Path) -> None:
     """Its checkpoint has no head for tokens, and is complete."""
     source = tmp_path / "model"
-    model = transformers.LlamaForSequenceClassification.from_pretrained(models("llama"), num_labels=1)
+    model = transformers.LlamaForSequenceClassification.from_pretrained(
+        models("llama"), num_labels=1
+    )
     model.config.tie_word_embeddings = False
     model.save_pretrained(source)
     transformers.AutoTokenizer.from_pretrained(models("llama")).save_pretrained(source)
     for method in ("magnitude", "wanda", "sparsegpt"):
-        how = {} if method == "magnitude" else {"calibration": str(text), "samples": 4, "seqlen": 32}
+        how = (
+            {} if method == "magnitude" else {"calibration": str(text), "samples": 4, "seqlen": 32}
+        )
         prune(source, output=tmp_path / method, method=method, **how)
         assert verify(tmp_path / method, source=str(source)).differences == []
     pruned = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "wanda")
@@ -115,15 +164,42 @@ def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: 
     for structure in ("neurons", "heads", "layers"):
         method = "cosine" if structure == "layers" else "wanda"
         report = prune(
-            source, output=tmp_path / structure, method=method, structure=structure, sparsity=0.5, **how_to_read(text)
+            source,
+            output=tmp_path / structure,
+            method=method,
+            structure=structure,
+            sparsity=0.5,
+            **how_to_read(text),
         )
         assert isinstance(report, RunReport)
         assert report.structure is not None
         assert 0 <= (report.structure.difference or 0) < 1e-4
-    with pytest.raises(UserError, match=r"no head for tokens, so it predicts none. Use --method wanda"):
-        prune(source, output=tmp_path / "taylor", method="taylor", structure="heads", sparsity=0.5, **how_to_read(text))
-    with pytest.raises(UserError, match=r"no head for tokens, so it predicts none. Give a text that was written"):
-        prune(source, output=tmp_path / "self", method="wanda", calibration="self", samples=4, seqlen=32)
+    with pytest.raises(
+        UserError,
+        match=r"no head for tokens, so it predicts none. Use --method "
+        r"wanda",
+    ):
+        prune(
+            source,
+            output=tmp_path / "taylor",
+            method="taylor",
+            structure="heads",
+            sparsity=0.5,
+            **how_to_read(text),
+        )
+    with pytest.raises(
+        UserError,
+        match=r"no head for tokens, so it predicts none. Give a text "
+        r"that was written",
+    ):
+        prune(
+            source,
+            output=tmp_path / "self",
+            method="wanda",
+            calibration="self",
+            samples=4,
+            seqlen=32,
+        )
     with pytest.raises(UserError, match="no head for tokens"):
         prune(source, output=tmp_path / "evaluated", method="magnitude", evaluate="demo")
     assert not any((tmp_path / name).exists() for name in ("taylor", "self", "evaluated"))
@@ -133,9 +209,13 @@ def how_to_read(text: Path) -> dict[str, object]:
     return {"calibration": str(text), "samples": 10, "seqlen": 32}
 
 
-def test_an_old_checkpoint_with_angles_is_rotated(models: Models, text: Path, tmp_path: Path) -> None:
+def test_an_old_checkpoint_with_angles_is_rotated(
+    models: Models, text: Path, tmp_path: Path
+) -> None:
     """Llama's once held the angles of the rotary embeddings, which no basis changes."""
-    source = with_more(models("llama"), tmp_path / "model", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    source = with_more(
+        models("llama"), tmp_path / "model", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    )
     rotated = rotate(source, output=tmp_path / "out", steps=0, **how_to_read(text))
     assert rotated.record.difference < 1e-3
 

@@ -41,18 +41,25 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in RUNS.items()])
-def test_sound(models: Models, norms: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, id=name) for name, options in RUNS.items()]
+)
+def test_sound(
+    models: Models, norms: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
     options = options.copy()
     family = options.pop("family", "llama")
-    source, out = models(family), tmp_path / "out"
+    source = models(family)
+    out = tmp_path / "out"
     given = norms(family) if "wanda" in options["method"] else None
     prune(model=source, output=out, activations=given, **options)
     before = oracle.digest(tmp_path)
     assert verify(out).differences == []
     found = verify(out, source=str(source), activations=given)
     assert found.differences == []
-    assert found.checked["targets"] == len(json.loads((out / "emp_report.json").read_text())["matrices"])
+    assert found.checked["targets"] == len(
+        json.loads((out / "emp_report.json").read_text())["matrices"]
+    )
     sizes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert 0 < found.checked["other bytes"] < sizes
     assert oracle.digest(tmp_path) == before, "only reading"
@@ -66,7 +73,9 @@ def sound(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def change(folder: Path, name: str, value: int, where: int = 0) -> None:
-    """Change the bits of a stored number: the first zero, or with `where` the first that is not zero."""
+    """Change the bits of a stored number: the first zero, or with `where` the first that is not
+    zero.
+    """
     tensor = oracle.tensors(folder)[name]
     bits = oracle.bits(tensor).reshape(-1)
     at = next(i for i, number in enumerate(bits) if bool(number) == bool(where))
@@ -84,9 +93,22 @@ def rehash(folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
-    "weight kept that should go": (lambda out: change(out, f"{DOWN}.weight", 0x3C00), r"BLAKE3", rf"{DOWN}: 1 weight "),
-    "weight gone that should stay": (lambda out: change(out, f"{DOWN}.weight", 0, 1), r"BLAKE3", rf"{DOWN}: 1 weight "),
-    "minus zero": (lambda out: change(out, f"{DOWN}.weight", 0x8000), r"BLAKE3", rf"{DOWN}: 1 weight "),
+    "weight kept that should go": (
+        lambda out: change(out, f"{DOWN}.weight", 0x3C00),
+        r"BLAKE3",
+        rf"{DOWN}: 1 weight ",
+    ),
+    "weight gone that should stay": (
+        lambda out: change(out, f"{DOWN}.weight", 0, 1),
+        r"BLAKE3",
+        rf"{DOWN}: 1 weight ",
+    ),
+    "minus zero": (
+        lambda out: change(out, f"{DOWN}.weight", 0x8000),
+        r"BLAKE3",
+        rf"{DOWN}: 1 "
+        r"weight ",
+    ),
     "byte of no target": (
         lambda out: change(out, "model.norm.weight", 0x3C00, 1),
         r"BLAKE3",
@@ -97,20 +119,46 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
         r"config\.json: it has 2 bytes",
         r"config\.json: differs from the source",
     ),
-    "file missing": (lambda out: (out / "config.json").unlink(), r"config\.json: it is missing", None),
+    "file missing": (
+        lambda out: (out / "config.json").unlink(),
+        r"config\.json: it is "
+        r"missing",
+        None,
+    ),
     "shard missing": (lambda out: next(out.glob("*.safetensors")).unlink(), r"it is missing", None),
-    "other weights": (lambda out: (out / "adapter.bin").write_bytes(b""), r"adapter\.bin: weights that the manifest", None),
+    "other weights": (
+        lambda out: (out / "adapter.bin").write_bytes(b""),
+        r"adapter\.bin: weights "
+        r"that the manifest",
+        None,
+    ),
 }
 
 
-@pytest.mark.parametrize(("spoil", "at_once", "deeper"), [pytest.param(*case, id=name) for name, case in WRONG.items()])
+@pytest.mark.parametrize(
+    ("spoil", "at_once", "deeper"), [pytest.param(*case, id=name) for name, case in WRONG.items()]
+)
 def test_not_sound(
-    models: Models, sound: Path, command: Run, tmp_path: Path, spoil: Callable[[Path], object], at_once: str, deeper: str | None
+    models: Models,
+    sound: Path,
+    command: Run,
+    tmp_path: Path,
+    spoil: Callable[[Path], object],
+    at_once: str,
+    deeper: str | None,
 ) -> None:
     out = Path(shutil.copytree(sound, tmp_path / "out"))
     spoil(out)
     done = command("verify", out)
-    assert (done.returncode, re.search(r"differences?; checked \d files", done.stdout) is not None) == (1, True), done
+    assert (
+        done.returncode,
+        re.search(
+            r"differences?; checked \d "
+            r"files",
+            done.stdout,
+        )
+        is not None,
+    ) == (1, True), done
     assert re.search(at_once, done.stdout)
     if deeper is not None:
         rehash(out)
@@ -119,7 +167,9 @@ def test_not_sound(
         assert re.search(deeper, difference)
 
 
-def test_wrong_input(models: Models, sound: Path, norms: Callable[[str], Path], tmp_path: Path) -> None:
+def test_wrong_input(
+    models: Models, sound: Path, norms: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = str(models("llama"))
     with pytest.raises(UserError, match=r"no emp_manifest\.json in it; give the --output folder"):
         verify(models("llama"))
@@ -128,14 +178,22 @@ def test_wrong_input(models: Models, sound: Path, norms: Callable[[str], Path], 
     with pytest.raises(UserError, match=r"name that with --source"):
         verify(sound, activations=tmp_path / "norms")
     other = tmp_path / "other.safetensors"
-    calibrate(model=source, output=other, calibration="demo", samples=1, seqlen=16, device_map="cpu")
+    calibrate(
+        model=source, output=other, calibration="demo", samples=1, seqlen=16, device_map="cpu"
+    )
     with pytest.raises(UserError, match=r"other\.safetensors: not the norms that decided"):
         verify(sound, source=source, activations=other)
     out = tmp_path / "out"
     prune(model=source, output=out, method="wanda", activations=norms("llama"))
-    with pytest.raises(UserError, match=r"does not hold the norms that decided its masks.*--activations FILE"):
+    with pytest.raises(
+        UserError,
+        match=r"does not hold the norms that decided its "
+        r"masks.*--activations FILE",
+    ):
         verify(out, source=source)
-    (out / "emp_manifest.json").write_text('{"format": "emp-llm manifest 1", "files": {"../x": {}}}')
+    (out / "emp_manifest.json").write_text(
+        '{"format": "emp-llm manifest 1", "files": {"../x": {}}}'
+    )
     with pytest.raises(UserError, match=r"emp_manifest\.json: "):
         verify(out)
 
@@ -148,12 +206,28 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any) -> Any:
 @pytest.mark.parametrize(
     "path",
     [
-        "files", "files.config.json", "files.config.json.bytes", "files.config.json.blake3", "source", "recipe",
-        "recipe.targets", "source.identity", "recipe.ignore", "recipe.min_expert_tokens", "recipe.method", "recipe.group",
-        "recipe.beta", "recipe.order", "recipe.neff_dtype", "activations", "activations.norms",
+        "files",
+        "files.config.json",
+        "files.config.json.bytes",
+        "files.config.json.blake3",
+        "source",
+        "recipe",
+        "recipe.targets",
+        "source.identity",
+        "recipe.ignore",
+        "recipe.min_expert_tokens",
+        "recipe.method",
+        "recipe.group",
+        "recipe.beta",
+        "recipe.order",
+        "recipe.neff_dtype",
+        "activations",
+        "activations.norms",
     ],
-)  # fmt: skip
-def test_manifests_that_lie(models: Models, sound: Path, tmp_path: Path, path: str, new: Any) -> None:
+)
+def test_manifests_that_lie(
+    models: Models, sound: Path, tmp_path: Path, path: str, new: Any
+) -> None:
     """Whatever a manifest says: it is refused in a sentence, or a difference is found."""
     parts = tuple(path.replace("config.json", "config/json").split("."))
     out = Path(shutil.copytree(sound, tmp_path / "out", copy_function=os.link))
@@ -164,20 +238,23 @@ def test_manifests_that_lie(models: Models, sound: Path, tmp_path: Path, path: s
     with suppress(UserError):
         found = verify(out, source=str(models("llama"))).differences
         default = path.startswith("recipe") and new in (None, {})  # the run was the default recipe
-        as_in_memory = path.startswith("source") and new in (None, {})  # then all is compared by the names of tensors
+        # Then all is compared by the names of tensors.
+        as_in_memory = path.startswith("source") and new in (None, {})
         unused = path in ("files", "recipe.ignore", "recipe.min_expert_tokens", "recipe.neff_dtype")
         assert found or default or as_in_memory or unused, "it is a lie"
 
 
 @pytest.mark.parametrize("group", ["row", "all"])
 def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: Any) -> None:
-    source, out = Path(shutil.copytree(models("llama"), tmp_path / "model")), tmp_path / "out"
+    source = Path(shutil.copytree(models("llama"), tmp_path / "model"))
+    out = tmp_path / "out"
     prune(model=source, output=out, method="magnitude", group=group)
     change(source, f"{DOWN}.weight", 0x7FC0, 1)
     with pytest.raises(UserError, match=r"its weights are not those that were pruned"):
         verify(out, source=source)
     manifest = json.loads((out / "emp_manifest.json").read_text())
-    manifest["source"]["identity"] = identity_of(Checkpoint(source))  # damaged already when it was hashed
+    # Damaged already when it was hashed.
+    manifest["source"]["identity"] = identity_of(Checkpoint(source))
     (out / "emp_manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"{DOWN}\.weight holds NaN or infinity \(rows 0 to \d+\)"):
         verify(out, source=source)
@@ -185,8 +262,16 @@ def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: A
 
 def save_in_memory(source: Path, folder: Path, recipe: Recipe, text: Path, **how: Any) -> None:
     """Prune a model in Python, and save it."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype="auto"), AutoTokenizer.from_pretrained(source)
-    report = prune_model(model, recipe, str(text) if recipe.needs_activations else None, tokenizer, samples=4, seqlen=64)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    report = prune_model(
+        model,
+        recipe,
+        str(text) if recipe.needs_activations else None,
+        tokenizer,
+        samples=4,
+        seqlen=64,
+    )
     model.save_pretrained(folder, **how)
     tokenizer.save_pretrained(folder)
     report.save(folder)
@@ -200,7 +285,11 @@ def rewrite(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
         shard.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def as_published(tensors: dict[str, Tensor]) -> None:
@@ -214,20 +303,28 @@ SAVED: dict[str, tuple[str, Recipe, Callable[[dict[str, Tensor]], object] | None
     "shards": ("llama", Recipe(), None),
     "one shard": ("llama", Recipe(method="emp-magnitude", group="all"), lambda tensors: None),
     "old buffers": (
-        "llama", Recipe(method="magnitude"),
-        lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        "llama",
+        Recipe(method="magnitude"),
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        ),
     ),
     "head stored though tied": (
-        "llama-tied", Recipe(method="magnitude", group="matrix"),
-        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+        "llama-tied",
+        Recipe(method="magnitude", group="matrix"),
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
     ),
     "other names": ("gpt2", Recipe(), as_published),
     "experts": ("mixtral", Recipe(targets="all-linear"), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_folders_of_save_pretrained(models: Models, text: Path, command: Run, tmp_path: Path, case: str) -> None:
+def test_folders_of_save_pretrained(
+    models: Models, text: Path, command: Run, tmp_path: Path, case: str
+) -> None:
     """Their files are not those of the source, so tensors are compared by name."""
     family, recipe, edit = SAVED[case]
     source = Path(shutil.copytree(models(family), tmp_path / "source"))
@@ -236,10 +333,18 @@ def test_folders_of_save_pretrained(models: Models, text: Path, command: Run, tm
     for name, size in (("one", "1GB"), ("several", "30KB")):
         out = tmp_path / name
         save_in_memory(source, out, recipe, text, max_shard_size=size)
-        more = ("--activations", out / "emp_llm/activations.safetensors") if recipe.needs_activations else ()
+        more = (
+            ("--activations", out / "emp_llm/activations.safetensors")
+            if recipe.needs_activations
+            else ()
+        )
         done = command("verify", out, "--source", source, *more)
         assert (done.returncode, done.stderr.count("tokenizer")) == (0, 1), done
-        found = re.search(r"0 differences; .* 1 config\.json, (\S+) other bytes, \d+ targets", done.stdout)
+        found = re.search(
+            r"0 differences; .* 1 config\.json, (\S+) other bytes, \d+ "
+            r"targets",
+            done.stdout,
+        )
         assert found is not None, done.stdout
         assert int(found[1].replace(",", "")) > 1000
 
@@ -257,8 +362,16 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 WRONG_SAVED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "weight kept that should go": (lambda out: change(out, f"{DOWN}.weight", 0x3C00), rf"^{DOWN}: 1 weight "),
-    "weight gone that should stay": (lambda out: change(out, f"{DOWN}.weight", 0, 1), rf"^{DOWN}: 1 weight "),
+    "weight kept that should go": (
+        lambda out: change(out, f"{DOWN}.weight", 0x3C00),
+        rf"^{DOWN}: "
+        r"1 weight ",
+    ),
+    "weight gone that should stay": (
+        lambda out: change(out, f"{DOWN}.weight", 0, 1),
+        rf"^{DOWN}: "
+        r"1 weight ",
+    ),
     "weight of no target": (
         lambda out: change(out, "model.norm.weight", 0x3C00, 1),
         r"^model\.norm\.weight: differs from the source in \d bytes? outside",
@@ -267,25 +380,37 @@ WRONG_SAVED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: rewrite(out, lambda tensors: tensors.pop("lm_head.weight")),
         r"1 weight of the model is missing: lm_head\.weight",
     ),
-    "target missing": (lambda out: rewrite(out, lambda tensors: tensors.pop(f"{DOWN}.weight")), rf"missing: {DOWN}\.weight"),
+    "target missing": (
+        lambda out: rewrite(out, lambda tensors: tensors.pop(f"{DOWN}.weight")),
+        rf"missing: {DOWN}\.weight",
+    ),
     "tensor too many": (
         lambda out: rewrite(out, lambda tensors: tensors.update(extra=torch.ones(2))),
         r"^extra: the source has no such tensor",
     ),
     "other dtype": (
-        lambda out: rewrite(out, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].float()})),
+        lambda out: rewrite(
+            out,
+            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].float()}),
+        ),
         r"^lm_head\.weight: F32 \[256, 32\]; the source has BF16 \[256, 32\]",
     ),
     "config": (
         lambda out: set_config(out, rms_norm_eps=0.1),
         r"^config\.json: its values are not the source's: rms_norm_eps\.",
     ),
-    "no config": (lambda out: set_config(out, model_type="llamma"), r"does not know the model type"),
+    "no config": (
+        lambda out: set_config(out, model_type="llamma"),
+        r"does not know the model "
+        r"type",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_SAVED)
-def test_folders_of_save_pretrained_with_a_defect(models: Models, saved: Path, command: Run, tmp_path: Path, case: str) -> None:
+def test_folders_of_save_pretrained_with_a_defect(
+    models: Models, saved: Path, command: Run, tmp_path: Path, case: str
+) -> None:
     spoil, message = WRONG_SAVED[case]
     out = Path(shutil.copytree(saved, tmp_path / "out"))
     spoil(out)
@@ -298,6 +423,11 @@ def test_folders_of_save_pretrained_with_a_defect(models: Models, saved: Path, c
     assert figures.startswith("1 difference; ")
 
 
-def test_a_folder_of_save_pretrained_with_another_source(models: Models, saved: Path, command: Run) -> None:
+def test_a_folder_of_save_pretrained_with_another_source(
+    models: Models, saved: Path, command: Run
+) -> None:
     done = command("verify", saved, "--source", models("gpt2"))
-    assert (done.returncode, "model.norm.weight: the source has no such tensor" in done.stdout) == (1, True), done
+    assert (done.returncode, "model.norm.weight: the source has no such tensor" in done.stdout) == (
+        1,
+        True,
+    ), done

@@ -1,4 +1,6 @@
-"""Tiny random models of many families, with a tokenizer, created in milliseconds; shared by the tests."""
+"""Tiny random models of many families, with a tokenizer, created in milliseconds; shared by the
+tests.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16}),
     "gemma3": (
         "Gemma3TextConfig",
-        GLU | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        GLU
+        | {
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "phi3": ("Phi3Config", GLU | {"pad_token_id": 0}),
-    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128}),
-    "opt": ("OPTConfig", _COMMON | {"ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 32}),
-    "gpt_neox": ("GPTNeoXConfig", _COMMON | {"intermediate_size": 80, "max_position_embeddings": 128}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128},
+    ),
+    "opt": (
+        "OPTConfig",
+        _COMMON | {"ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 32},
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        _COMMON | {"intermediate_size": 80, "max_position_embeddings": 128},
+    ),
     "mixtral": ("MixtralConfig", GLU | {"num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        GLU | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+        GLU
+        | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
 def make_model(
-    folder: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, max_shard_size: str = "60KB"
+    folder: Path,
+    family: str = "llama",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    max_shard_size: str = "60KB",
 ) -> Path:
-    """A random model of a family with a byte-level tokenizer, in several shards; returns its folder."""
+    """A random model of a family with a byte-level tokenizer, in several shards; returns its
+    folder.
+    """
     name, values = FAMILIES[family]
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, name)(**(values | ids))
@@ -48,7 +71,9 @@ def make_model(
 
 
 def random_model(auto: Any, config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A model of a configuration. Its weights are drawn in float32: torch 2.6 draws zeros in bfloat16."""
+    """A model of a configuration. Its weights are drawn in float32: torch 2.6 draws zeros in
+    bfloat16.
+    """
     torch.manual_seed(seed)
     model = auto.from_config(config, dtype=dtype)
     torch.manual_seed(seed)

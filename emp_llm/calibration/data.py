@@ -1,7 +1,8 @@
-"""Calibration data: text as token ids, and rows with images as the inputs that a model's processor makes of them.
+"""Calibration data: text as token ids, and rows with images as the inputs that a model's processor
+makes of them.
 
-The data comes from the recipes and files of `calibration.texts`, from Python (texts, conversations, rows, token ids), or from
-the model itself. An image is opened when its row is used.
+The data comes from the recipes and files of `calibration.texts`, from Python (texts, conversations,
+rows, token ids), or from the model itself. An image is opened when its row is used.
 """
 
 import hashlib
@@ -62,7 +63,8 @@ _MARGIN = 64  # tokens at the end of a part of a text, which may differ from tho
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
 _MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
-_OF_IMAGES = ("pixel", "image", "video", "audio")  # how the names of inputs begin that are not one value for each token
+# How the names of inputs begin that are not one value for each token.
+_OF_IMAGES = ("pixel", "image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class CalibrationText:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
         seed: of shuffled and generated corpora; None for others.
-        further: the sequences of the text that follow those, in its shape; none where the text ends, or is generated.
+        further: the sequences of the text that follow those, in its shape; none where the text
+            ends, or is generated.
     """
 
     corpora: list[Corpus]
@@ -94,15 +97,22 @@ class CalibrationText:
 
     @property
     def generated(self) -> bytes:
-        """The text that the model itself wrote, as JSON lines of token ids, a sequence each; empty if there is none."""
-        parts = zip(self.corpora, torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora]), strict=True)
+        """The text that the model itself wrote, as JSON lines of token ids, a sequence each;
+        empty if there is none.
+        """
+        parts = zip(
+            self.corpora,
+            torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora]),
+            strict=True,
+        )
         rows = [row for corpus, part in parts if corpus.generate for row in part.tolist()]
         return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
 
 
 @dataclass(frozen=True)
 class CalibrationRows:
-    """The rows of a calibration with images. Inputs are made again for the forward pass, so that memory holds one row's.
+    """The rows of a calibration with images. Inputs are made again for the forward pass, so that
+    memory holds one row's.
 
     Attributes:
         corpora: the sources of the data, in order; all have one `seqlen`.
@@ -133,7 +143,8 @@ def calibration_data(
     models: OneModel | None = None,
     quantization: Quantization | None = None,
 ) -> CalibrationText | CalibrationRows:
-    """Read and tokenise calibration data, so that problems with it are reported before a model is loaded.
+    """Read and tokenise calibration data, so that problems with it are reported before a model is
+    loaded.
 
     Args:
         options: the name of the data, the number and length of samples, and the execution.
@@ -143,52 +154,91 @@ def calibration_data(
         models, quantization: load the dense model, which is to write a text of its own.
 
     Raises:
-        UserError: the data cannot be read or is too short, or the model cannot be calibrated on it in this way.
+        UserError: the data cannot be read or is too short, or the model cannot be calibrated on it
+            in this way.
     """
-    folder, config = architecture.checkpoint.folder, architecture.checkpoint.config
-    if config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):
+    folder = architecture.checkpoint.folder
+    config = architecture.checkpoint.config
+    if config.get("is_encoder_decoder") and (
+        options.execution == "blocks" or propagate == "pruned"
+    ):
         raise UserError(NOT_BY_BLOCKS.format(folder))
     if not has_images(options.text_name):
         if config.get("is_encoder_decoder") and generates(options.text_name):
-            raise UserError(f"{folder}: --calibration self is for decoders, and this model has an encoder too. Name a text.")
+            raise UserError(
+                f"{folder}: --calibration self is for decoders, and this model has an "
+                "encoder too. Name a text."
+            )
         how = None if models is None else (options, architecture.checkpoint, models, quantization)
         text = read_text(options, load_tokenizer(folder, trust_remote_code), config, how)
         vocabulary = (config.get("text_config") or config).get("vocab_size")
-        if isinstance(vocabulary, int) and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary:
-            raise UserError(f"--calibration {options.text_name}: its token ids are not of this model's {vocabulary} tokens.")
+        if (
+            isinstance(vocabulary, int)
+            and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary
+        ):
+            raise UserError(
+                f"--calibration {options.text_name}: its token ids are not of this "
+                f"model's {vocabulary} tokens."
+            )
         return text
     check_images(architecture, options, propagate)
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise UserError("Calibration on images needs Pillow. Install it: pip install pillow") from error
+        raise UserError(
+            "Calibration on images needs Pillow. Install it: pip install pillow"
+        ) from error
     return read_rows(options, load_processor(folder, trust_remote_code), config)
 
 
-def check_images(architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense") -> None:
-    """Raise UserError if a model cannot be calibrated on images in the way that the options ask for."""
+def check_images(
+    architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense"
+) -> None:
+    """Raise UserError if a model cannot be calibrated on images in the way that the options ask
+    for.
+    """
     if not architecture.reads_images:
-        raise UserError(f"{architecture.checkpoint.folder}: the model reads only text. Leave out image= of --calibration.")
-    flag = "--execution blocks" if options.execution == "blocks" else "--propagate pruned" if propagate == "pruned" else None
+        raise UserError(
+            f"{architecture.checkpoint.folder}: the model reads only text. Leave out "
+            "image= of --calibration."
+        )
+    flag = (
+        ("--execution blocks")
+        if options.execution == "blocks"
+        else ("--propagate pruned")
+        if propagate == "pruned"
+        else None
+    )
     if flag is not None:
-        raise UserError(f"{flag}: a calibration on images runs the whole model at once. Leave it out, or leave out image=.")
+        raise UserError(
+            f"{flag}: a calibration on images runs the whole model at once. Leave it "
+            "out, or leave out image=."
+        )
 
 
-def read_text(options: CalibrationOptions, tokenizer: Any, config: Any, how: Any = None) -> CalibrationText:
+def read_text(
+    options: CalibrationOptions, tokenizer: Any, config: Any, how: Any = None
+) -> CalibrationText:
     """The text that options name, as tokens.
 
     Args:
         options: the name, number and length of samples, and the seed.
         tokenizer: the model's.
-        config: the model's; it says the context length, and whether each sequence needs a begin token. None: unknown.
+        config: the model's; it says the context length, and whether each sequence needs a begin
+            token. None: unknown.
         how: of `token_ids`.
     """
-    corpora = [for_model(corpus, config, tokenizer) for corpus in calibration_corpora(options, max_context(config))]
+    corpora = [
+        for_model(corpus, config, tokenizer)
+        for corpus in calibration_corpora(options, max_context(config))
+    ]
     more = max(1, FURTHER // len(corpora))
     parts = [token_ids(corpus, tokenizer, options.seed, how, more) for corpus in corpora]
     numbers = [corpus.samples or len(part) for corpus, part in zip(corpora, parts, strict=True)]
     tokens = torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)])
-    further = [part[number:] for part, number in zip(parts, numbers, strict=True) if len(part) > number]
+    further = [
+        part[number:] for part, number in zip(parts, numbers, strict=True) if len(part) > number
+    ]
     seed = _seed(corpora, options)
     return CalibrationText(corpora, tokens, seed, torch.cat(further) if further else None)
 
@@ -200,18 +250,28 @@ def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> Calib
         UserError: the data cannot be read, has too few rows, or the processor refuses a row.
     """
     rows: list[ImageRow | Tensor] = []
-    tokenizer, corpora = processor.tokenizer, calibration_corpora(options, max_context(config))
-    corpora = [corpus if corpus.image else for_model(corpus, config, tokenizer) for corpus in corpora]
+    tokenizer = processor.tokenizer
+    corpora = calibration_corpora(options, max_context(config))
+    corpora = [
+        corpus if corpus.image else for_model(corpus, config, tokenizer) for corpus in corpora
+    ]
     for corpus in corpora:
         if corpus.image is None:
             rows += list(token_ids(corpus, tokenizer, options.seed))
             continue
         data, column = open_data_set(corpus, options.seed)
-        folder, before = Path(corpus.file or "").parent, len(rows)
+        folder = Path(corpus.file or "").parent
+        before = len(rows)
         for number, row in enumerate(islice(_undecoded(data, corpus.image), corpus.samples), 1):
             name = f"{corpus.source}, row {number}"
             text = text_in(row[column], f"{name}: column {column!r}")
-            rows.append(ImageRow(name, text, stored_images(row[corpus.image], f"{name}: column {corpus.image!r}", folder)))
+            rows.append(
+                ImageRow(
+                    name,
+                    text,
+                    stored_images(row[corpus.image], f"{name}: column {corpus.image!r}", folder),
+                )
+            )
         _check_number(corpus.source, len(rows) - before, corpus.samples)
     return _with_inputs(corpora, rows, processor, _seed(corpora, options))
 
@@ -219,8 +279,8 @@ def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> Calib
 def _check_number(source: str, rows: int, samples: int | None) -> None:
     if rows < (samples or 1):
         raise UserError(
-            f"{source}: {count_of(rows, 'row')}, too few for {samples or 1} samples; a row with images is one sequence. Lower "
-            "--samples, or use more data."
+            f"{source}: {count_of(rows, 'row')}, too few for {samples or 1} samples; a row with "
+            "images is one sequence. Lower --samples, or use more data."
         )
 
 
@@ -231,13 +291,16 @@ def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
 # Text as token ids.
 
 
-def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None, more: int = 0) -> Tensor:
+def token_ids(
+    corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None, more: int = 0
+) -> Tensor:
     """A corpus as token ids.
 
     Args:
         tokenizer: the model's.
         seed: for corpora that are shuffled.
-        how: the further arguments of `written_ids`, for a text of the model's own; None: no model writes a text.
+        how: the further arguments of `written_ids`, for a text of the model's own; None: no model
+            writes a text.
         more: number of sequences to append that follow the samples, as far as the text has them.
 
     Returns:
@@ -249,30 +312,40 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None, mo
     if corpus.generate and how is not None:
         return written_ids(corpus, tokenizer, *how)
     if corpus.generate:
-        raise UserError(f"{corpus.source}: only --calibration lets the model write a text, without images. Give a self.jsonl.")
-    samples, seqlen, begin = corpus.samples, corpus.seqlen, begin_token(corpus.bos, tokenizer)
+        raise UserError(
+            f"{corpus.source}: only --calibration lets the model write a text, without "
+            "images. Give a self.jsonl."
+        )
+    samples = corpus.samples
+    seqlen = corpus.seqlen
+    begin = begin_token(corpus.bos, tokenizer)
     wanted = None if samples is None or seqlen is None else (samples + more) * seqlen
-    found = _ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
+    found = _ids(
+        text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos
+    )
     ids = torch.tensor(found, dtype=torch.int64)
     if samples is None or seqlen is None:
         return ids
     rows = [row for row in sequences(ids, seqlen, begin) if row.numel() == seqlen]
     if len(rows) < samples:
         raise UserError(
-            f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x {seqlen} tokens. "
-            "Lower --samples or --seqlen, or use more text."
+            f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x "
+            f"{seqlen} tokens. Lower --samples or --seqlen, or use more text."
         )
     return torch.stack(rows[: samples + more])
 
 
 def begin_token(bos: str, tokenizer: Any) -> int | None:
-    """The token at the beginning of each sequence; None unless `bos` is "each". As in lm-eval, it may be the end token."""
+    """The token at the beginning of each sequence; None unless `bos` is "each". As in lm-eval,
+    it may be the end token.
+    """
     if bos != "each":
         return None
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise UserError(
-            "bos=each: the tokenizer has neither a bos_token nor an eos_token. Name one in its config, or omit bos."
+            "bos=each: the tokenizer has neither a bos_token nor an eos_token. Name one in its "
+            "config, or omit bos."
         )
     return int(begin)
 
@@ -283,8 +356,12 @@ def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
     With `begin`, each sequence begins with that token. Where it does so already, none is added.
     """
     if begin is not None and length < 2:
-        raise UserError("bos=each: a sequence of 1 token has no place behind the begin token. Give 2 or more, or bos=none.")
-    found, place = [], 0
+        raise UserError(
+            "bos=each: a sequence of 1 token has no place behind the begin token. Give "
+            "2 or more, or bos=none."
+        )
+    found = []
+    place = 0
     while place < ids.numel():
         head = ids.new_tensor([] if begin in (None, int(ids[place])) else [begin])
         end = place + length - head.numel()
@@ -302,12 +379,16 @@ def _ids(
     answer: bool = False,
     bos: str = "auto",
 ) -> list[int]:
-    """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least `wanted` of them.
+    """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least
+    `wanted` of them.
 
-    With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer adds no special tokens.
+    With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer
+    adds no special tokens.
     """
     texts: Iterable[tuple[Any, bool]] = (
-        (row, bos != "none") if isinstance(row, str | tuple) else (chat_text(row, tokenizer, source, answer), False)
+        (row, bos != "none")
+        if isinstance(row, str | tuple)
+        else (chat_text(row, tokenizer, source, answer), False)
         for row in rows
     )
     if join is not None:
@@ -319,10 +400,20 @@ def _ids(
             continue
         size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
         while True:  # no more of a long text than is needed
-            # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
+            # verbose=False: longer texts than the model's context are cut into sequences, so a
+            # warning would mislead.
             known = isinstance(text, tuple)
-            found = text if known else tokenizer(text[:size], verbose=False, add_special_tokens=special)["input_ids"]
-            if known or wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
+            found = (
+                text
+                if known
+                else tokenizer(text[:size], verbose=False, add_special_tokens=special)["input_ids"]
+            )
+            if (
+                known
+                or wanted is None
+                or size >= len(text)
+                or len(ids) + len(found) >= wanted + _MARGIN
+            ):
                 break
             size *= 4
         ids += found
@@ -335,14 +426,21 @@ def _ids(
 
 
 def written_ids(
-    corpus: Corpus, tokenizer: Any, how: CalibrationOptions, checkpoint: Checkpoint, models: OneModel, bits: Quantization | None
+    corpus: Corpus,
+    tokenizer: Any,
+    how: CalibrationOptions,
+    checkpoint: Checkpoint,
+    models: OneModel,
+    bits: Quantization | None,
 ) -> Tensor:
-    """The token ids of a text that the dense model writes: it continues prompts, and the documents follow each other.
+    """The token ids of a text that the dense model writes: it continues prompts, and the documents
+    follow each other.
 
-    Tokens are sampled at temperature 1. Document n continues prompt n, counted round the prompts, with random numbers of its
-    own, up to an end token or a number of tokens that is the same for all. So it does not depend on the batch size, but for
-    the last bits of the logits. Finished batches stay in the cache: the same text is not written twice, and an interrupted run
-    continues it. Each of several ranks writes its share of the batches.
+    Tokens are sampled at temperature 1. Document n continues prompt n, counted round the prompts,
+    with random numbers of its own, up to an end token or a number of tokens that is the same for
+    all. So it does not depend on the batch size, but for the last bits of the logits. Finished
+    batches stay in the cache: the same text is not written twice, and an interrupted run continues
+    it. Each of several ranks writes its share of the batches.
 
     Args:
         corpus: of the prompts, with samples and seqlen.
@@ -357,13 +455,17 @@ def written_ids(
         UserError: no prompt fits, memory runs out, or another run writes the text.
     """
     check_head(checkpoint.folder, "Give a text that was written, as --calibration.")
-    samples, seqlen = corpus.samples or 1, corpus.seqlen or 1
+    samples = corpus.samples or 1
+    seqlen = corpus.seqlen or 1
     prompts = _prompts(corpus, tokenizer, how.seed)
-    new, wanted = max(1, seqlen - max(map(len, prompts))), samples * seqlen
+    new = max(1, seqlen - max(map(len, prompts)))
+    wanted = samples * seqlen
     identity = ranks().share(identity_of(checkpoint) if ranks().main else None)
     made_of = json.dumps([_WRITING, identity, models.dtype, bits, prompts, new, how.seed])
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-    documents = ranks().share(json.loads(path.read_bytes()) if ranks().main and path.is_file() else [])
+    documents = ranks().share(
+        json.loads(path.read_bytes()) if ranks().main and path.is_file() else []
+    )
     missing = wanted - sum(map(len, documents))
     one_writer = locked(path, str(path)) if ranks().main and missing > 0 else nullcontext()
     with one_writer, progress_bar(missing, "write text", "tok") as bar:
@@ -388,52 +490,93 @@ def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -
 
 
 def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
-    """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the token that begins a text."""
-    samples, longest, head = corpus.samples or 1, (corpus.seqlen or 1) // 2, begin_token(corpus.bos, tokenizer)
+    """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the
+    token that begins a text.
+    """
+    samples = corpus.samples or 1
+    longest = (corpus.seqlen or 1) // 2
+    head = begin_token(corpus.bos, tokenizer)
     if corpus.file is None and corpus.dataset is None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
         return random.tolist() if begin is None or corpus.bos == "none" else [[begin]]
     # The model answers a conversation itself.
-    rows = (row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row for row in text_rows(corpus, seed))
-    found = (_ids([row], tokenizer, corpus.source, None, answer=True, bos=corpus.bos) for row in rows)
+    rows = (
+        row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row
+        for row in text_rows(corpus, seed)
+    )
+    found = (
+        _ids([row], tokenizer, corpus.source, None, answer=True, bos=corpus.bos) for row in rows
+    )
     begun = (ids if head is None or ids[:1] == [head] else [head, *ids] for ids in found if ids)
     prompts = list(islice((ids for ids in begun if len(ids) <= longest), samples))
     if not prompts:
-        raise UserError(f"{corpus.source}: no prompt of 1 to {longest} tokens, half of --seqlen. Raise it, or shorten prompts.")
+        raise UserError(
+            f"{corpus.source}: no prompt of 1 to {longest} tokens, half of --seqlen. "
+            "Raise it, or shorten prompts."
+        )
     return prompts
 
 
-def _continued(model: PreTrainedModel, tokenizer: Any, begun: dict[int, list[int]], new: int, seed: int) -> list[list[int]]:
-    """Documents, given prompts by their numbers: the prompt, and `new` tokens more, or up to an end token.
+def _continued(
+    model: PreTrainedModel, tokenizer: Any, begun: dict[int, list[int]], new: int, seed: int
+) -> list[list[int]]:
+    """Documents, given prompts by their numbers: the prompt, and `new` tokens more, or up to an end
+    token.
 
-    A token is the greatest logit plus Gumbel noise, which is a sample of their softmax; the noise is the document's own.
+    A token is the greatest logit plus Gumbel noise, which is a sample of their softmax; the noise
+    is the document's own.
     """
-    width, device, given = max(map(len, begun.values())), execution_device(model), model.generation_config
-    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id, tokenizer.eos_token_id]
+    width = max(map(len, begun.values()))
+    device = execution_device(model)
+    given = model.generation_config
+    ends = (
+        given.eos_token_id
+        if isinstance(given.eos_token_id, list)
+        else [given.eos_token_id, tokenizer.eos_token_id]
+    )
     ends = [token for token in ends if token is not None]
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in begun.values()], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in begun.values()], device=device)
+    ids = torch.tensor(
+        [[0] * (width - len(prompt)) + prompt for prompt in begun.values()], device=device
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in begun.values()],
+        device=device,
+    )
     randoms = [_random(seed, number) for number in begun]
 
     def sampled(_: Tensor, logits: Tensor) -> Tensor:
-        noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=random) for random in randoms])
+        noise = torch.stack(
+            [torch.empty(logits.shape[1]).exponential_(generator=random) for random in randoms]
+        )
         return logits - noise.log().to(logits.device)
 
     # The model's own settings, such as top_p, would fill what is not set here.
-    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=0, max_new_tokens=new, do_sample=False)
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=0, max_new_tokens=new, do_sample=False
+    )
     try:
         with enough_memory(lambda: (type(model).__name__, device), ids):
-            made = model.generate(ids, attention_mask=mask, logits_processor=[sampled])[:, width:].tolist()
+            made = model.generate(ids, attention_mask=mask, logits_processor=[sampled])[
+                :, width:
+            ].tolist()
     finally:
         model.generation_config = given
-    lengths = [next((place for place, token in enumerate(row, 1) if token in ends), len(row)) for row in made]
-    return [prompt + row[:length] for prompt, row, length in zip(begun.values(), made, lengths, strict=True)]
+    lengths = [
+        next((place for place, token in enumerate(row, 1) if token in ends), len(row))
+        for row in made
+    ]
+    return [
+        prompt + row[:length]
+        for prompt, row, length in zip(begun.values(), made, lengths, strict=True)
+    ]
 
 
 def _random(seed: int, number: int) -> torch.Generator:
     """The random numbers of a document."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]))
+    return torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7])
+    )
 
 
 # Data in Python.
@@ -445,8 +588,9 @@ def data_in_memory(
     """Calibration data as a user has it in Python.
 
     Args:
-        data: the name of a recipe, or the path of a text file; texts, conversations, or rows of a data set, with images if
-            `holds_images`; token ids of shape (samples, length) or (length,).
+        data: the name of a recipe, or the path of a text file; texts, conversations, or rows of a
+            data set, with images if `holds_images`; token ids of shape (samples, length) or
+            (length,).
         tokenizer: the model's, or its folder; a processor for images; None is for token ids.
         options: samples, seqlen and seed.
         config: of `read_text`.
@@ -455,18 +599,24 @@ def data_in_memory(
         The text or the rows; None for batches, such as a DataLoader.
 
     Raises:
-        UserError: an option has a wrong value, there is no such recipe, the tokenizer is missing, or the data is too short or
-            cannot be used.
+        UserError: an option has a wrong value, there is no such recipe, the tokenizer is missing,
+            or the data is too short or cannot be used.
     """
     check_values(options)
     images = holds_images(data, tokenizer)
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))
-        return read_rows(named, _processor(tokenizer), config) if images else read_text(named, _tokenizer(tokenizer), config)
+        return (
+            read_rows(named, _processor(tokenizer), config)
+            if images
+            else read_text(named, _tokenizer(tokenizer), config)
+        )
     if isinstance(data, Tensor):
         return _text_of_ids(data, options)
     if isinstance(data, Mapping):
-        raise UserError("data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe.")
+        raise UserError(
+            "data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe."
+        )
     if _text_of_row(_first_row(data)) is None:
         return None
     length = min(options.seqlen or 2048, max_context(config) or 2048)
@@ -475,7 +625,9 @@ def data_in_memory(
         for number, row in enumerate(islice(data, options.samples), 1):
             name = f"data, row {number}"
             text = text_in(_text_of_row(row), name)
-            cells = next((row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None)
+            cells = next(
+                (row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None
+            )
             found.append(ImageRow(name, text, stored_images(cells, name)))
         _check_number("data", len(found), options.samples)
         of_rows = msgspec.structs.replace(_IN_MEMORY, samples=len(found), seqlen=length)
@@ -483,20 +635,30 @@ def data_in_memory(
     wanted = None if options.samples is None else options.samples * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
     words = _tokenizer(tokenizer)
-    ids, corpus = _ids(rows, words, "data", wanted), for_model(_IN_MEMORY, config, words)
+    ids = _ids(rows, words, "data", wanted)
+    corpus = for_model(_IN_MEMORY, config, words)
     found_rows = sequences(torch.tensor(ids), length, begin_token(corpus.bos, words))
     whole = [row for row in found_rows if row.numel() == found_rows[0].numel()][: options.samples]
     if len(whole) < (options.samples or 1):
-        raise UserError(f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x {length} tokens.")
+        raise UserError(
+            f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x "
+            f"{length} tokens."
+        )
     return _text_of_ids(torch.stack(whole), options, corpus)
 
 
 def holds_images(data: Any, tokenizer: Any) -> bool:
-    """Whether data is the name of a text with a column of images, or rows with images and `tokenizer` a processor."""
+    """Whether data is the name of a text with a column of images, or rows with images and
+    `tokenizer` a processor.
+    """
     if isinstance(data, str | Path):
         return has_images(str(data))
     row = _first_row(data)
-    if not isinstance(row, Mapping) or _text_of_row(row) is None or not any(name in row for name in _IMAGE_COLUMNS):
+    if (
+        not isinstance(row, Mapping)
+        or _text_of_row(row) is None
+        or not any(name in row for name in _IMAGE_COLUMNS)
+    ):
         return False
     if isinstance(tokenizer, str | Path):
         names = ("processor_config.json", "preprocessor_config.json")
@@ -506,7 +668,11 @@ def holds_images(data: Any, tokenizer: Any) -> bool:
 
 def _first_row(data: Any) -> Any:
     """The first row of a list or a data set; None for other data, such as a DataLoader."""
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Tensor | Mapping)
+    indexed = (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, Tensor | Mapping)
+    )
     if not indexed and data is not None:
         check_type("data", data, Iterable)
     return data[0] if indexed and len(data) else None
@@ -522,20 +688,34 @@ def _text_of_row(row: Any) -> str | Messages | None:
 def _processor(given: Any) -> Any:
     processor = load_processor(Path(given)) if isinstance(given, str | Path) else given
     if not hasattr(processor, "image_processor"):
-        raise UserError("data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...).")
+        raise UserError(
+            "data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...)."
+        )
     return processor
 
 
 def _tokenizer(given: Any) -> Any:
     if given is None:
-        raise UserError("data: texts need a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...).")
+        raise UserError(
+            "data: texts need a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...)."
+        )
     loaded = load_tokenizer(Path(given)) if isinstance(given, str | Path) else given
     return getattr(loaded, "tokenizer", loaded)  # of a processor
 
 
-def _text_of_ids(ids: Tensor, options: CalibrationOptions, corpus: Corpus = _IN_MEMORY) -> CalibrationText:
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2) or ids.numel() == 0:
-        raise UserError(f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers of shape (samples, length).")
+def _text_of_ids(
+    ids: Tensor, options: CalibrationOptions, corpus: Corpus = _IN_MEMORY
+) -> CalibrationText:
+    if (
+        ids.is_floating_point()
+        or ids.dtype == torch.bool
+        or ids.dim() not in (1, 2)
+        or ids.numel() == 0
+    ):
+        raise UserError(
+            f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers "
+            "of shape (samples, length)."
+        )
     ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
     corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
@@ -566,22 +746,27 @@ class ImageRow:
         images = []
         for stored in self.images:
             try:
-                image = datasets.Image().decode_example(stored) if isinstance(stored, dict) else stored
+                image = (
+                    datasets.Image().decode_example(stored) if isinstance(stored, dict) else stored
+                )
                 images.append(ImageOps.exif_transpose(image).convert("RGB"))
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 path = stored["path"] if isinstance(stored, dict) else None
                 shown = "" if path is None else f" {quotable(path)}"
                 raise UserError(
-                    f"{self.name}: its image{shown} cannot be opened ({reason(error)}). Mend the row, or leave it out."
+                    f"{self.name}: its image{shown} cannot be opened ({reason(error)}). Mend the "
+                    "row, or leave it out."
                 ) from error
         return images
 
 
 def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
-    """The images of a row, each as `datasets` stores it, {"bytes", "path"}, or as an image of Pillow.
+    """The images of a row, each as `datasets` stores it, {"bytes", "path"}, or as an image of
+    Pillow.
 
     Args:
-        value: one image or a list: paths, bytes, {"bytes", "path"}, or images of Pillow. None: no images.
+        value: one image or a list: paths, bytes, {"bytes", "path"}, or images of Pillow. None: no
+            images.
         where: the beginning of the error.
         folder: where relative paths start.
 
@@ -592,20 +777,38 @@ def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
 
     images: list[Any] = []
     for cell in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-        content = cell.get("bytes") if isinstance(cell, Mapping) else cell if isinstance(cell, bytes) else None
-        path = cell.get("path") if isinstance(cell, Mapping) else cell if isinstance(cell, str | Path) else None
+        content = (
+            cell.get("bytes")
+            if isinstance(cell, Mapping)
+            else cell
+            if isinstance(cell, bytes)
+            else None
+        )
+        path = (
+            cell.get("path")
+            if isinstance(cell, Mapping)
+            else cell
+            if isinstance(cell, str | Path)
+            else None
+        )
         if isinstance(cell, Image):
             images.append(cell)
         elif content is not None or path is not None:
-            local = path is not None and "://" not in str(path)  # else it is in an archive, or on the Hub
+            # Else it is in an archive, or on the Hub.
+            local = path is not None and "://" not in str(path)
             images.append({"bytes": content, "path": str(folder / str(path)) if local else path})
         else:
-            raise UserError(f"{where} does not hold images. Name a column of images, or of the paths of image files.")
+            raise UserError(
+                f"{where} does not hold images. Name a column of images, or of the "
+                "paths of image files."
+            )
     return images
 
 
 def _undecoded(data: Any, column: str) -> Any:
-    """The data set with its images as stored, so that one that cannot be opened is found with its row."""
+    """The data set with its images as stored, so that one that cannot be opened is found with
+    its row.
+    """
     import datasets
 
     stored = datasets.Image(decode=False)
@@ -617,9 +820,14 @@ def _undecoded(data: Any, column: str) -> Any:
     return data
 
 
-def _with_inputs(corpora: list[Corpus], rows: list[ImageRow | Tensor], processor: Any, seed: int | None) -> CalibrationRows:
-    """The rows of corpora; all inputs are made once, so that what is wrong is said before a model runs."""
-    digest, number = hashlib.sha256(), 0
+def _with_inputs(
+    corpora: list[Corpus], rows: list[ImageRow | Tensor], processor: Any, seed: int | None
+) -> CalibrationRows:
+    """The rows of corpora; all inputs are made once, so that what is wrong is said before a
+    model runs.
+    """
+    digest = hashlib.sha256()
+    number = 0
     with progress_bar(len(rows), "images", "row") as bar:
         for row in rows:
             arguments = inputs_of(row, processor, corpora[0].seqlen or 0)
@@ -637,7 +845,8 @@ def _with_inputs(corpora: list[Corpus], rows: list[ImageRow | Tensor], processor
 def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, Any]:
     """The keyword arguments of a forward pass on a row, made by the model's processor.
 
-    A plain text is the message of a user after its images; without a chat template, it follows the processor's placeholders.
+    A plain text is the message of a user after its images; without a chat template, it follows the
+    processor's placeholders.
 
     Args:
         row: a row with images, or the token ids of a text, int64, shape (tokens,).
@@ -648,27 +857,34 @@ def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, 
         The arguments, `input_ids` first: int64, shape (1, tokens).
 
     Raises:
-        UserError: an image cannot be opened, the processor refuses the row, or its images are too long.
+        UserError: an image cannot be opened, the processor refuses the row, or its images are too
+            long.
     """
     from jinja2 import TemplateError
 
     if isinstance(row, Tensor):
         return {"input_ids": row.reshape(1, -1)}
     images = row.opened()
-    placeholder = getattr(processor, "image_token", None) or getattr(processor.tokenizer, "image_token", None)
+    placeholder = getattr(processor, "image_token", None) or getattr(
+        processor.tokenizer, "image_token", None
+    )
     try:
         if getattr(processor, "chat_template", None):
             conversation = _conversation(row, images)
-            made = processor.apply_chat_template(conversation, tokenize=True, return_dict=True, return_tensors="pt")
+            made = processor.apply_chat_template(
+                conversation, tokenize=True, return_dict=True, return_tensors="pt"
+            )
         elif not isinstance(row.text, str):
             raise UserError(
-                f"{row.name}: it is a conversation, and the model's processor has no chat template. Name a column of text with "
-                ",column=NAME, or add chat_template.jinja to the model's folder."
+                f"{row.name}: it is a conversation, and the model's processor has no chat "
+                "template. Name a column of text with ,column=NAME, or add chat_template.jinja to "
+                "the model's folder."
             )
         elif placeholder is None:
             raise UserError(
-                f"{type(processor).__name__}: it has neither a chat template nor an image_token, so the place of an image in a "
-                "text is unknown. Add chat_template.jinja to the model's folder."
+                f"{type(processor).__name__}: it has neither a chat template nor an image_token, "
+                "so the place of an image in a text is unknown. Add chat_template.jinja to the "
+                "model's folder."
             )
         else:
             text = placeholder * (len(images) - row.text.count(placeholder)) + row.text
@@ -676,23 +892,37 @@ def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, 
     except UserError:
         raise
     except (TemplateError, TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-        raise UserError(f"{row.name}: the model's processor refuses it ({reason(error)}).") from error
+        raise UserError(
+            f"{row.name}: the model's processor refuses it ({reason(error)})."
+        ) from error
     ids: Tensor = made["input_ids"]
-    arguments = {"input_ids": ids, **{name: value for name, value in made.items() if value is not None}}
+    arguments = {
+        "input_ids": ids,
+        **{name: value for name, value in made.items() if value is not None},
+    }
     if ids.shape[1] <= seqlen:
         return arguments
-    known = getattr(processor, "image_token_ids", None) or [getattr(processor, "image_token_id", None)]
+    known = getattr(processor, "image_token_ids", None) or [
+        getattr(processor, "image_token_id", None)
+    ]
     if known == [None]:
-        known = [] if placeholder is None else [processor.tokenizer.convert_tokens_to_ids(placeholder)]
+        known = (
+            [] if placeholder is None else [processor.tokenizer.convert_tokens_to_ids(placeholder)]
+        )
     places = torch.isin(ids[0], torch.tensor(known, dtype=ids.dtype)).nonzero()
     end = int(places.max()) + 1 if len(places) else 0
     if end > seqlen:
         raise UserError(
-            f"{row.name}: the tokens of its images end after {end} tokens, and a sequence has at most {seqlen}. "
-            f"Raise --seqlen to {end} or more, or use smaller images."
+            f"{row.name}: the tokens of its images end after {end} tokens, and a sequence has at "
+            f"most {seqlen}. Raise --seqlen to {end} or more, or use smaller images."
         )
-    for name, value in arguments.items():  # those with one value for each token: shape (1, tokens, ...)
-        if isinstance(value, Tensor) and value.shape[:2] == ids.shape and not name.startswith(_OF_IMAGES):
+    # Those with one value for each token: shape (1, tokens, ...).
+    for name, value in arguments.items():
+        if (
+            isinstance(value, Tensor)
+            and value.shape[:2] == ids.shape
+            and not name.startswith(_OF_IMAGES)
+        ):
             arguments[name] = value[:, :seqlen]
     return arguments
 
@@ -700,13 +930,15 @@ def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, 
 def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
     """The messages of a row in parts, each image at its place.
 
-    Places are parts of the type "image", and "<image>" in a text; without both, the images come first in the first message of
-    the user.
+    Places are parts of the type "image", and "<image>" in a text; without both, the images come
+    first in the first message of the user.
 
     Raises:
         UserError: the numbers of places and of images differ.
     """
-    messages: Messages = [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
+    messages: Messages = (
+        [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
+    )
     filled = [message | {"content": _parts_of(message.get("content"))} for message in messages]
     places = [part for message in filled for part in message["content"] if part["type"] == "image"]
     if not places and images:
@@ -715,8 +947,9 @@ def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
         first["content"] = places + first["content"]
     if len(places) != len(images):
         raise UserError(
-            f"{row.name}: its conversation has {count_of(len(places), 'place')} for images, and its column "
-            f"{count_of(len(images), 'image')}; the numbers must be equal. Mend the row, or leave it out."
+            f"{row.name}: its conversation has {count_of(len(places), 'place')} for images, and "
+            f"its column {count_of(len(images), 'image')}; the numbers must be equal. Mend the "
+            "row, or leave it out."
         )
     for place, image in zip(places, images, strict=True):
         place.clear()
@@ -725,9 +958,18 @@ def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
 
 
 def _parts_of(content: Any) -> Messages:
-    """The parts of a message: of a text, divided at the places of images, or of a list that a data set has padded with None."""
+    """The parts of a message: of a text, divided at the places of images, or of a list that a
+    data set has padded with None.
+    """
     if isinstance(content, list):
-        parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-        return [part | {"type": "image"} if part.get("type") == "image_url" else part for part in parts]
+        parts = [
+            {key: value for key, value in part.items() if value is not None} for part in content
+        ]
+        return [
+            part | {"type": "image"} if part.get("type") == "image_url" else part for part in parts
+        ]
     pieces = [piece for piece in _MARK.split(content or "") if piece.strip()]
-    return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
+    return [
+        {"type": "image"} if piece == "<image>" else {"type": "text", "text": piece}
+        for piece in pieces
+    ]

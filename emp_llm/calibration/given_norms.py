@@ -1,4 +1,6 @@
-"""Input norms from a file of the user, in place of a calibration. Imports no torch before a file is read."""
+"""Input norms from a file of the user, in place of a calibration. Imports no torch before a file
+is read.
+"""
 
 import logging
 from collections.abc import Set
@@ -22,20 +24,37 @@ _OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of pr
 
 
 def given_norms(options: NormOptions, recipe: Recipe, given: Given) -> "Activations | None":
-    """The activations of --activations, if given and needed. Options without effect, of the `given` ones, are logged."""
+    """The activations of --activations, if given and needed. Options without effect, of the
+    `given` ones, are logged.
+    """
     if not recipe.needs_activations:
-        unused = _flags(options, given & ({"activations", "execution"} if recipe.moves else {*_OF_NORMS, *_OF_PASSES}))
+        unused = _flags(
+            options,
+            given & ({"activations", "execution"} if recipe.moves else {*_OF_NORMS, *_OF_PASSES}),
+        )
         if unused:
             verb = "has" if len(unused) == 1 else "have"
-            logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
+            logger.warning(
+                "warning: %s %s no effect: method %s needs no activations.",
+                ", ".join(unused),
+                verb,
+                recipe.method,
+            )
         return None
     if options.activations is None:
         return None
     if not recipe.moves and generates(options.text_name):
-        raise UserError("--calibration self: --activations holds the norms of a text already. Leave out one of them.")
-    unused = [] if recipe.moves else _flags(options, given & {*_OF_NORMS, *_OF_PASSES} - {"activations"})
+        raise UserError(
+            "--calibration self: --activations holds the norms of a text already. "
+            "Leave out one of them."
+        )
+    unused = (
+        [] if recipe.moves else _flags(options, given & {*_OF_NORMS, *_OF_PASSES} - {"activations"})
+    )
     if unused:
-        logger.info("no effect, because the norms of --activations are used: %s.", ", ".join(unused))
+        logger.info(
+            "no effect, because the norms of --activations are used: %s.", ", ".join(unused)
+        )
     from emp_llm.calibration.activations import Activations
 
     return Activations.load(options.activations)
@@ -44,11 +63,16 @@ def given_norms(options: NormOptions, recipe: Recipe, given: Given) -> "Activati
 def _flags(options: NormOptions, names: Set[str]) -> list[str]:
     """The flags of options; a switch that is off has the prefix "no-"."""
     ordered = [name for name in (*_OF_NORMS, *_OF_PASSES) if name in names]
-    return [f"--{'no-' if getattr(options, name) is False else ''}{name.replace('_', '-')}" for name in ordered]
+    return [
+        f"--{'no-' if getattr(options, name) is False else ''}{name.replace('_', '-')}"
+        for name in ordered
+    ]
 
 
 def may_reach_images(options: NormOptions) -> bool:
-    """Whether the norms may cover the vision tower: they come from a file, or from data with images."""
+    """Whether the norms may cover the vision tower: they come from a file, or from data with
+    images.
+    """
     return options.activations is not None or has_images(options.text_name)
 
 
@@ -57,4 +81,8 @@ def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> 
     made_by = activations.about.identity
     if made_by is not None and made_by != identity:
         name = activations.about.model or "an unnamed model"
-        logger.warning("warning: the activations come from other weights than those of %s (from %s).", folder, name)
+        logger.warning(
+            "warning: the activations come from other weights than those of %s (from %s).",
+            folder,
+            name,
+        )

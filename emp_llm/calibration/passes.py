@@ -1,17 +1,21 @@
-"""The forward passes of a calibration: data through a model, and the norms of the inputs of its layers.
+"""The forward passes of a calibration: data through a model, and the norms of the inputs of its
+layers.
 
-The whole model runs on one batch after another; or each decoder block runs on all batches before the next one does, so that
-memory holds one block and the hidden states. With pruned propagation, a block's targets are masked once its norms are
-collected, and the batches pass through it again, so that the next block sees the pruned model's inputs (as in Sun et al., A
-Simple and Effective Pruning Approach for Large Language Models, 2023).
+The whole model runs on one batch after another; or each decoder block runs on all batches before
+the next one does, so that memory holds one block and the hidden states. With pruned propagation, a
+block's targets are masked once its norms are collected, and the batches pass through it again, so
+that the next block sees the pruned model's inputs (as in Sun et al., A Simple and Effective Pruning
+Approach for Large Language Models, 2023).
 
-A calibration by blocks saves its state in a folder, so that an interrupted one resumes after the last saved block:
+A calibration by blocks saves its state in a folder, so that an interrupted one resumes after the
+last saved block:
 
     hidden-BLOCKS-BATCH.safetensors   the hidden states of a batch after so many blocks
     state.safetensors                 the sums after these blocks, and what describes them
 
-`state.safetensors` is replaced last and in one step, so that the hidden states that it names are complete. Each of several
-ranks writes the hidden states of its batches; the first rank decides when, and writes the state once all of them are there.
+`state.safetensors` is replaced last and in one step, so that the hidden states that it names are
+complete. Each of several ranks writes the hidden states of its batches; the first rank decides
+when, and writes the state once all of them are there.
 """
 
 import errno
@@ -56,11 +60,14 @@ from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)
 Data = CalibrationText | CalibrationRows
-Guard = Callable[[Any], AbstractContextManager[None]]  # a context around the call with a batch, given its first argument
+# A context around the call with a batch, given its first argument.
+Guard = Callable[[Any], AbstractContextManager[None]]
 
 
 class Masker(Protocol):
-    """Computes the masks of a block's targets from the norms of their inputs. The pruner of a run implements it."""
+    """Computes the masks of a block's targets from the norms of their inputs. The pruner of a
+    run implements it.
+    """
 
     @property
     def targets(self) -> Sequence[Target]:
@@ -91,29 +98,35 @@ def calibrated(
     blocks: str | None = None,
     resume: Path | None = None,
 ) -> Activations:
-    """The input norms of a model's layers over calibration data, and their origin. Each of several ranks runs its share.
+    """The input norms of a model's layers over calibration data, and their origin. Each of several
+    ranks runs its share.
 
     Args:
         model: dense, on any devices.
-        data: from `calibration_data` or `data_in_memory`. Rows with images pass through the whole model, one at a time: they
-            differ in length, and padding would count in the experts of a mixture.
+        data: from `calibration_data` or `data_in_memory`. Rows with images pass through the whole
+            model, one at a time: they differ in length, and padding would count in the experts of a
+            mixture.
         layers: linear layers, and matrices of experts.
         how: batch size, execution, and the place of the hidden states.
         about: the model and, for pruned propagation, the recipe: from `model_origin`.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
-        resume: folder for the state between blocks, from which an interrupted run of the same calibration resumes. The caller
-            deletes it with `delete_progress` when the norms are saved. Several ranks must see one folder.
+        resume: folder for the state between blocks, from which an interrupted run of the same
+            calibration resumes. The caller deletes it with `delete_progress` when the norms are
+            saved. Several ranks must see one folder.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
     """
-    record = msgspec.structs.replace(fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch."))
+    record = msgspec.structs.replace(
+        fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch.")
+    )
     if isinstance(data, CalibrationRows) and how.batch_size != CalibrationOptions.batch_size:
         logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
     with in_evaluation_mode(model):
         if isinstance(data, CalibrationRows):
-            norms, by_blocks = _calibrate_rows(model, layers, data), False
+            norms = _calibrate_rows(model, layers, data)
+            by_blocks = False
         else:
             by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
             by_blocks = how.execution == "blocks" or masker is not None or by_itself
@@ -122,7 +135,10 @@ def calibrated(
                 try:
                     runner.prepare(data.tokens[: how.batch_size])
                 except InseparableError as error:
-                    logger.warning("warning: %s. It runs as a whole, and reads its weights for each batch.", error.problem)
+                    logger.warning(
+                        "warning: %s. It runs as a whole, and reads its weights for each batch.",
+                        error.problem,
+                    )
                     by_blocks = False
             logger.debug(
                 "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
@@ -134,24 +150,42 @@ def calibrated(
             if runner is not None and by_blocks:
                 progress = None
                 if resume is not None and how.resumable_calibration:
-                    made_of = {"layers": [layer.name for layer in layers], "config": model.config.to_json_string()}
-                    progress = CalibrationProgress(resume, record.as_dict() | made_of | {"ids": data.signature})
-                norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+                    made_of = {
+                        "layers": [layer.name for layer in layers],
+                        "config": model.config.to_json_string(),
+                    }
+                    progress = CalibrationProgress(
+                        resume, record.as_dict() | made_of | {"ids": data.signature}
+                    )
+                norms = calibrate_blocks(
+                    runner, layers, data.tokens, how.batch_size, masker, progress
+                )
             else:
                 norms = calibrate_model(model, layers, data.tokens, how.batch_size)
-    if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
-        record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
-    record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
+    # The file names no folders.
+    if record.pruned_by is not None and record.pruned_by.match is not None:
+        record.pruned_by = msgspec.structs.replace(
+            record.pruned_by, match=Path(record.pruned_by.match).name
+        )
+    record.execution = "blocks" if by_blocks else "model"
+    record.propagate = "dense" if masker is None else "pruned"
     record.hidden_states = norms.about.hidden_states
     return replace(norms, about=record)
 
 
 def calibration_signature(
-    data: Data, how: CalibrationOptions, propagate: Propagate = "dense", quantization: Quantization | None = None
+    data: Data,
+    how: CalibrationOptions,
+    propagate: Propagate = "dense",
+    quantization: Quantization | None = None,
 ) -> dict[str, Any]:
-    """Everything that the norms depend on, except the model, as JSON; known before the model is loaded."""
+    """Everything that the norms depend on, except the model, as JSON; known before the model is
+    loaded.
+    """
     execution = "model" if isinstance(data, CalibrationRows) else how.execution
-    about = CalibrationRecord(execution=execution, propagate=propagate, quantization=quantization_record(quantization))
+    about = CalibrationRecord(
+        execution=execution, propagate=propagate, quantization=quantization_record(quantization)
+    )
     return _with_data(about, data, how).as_dict() | {"ids": data.signature}
 
 
@@ -180,10 +214,16 @@ def model_origin(
     )
 
 
-def fit_origin(data: Data, how: CalibrationOptions, about: CalibrationRecord, execution: str = "blocks") -> CalibrationRecord:
-    """The origin of weights that were fitted to calibration data; `about` is the part that concerns the model."""
+def fit_origin(
+    data: Data, how: CalibrationOptions, about: CalibrationRecord, execution: str = "blocks"
+) -> CalibrationRecord:
+    """The origin of weights that were fitted to calibration data; `about` is the part that
+    concerns the model.
+    """
     record = _with_data(about, data, how)
-    return msgspec.structs.replace(record, tokens=data.number, execution=execution, ranks=ranks().count, versions=versions())
+    return msgspec.structs.replace(
+        record, tokens=data.number, execution=execution, ranks=ranks().count, versions=versions()
+    )
 
 
 def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) -> CalibrationRecord:
@@ -222,7 +262,8 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
     if len(batches) < ranks().count:
         raise UserError(
             f"--batch-size {batch_size}: {count_of(tokens.shape[0], 'sample')} make "
-            f"{count_of(len(batches), 'batch', 'batches')}, fewer than the {ranks().count} ranks. Lower it, or use fewer ranks."
+            f"{count_of(len(batches), 'batch', 'batches')}, fewer than the {ranks().count} ranks. "
+            "Lower it, or use fewer ranks."
         )
     return list(ranks().part(batches))
 
@@ -230,7 +271,9 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
 # The whole model, batch by batch.
 
 
-def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4) -> Activations:
+def calibrate_model(
+    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4
+) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
     Args:
@@ -246,33 +289,44 @@ def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor,
         UserError: a norm is not finite, memory runs out, or the model does not run on text alone.
     """
     batches = own_batches(tokens, batch_size)
-    hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
+    hint = (
+        "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
+    )
     guard = partial(_explained, model, hint if find_towers(model).others else None, "")
     total = sum(batch.numel() for batch in batches), "tok"
     return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
 
 
-def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows) -> Activations:
+def _calibrate_rows(
+    model: PreTrainedModel, layers: list[Layer], data: CalibrationRows
+) -> Activations:
     """The norms over rows with images. Their inputs are made again, row by row."""
     rows = ranks().part(data.rows)
     if len(data.rows) < ranks().count:
         raise UserError(
-            f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise --samples, or use fewer."
+            f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise "
+            "--samples, or use fewer."
         )
     hint = (
-        "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; copy them "
-        "from the original."
+        "it does not run on the inputs of its processor ({}). The processor's files may be those "
+        "of another model; copy them from the original."
     )
     guard = partial(_explained, model, hint, ", or use smaller images")
-    return norms_of_batches(model, layers, map(data.inputs, rows), shared=True, guard=guard, total=(len(rows), "batch"))[0]
+    return norms_of_batches(
+        model, layers, map(data.inputs, rows), shared=True, guard=guard, total=(len(rows), "batch")
+    )[0]
 
 
 @contextmanager
-def _explained(model: PreTrainedModel, hint: str | None, or_else: str, ids: Tensor) -> Iterator[None]:
-    """Turn an error of a model that does not take its inputs, or a lack of memory, into a UserError.
+def _explained(
+    model: PreTrainedModel, hint: str | None, or_else: str, ids: Tensor
+) -> Iterator[None]:
+    """Turn an error of a model that does not take its inputs, or a lack of memory, into a
+    UserError.
 
     Args:
-        hint: the sentence for inputs that the model does not take; None: their errors are not turned.
+        hint: the sentence for inputs that the model does not take; None: their errors are not
+            turned.
         or_else: a further remedy for a lack of memory.
         ids: of the batch.
     """
@@ -299,27 +353,36 @@ def norms_of_batches(
     Args:
         model: on any devices.
         layers: linear layers, and matrices of experts.
-        data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments of the model, tensors, or
-            lists and tuples that begin with a tensor. Labels are left out, and the tokens that `attention_mask` leaves out do
-            not count.
+        data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments
+            of the model, tensors, or lists and tuples that begin with a tensor. Labels are left
+            out, and the tokens that `attention_mask` leaves out do not count.
         shared: the data is this rank's share; the sums of all ranks are added.
         guard: explains errors of the model.
-        total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches, if it is known.
+        total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches,
+            if it is known.
 
     Returns:
-        The norms, without their origin, and the number of tokens (of rows, for a model without token ids).
+        The norms, without their origin, and the number of tokens (of rows, for a model without
+        token ids).
 
     Raises:
         UserError: a batch cannot be used, or a norm is not finite.
     """
     known = isinstance(model, PreTrainedModel)
-    body = body_of(model) if known and not any(layer.kind in ("head", "other") for layer in layers) else model
+    body = (
+        body_of(model)
+        if known and not any(layer.kind in ("head", "other") for layer in layers)
+        else model
+    )
     total = total or (len(data) if isinstance(data, Sized) else 0, "batch")
-    device, tokens, bar = execution_device(model), 0, progress_bar(total[0], "calibrate", total[1])
+    device = execution_device(model)
+    tokens = 0
+    bar = progress_bar(total[0], "calibrate", total[1])
     with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
         for batch in data:
             inputs = _inputs(batch)
-            mask, first = inputs.get("attention_mask"), next(iter(inputs.values()))
+            mask = inputs.get("attention_mask")
+            first = next(iter(inputs.values()))
             padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
             collected.counted = mask.bool() if mask is not None and padded else None
             with guard(first):
@@ -339,16 +402,25 @@ def norms_of_batches(
 
 
 def _inputs(batch: Any) -> dict[str, Any]:
-    """The arguments of a model in a batch, the token ids first; "" is the name of a tensor without one."""
+    """The arguments of a model in a batch, the token ids first; "" is the name of a tensor
+    without one.
+    """
     if isinstance(batch, Mapping):
         name = next((name for name in ("input_ids", "inputs_embeds") if name in batch), None)
         if name is None:
-            raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
-        others = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+            raise UserError(
+                "data: a batch has no input_ids; its keys are "
+                f"{', '.join(map(str, batch)) or 'none'}."
+            )
+        others = {
+            name: value for name, value in batch.items() if name != "labels" and value is not None
+        }
         return {name: batch[name]} | others
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, Tensor):
-        raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
+        raise UserError(
+            f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids."
+        )
     return {"": first}
 
 
@@ -361,7 +433,9 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     moved = {}
     for name, value in inputs.items():
         floating = isinstance(value, Tensor) and value.is_floating_point()
-        moved[name] = value.to(device, dtype if floating else None) if isinstance(value, Tensor) else value
+        moved[name] = (
+            value.to(device, dtype if floating else None) if isinstance(value, Tensor) else value
+        )
     if not isinstance(body, PreTrainedModel):
         positional = [moved.pop("")] if "" in moved else []
         body(*positional, **moved)
@@ -393,8 +467,8 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 _FORMAT = "emp-llm calibration state 4"
 _STATE = "state.safetensors"
-# A large model's state takes gigabytes. It is saved when losing the work since the last save would hurt, and saving is a small
-# part of that work.
+# A large model's state takes gigabytes. It is saved when losing the work since the last save would
+# hurt, and saving is a small part of that work.
 _SECONDS = 30.0
 _RATIO = 10
 
@@ -404,7 +478,8 @@ class CalibrationProgress:
 
     Args:
         folder: created by the first save.
-        signature: everything that the norms depend on, as JSON. The progress of another calibration is not used.
+        signature: everything that the norms depend on, as JSON. The progress of another calibration
+            is not used.
     """
 
     def __init__(self, folder: Path, signature: dict[str, Any]) -> None:
@@ -415,7 +490,8 @@ class CalibrationProgress:
         self._full = False
 
     def restore(self, collected: InputSums, walk: Walk) -> int:
-        """Restore the state that an earlier run with this signature saved; returns the number of its finished blocks.
+        """Restore the state that an earlier run with this signature saved; returns the number of
+        its finished blocks.
 
         A collective call.
 
@@ -427,22 +503,31 @@ class CalibrationProgress:
             return 0
         done, sums, input_of, tokens = state
         paths = [self._path(done, number) for number in range(len(walk.batches))]
-        if not all(ranks().gather(all(path.is_file() for path in paths))):  # those of another rank may be on another disk
-            logger.info("%s: the files of some ranks are missing; the calibration starts over.", self.folder)
+        # Those of another rank may be on another disk.
+        if not all(ranks().gather(all(path.is_file() for path in paths))):
+            logger.info(
+                "%s: the files of some ranks are missing; the calibration starts over.", self.folder
+            )
             return 0
         try:
             for number, path in enumerate(paths):
                 walk.hidden.put(number, load_file(path)["hidden"].to(walk.device))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
+            raise UserError(
+                f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder."
+            ) from error
         collected.restore(sums, input_of, tokens)
         walk.bar.update(done)
-        logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
+        logger.info(
+            "resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder
+        )
         self._saved_at = time.monotonic()
         return int(done)
 
     def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, str], dict[str, int]] | None:
-        """The number of finished blocks, and the sums; None if no run with this signature has saved them."""
+        """The number of finished blocks, and the sums; None if no run with this signature has
+        saved them.
+        """
         try:
             with safe_open(self.folder / _STATE, framework="pt") as file:
                 metadata = file.metadata()
@@ -450,21 +535,32 @@ class CalibrationProgress:
         except (OSError, SafetensorError):
             return None
         if metadata["signature"] != self._signature:
-            logger.info("%s: it holds the progress of another calibration; this one starts over.", self.folder)
+            logger.info(
+                "%s: it holds the progress of another calibration; this one starts over.",
+                self.folder,
+            )
             return None
-        return int(metadata["blocks"]), sums, json.loads(metadata["input_of"]), json.loads(metadata["tokens"])
+        return (
+            int(metadata["blocks"]),
+            sums,
+            json.loads(metadata["input_of"]),
+            json.loads(metadata["tokens"]),
+        )
 
     def _path(self, done: int, number: int) -> Path:
         """The file of a batch of this rank; batches are numbered over all ranks."""
         return self.folder / f"hidden-{done}-{number * ranks().count + ranks().index}.safetensors"
 
     def save(self, done: int, collected: InputSums, walk: Walk) -> None:
-        """Save the state after `done` blocks in place of the last one, unless too little time has passed since then.
+        """Save the state after `done` blocks in place of the last one, unless too little time has
+        passed since then.
 
         On a full disk, the calibration continues and keeps the last saved state. A collective call.
         """
         began = time.monotonic()
-        due = not self._full and began - self._saved_at >= max(_SECONDS, _RATIO * (self._cost or 0.0))
+        due = not self._full and began - self._saved_at >= max(
+            _SECONDS, _RATIO * (self._cost or 0.0)
+        )
         if not ranks().share(due):
             return
         sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk)))
@@ -477,16 +573,25 @@ class CalibrationProgress:
                 for number in range(len(walk.batches)):
                     self._path(done, number).unlink(missing_ok=True)
                 self.folder.rmdir()  # unless it holds an earlier state
-            logger.warning("warning: %s: the disk is full; the calibration continues without saving its state.", self.folder)
+            logger.warning(
+                "warning: %s: the disk is full; the calibration continues without "
+                "saving its state.",
+                self.folder,
+            )
             return
         if self._cost is None:
-            told = "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off."
+            told = (
+                "%s: hidden states are saved there for resuming (%s); "
+                "--no-resumable-calibration turns this off."
+            )
             logger.info(told, self.folder, format_bytes(sum(sizes)))
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
 
     def _write_hidden(self, done: int, walk: Walk) -> int:
-        """Write the hidden states of this rank's batches, one at a time; returns their size in bytes."""
+        """Write the hidden states of this rank's batches, one at a time; returns their size in
+        bytes.
+        """
         size = 0
         for number in range(len(walk.batches)):
             content = save({"hidden": walk.hidden.get(number, torch.device("cpu")).contiguous()})
@@ -495,9 +600,14 @@ class CalibrationProgress:
         return size
 
     def _write_state(self, done: int, collected: InputSums) -> int:
-        """Replace the state, and delete the hidden states of the one before; returns its size in bytes."""
+        """Replace the state, and delete the hidden states of the one before; returns its size in
+        bytes.
+        """
         metadata = {"signature": self._signature, "blocks": str(done)}
-        metadata |= {"input_of": json.dumps(collected.input_of), "tokens": json.dumps(collected.tokens)}
+        metadata |= {
+            "input_of": json.dumps(collected.input_of),
+            "tokens": json.dumps(collected.tokens),
+        }
         content = save({name: total.cpu() for name, total in collected.sums.items()}, metadata)
         write_bytes(self.folder / _STATE, content)
         for path in self.folder.glob("hidden-*"):
@@ -550,7 +660,11 @@ def calibrate_blocks(
         collected.reduce()  # layers before the first block
         first = progress.restore(collected, walk) if progress is not None else 0
         for step in walk.steps(first):
-            targets = [t for t in masker.targets if t.name.startswith(f"{step.name}.")] if masker is not None else []
+            targets = (
+                [t for t in masker.targets if t.name.startswith(f"{step.name}.")]
+                if masker is not None
+                else []
+            )
             step.run(advance=not targets)
             seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
             collected.reduce(seen)  # so that all ranks compute the same masks
@@ -559,7 +673,9 @@ def calibrate_blocks(
             norms = collected.activations(inside)  # stops here if one is not finite
             if masker is not None and targets:
                 collected.paused = True
-                with _masked(model, {target: _mask_of(target, masker, norms) for target in targets}):
+                with _masked(
+                    model, {target: _mask_of(target, masker, norms) for target in targets}
+                ):
                     step.run()
                 collected.paused = False
             if progress is not None and step.index + 1 < len(runner.blocks):
@@ -573,7 +689,9 @@ def calibrate_blocks(
 def _mask_of(target: Target, masker: Masker, norms: Activations) -> Tensor:
     norm = norms.norm(target.name, masker.relative)
     if norm is None:
-        raise UserError(f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore.")
+        raise UserError(
+            f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore."
+        )
     return masker.mask(target, norm, norms.tokens_of(target.name))
 
 
@@ -592,12 +710,20 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
             weight.copy_(before)
 
 
-def _run_tail(runner: BlockwiseModel, walk: Walk, layers: list[Layer], collected: InputSums) -> None:
-    """Collect the layers after the blocks: a projection of the output, and the head if it is a target."""
-    remaining = [layer for layer in layers if layer.name not in collected.input_of and layer.block is None]
+def _run_tail(
+    runner: BlockwiseModel, walk: Walk, layers: list[Layer], collected: InputSums
+) -> None:
+    """Collect the layers after the blocks: a projection of the output, and the head if it is a
+    target.
+    """
+    remaining = [
+        layer for layer in layers if layer.name not in collected.input_of and layer.block is None
+    ]
     if not remaining:
         return
-    body = runner.model if any(layer.kind == "head" for layer in remaining) else body_of(runner.model)
+    body = (
+        runner.model if any(layer.kind == "head" for layer in remaining) else body_of(runner.model)
+    )
     with input_hooks(runner.model, remaining) as after:
         for number in range(len(walk.batches)):
             walk.tail(number, body)

@@ -1,12 +1,16 @@
-"""The texts of a calibration: recipe files that define them, mixes of several, and the reading of their rows.
+"""The texts of a calibration: recipe files that define them, mixes of several, and the reading of
+their rows.
 
-A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its rows become token sequences,
-and how many sequences of what length. `wikitext2,samples=16` is the recipe `wikitext2` with one field changed; a text file or
-a Hub data set id in place of the name is a recipe with that source. Rows may be conversations, which the tokenizer's chat
-template makes text of, or token ids. `self:NAME` is the text that the model itself writes when it continues the rows of NAME.
+A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its
+rows become token sequences, and how many sequences of what length. `wikitext2,samples=16` is the
+recipe `wikitext2` with one field changed; a text file or a Hub data set id in place of the name is
+a recipe with that source. Rows may be conversations, which the tokenizer's chat template makes text
+of, or token ids. `self:NAME` is the text that the model itself writes when it continues the rows of
+NAME.
 
-A mix names several: `a.jsonl:64,c4:64` takes 64 sequences of each, `a.jsonl,c4` half of --samples of each. `,field=value`
-belongs to the part before it. Each part is read and tokenised as if it were alone.
+A mix names several: `a.jsonl:64,c4:64` takes 64 sequences of each, `a.jsonl,c4` half of --samples
+of each. `,field=value` belongs to the part before it. Each part is read and tokenised as if it were
+alone.
 """
 
 import logging
@@ -31,13 +35,17 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
 IDS_COLUMN = "input_ids"  # of token ids; used if it has none of these
-FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
+# Those that can be changed.
+FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")
 _TEMPLATE_BYTES = 1 << 30  # of memory that a chat template may take
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
-_SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
+# defaults of texts that name none
+_SAMPLES = 128
+_SEQLEN = 512
 _SEQLEN_WITH_IMAGES = 2048  # an image is hundreds of tokens
 _CHANGE = re.compile(r"\s*\w+\s*=")
-_NUMBER = re.compile(r"(.+):([0-9]+)")  # the colon of a path, such as C:\a.txt, has no number behind it
+# The colon of a path, such as C:\a.txt, has no number behind it.
+_NUMBER = re.compile(r"(.+):([0-9]+)")
 
 
 def calibration_corpora(options: CalibrationOptions, context: int | None) -> list[Corpus]:
@@ -45,20 +53,28 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
 
     Args:
         options: its `calibration`, `samples` and `seqlen`.
-        context: the model's context length in tokens; a recipe's seqlen is shortened to it. None: unknown.
+        context: the model's context length in tokens; a recipe's seqlen is shortened to it. None:
+            unknown.
 
     Raises:
-        UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or given twice; --seqlen exceeds
-            the model's context, or the parts differ in their seqlen.
+        UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or
+            given twice; --seqlen exceeds the model's context, or the parts differ in their seqlen.
     """
     parts = _parts(options.text_name)
     corpora = {part: find_corpus(part) for part in parts}
     if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(parts):
-        raise UserError("--calibration names a text twice; name it once, with the sum of the sequences.")
-    given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
+        raise UserError(
+            "--calibration names a text twice; name it once, with the sum of the sequences."
+        )
+    given = {
+        part: corpus.samples
+        for part, corpus in corpora.items()
+        if re.search(r",\s*samples\s*=", part)
+    }
     if given and options.samples is not None:
         raise UserError(
-            f"--samples {options.samples}: --calibration sets the numbers of its texts already; leave one of the two out."
+            f"--samples {options.samples}: --calibration sets the numbers of its texts already; "
+            "leave one of the two out."
         )
     total = options.samples or _SAMPLES
     numbers: list[int | None]
@@ -66,34 +82,54 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         bare = next((part for part in parts if part not in given), None)
         if bare is not None:
             raise UserError(
-                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number, such "
-                f"as {bare.partition(',')[0]}:64, or give none and set --samples."
+                f"--calibration: {bare!r} has no number of sequences, but another part has one. "
+                f"Give every part a number, such as {bare.partition(',')[0]}:64, or give none and "
+                "set --samples."
             )
         numbers = list(given.values())
     elif len(parts) == 1:
         numbers = [options.samples or corpora[parts[0]].samples or _SAMPLES]
     elif total < len(parts):
-        raise UserError(f"--samples {total}: --calibration names {len(parts)} texts, and each needs at least one sequence.")
+        raise UserError(
+            f"--samples {total}: --calibration names {len(parts)} texts, and each "
+            "needs at least one sequence."
+        )
     else:
         share, rest = divmod(total, len(parts))
         numbers = [share + rest, *[share] * (len(parts) - 1)]
     length = options.seqlen or _common_length(corpora, context)
     if context is not None and length > context:
-        raise UserError(f"--seqlen {length} is longer than the model's context of {context} tokens.")
-    return [replace(corpus, samples=number, seqlen=length) for corpus, number in zip(corpora.values(), numbers, strict=True)]
+        raise UserError(
+            f"--seqlen {length} is longer than the model's context of {context} tokens."
+        )
+    return [
+        replace(corpus, samples=number, seqlen=length)
+        for corpus, number in zip(corpora.values(), numbers, strict=True)
+    ]
 
 
 def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
     """Tokens per sequence of the recipes, shortened to the context; UserError if they differ."""
     default = _SEQLEN_WITH_IMAGES if any(corpus.image for corpus in corpora.values()) else _SEQLEN
-    wanted = {part: corpus.seqlen for part, corpus in corpora.items() if corpus.seqlen is not None} or {"default": default}
+    wanted = {
+        part: corpus.seqlen for part, corpus in corpora.items() if corpus.seqlen is not None
+    } or {"default": default}
     lengths = {min(length, context or length) for length in wanted.values()}
     if len(lengths) > 1:
-        told = ", ".join(f"{part.partition(',')[0]} has {length}" for part, length in wanted.items())
-        raise UserError(f"--calibration: its texts differ in tokens per sequence ({told}). Give one length with --seqlen.")
+        told = ", ".join(
+            f"{part.partition(',')[0]} has {length}" for part, length in wanted.items()
+        )
+        raise UserError(
+            f"--calibration: its texts differ in tokens per sequence ({told}). Give "
+            "one length with --seqlen."
+        )
     (length,) = lengths
     if length < max(wanted.values()):
-        logger.info("seqlen %d is shortened to the model's context of %d tokens.", max(wanted.values()), length)
+        logger.info(
+            "seqlen %d is shortened to the model's context of %d tokens.",
+            max(wanted.values()),
+            length,
+        )
     return length
 
 
@@ -109,7 +145,11 @@ def generates(calibration: str) -> bool:
 
 def self_notes(calibration: str) -> list[str]:
     """What a dry run tells of a text that the model is to write itself; empty for other texts."""
-    return [f"--calibration {calibration}: the dense model first writes the text"] if generates(calibration) else []
+    return (
+        [f"--calibration {calibration}: the dense model first writes the text"]
+        if generates(calibration)
+        else []
+    )
 
 
 def _parts(text: str) -> list[str]:
@@ -128,8 +168,8 @@ def find_corpus(name: str) -> Corpus:
     """The corpus that --calibration names.
 
     Args:
-        name: a recipe of `calibration/`, the path of a recipe or text file, or a Hub data set id; "self" or "self:" before one
-            of them; then ",field=value" for each field to change.
+        name: a recipe of `calibration/`, the path of a recipe or text file, or a Hub data set id;
+            "self" or "self:" before one of them; then ",field=value" for each field to change.
 
     Raises:
         UserError: it is none of these, or a field is unknown or wrong.
@@ -148,8 +188,9 @@ def find_corpus(name: str) -> Corpus:
         corpus = Corpus(dataset=base)
     else:
         raise UserError(
-            f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, "
-            f"a Hub data set id (owner/name), or self.{did_you_mean(base, recipes)}"
+            f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a "
+            ".txt, .jsonl or .parquet file, a Hub data set id (owner/name), or "
+            f"self.{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
 
@@ -157,7 +198,8 @@ def find_corpus(name: str) -> Corpus:
 def for_model(corpus: Corpus, config: Any, tokenizer: Any) -> Corpus:
     """The corpus as a model needs it: `bos` becomes "each" where "auto" means that.
 
-    So it is for Gemma, known by the model type: without a begin token, its perplexity is many times as large.
+    So it is for Gemma, known by the model type: without a begin token, its perplexity is many times
+    as large.
 
     Args:
         config: the model's; None: unknown.
@@ -182,7 +224,10 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     for change in filter(None, changes.split(",")):
         key, equals, value = (word.strip() for word in change.partition("="))
         if key not in FIELDS or not equals:
-            raise UserError(f"{change!r} after the comma: expected field=value with a field of {', '.join(FIELDS)}.")
+            raise UserError(
+                f"{change!r} after the comma: expected field=value with a field of "
+                f"{', '.join(FIELDS)}."
+            )
         values[key] = value
     return converted(values, Corpus, quotable(changes), strict=False).check(changes)
 
@@ -210,13 +255,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[int, ...]]:
-    """The rows of a corpus, texts, conversations or token ids, in order; a .txt file is one row, or a prompt a line.
+    """The rows of a corpus, texts, conversations or token ids, in order; a .txt file is one row, or
+    a prompt a line.
 
     Args:
         seed: for corpora that are shuffled.
 
     Raises:
-        UserError: the file, the data set or its column does not exist, or the column does not hold text.
+        UserError: the file, the data set or its column does not exist, or the column does not hold
+            text.
     """
     if corpus.file is not None and corpus.file.endswith(".txt"):
         text = _existing(corpus.file).read_text(encoding="utf-8", errors="replace")
@@ -225,7 +272,11 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
     data, column = open_data_set(corpus, seed)
     for row in data:
         value = row[column]
-        ids = column == IDS_COLUMN and isinstance(value, list) and all(type(each) is int for each in value)
+        ids = (
+            column == IDS_COLUMN
+            and isinstance(value, list)
+            and all(type(each) is int for each in value)
+        )
         yield tuple(value) if ids else text_in(value, f"{corpus.source}: column {column!r}")
 
 
@@ -240,13 +291,20 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     try:
         if corpus.file is not None:
             builder = "parquet" if _existing(corpus.file).suffix == ".parquet" else "json"
-            data = datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
+            data = datasets.load_dataset(
+                builder, data_files=corpus.file, split="train", streaming=corpus.stream
+            )
         else:
-            data = datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
+            data = datasets.load_dataset(
+                corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream
+            )
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # the library has a dozen errors for a missing data set, network or config
-        raise UserError(f"{corpus.source}: the data set cannot be loaded ({reason(error)}).") from error
+    # The library has a dozen errors for a missing data set, network or config.
+    except Exception as error:
+        raise UserError(
+            f"{corpus.source}: the data set cannot be loaded ({reason(error)})."
+        ) from error
     columns = data.column_names or list(next(iter(data), {}))
     column = corpus.column
     if column == "text" and column not in columns:
@@ -254,14 +312,23 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     for wanted, field in ((column, "column"), (corpus.image, "image")):
         if wanted is not None and wanted not in columns:
             what = "" if field == "column" else " of images"
-            raise UserError(f"{corpus.source}: no column{what} {wanted!r}; it has {', '.join(columns)}. Add ,{field}=NAME.")
+            raise UserError(
+                f"{corpus.source}: no column{what} {wanted!r}; it has "
+                f"{', '.join(columns)}. Add ,{field}=NAME."
+            )
     if corpus.shuffle:
-        data = data.shuffle(seed=seed, buffer_size=10_000) if corpus.stream else data.shuffle(seed=seed)
+        data = (
+            data.shuffle(seed=seed, buffer_size=10_000)
+            if corpus.stream
+            else data.shuffle(seed=seed)
+        )
     return data, column
 
 
 def text_in(value: Any, where: str) -> str | Messages:
-    """The text or the messages of a row; UserError, which begins with `where`, if it holds neither."""
+    """The text or the messages of a row; UserError, which begins with `where`, if it holds
+    neither.
+    """
     text = value if isinstance(value, str) else messages_in(value)
     if text is None:
         raise UserError(f"{where} holds neither text nor conversations.")
@@ -279,35 +346,50 @@ def messages_in(value: Any) -> Messages | None:
     """The messages of a row; None if it holds no conversation.
 
     Args:
-        value: a list of messages with "role" and "content", or with "from" and "value" as in ShareGPT.
+        value: a list of messages with "role" and "content", or with "from" and "value" as in
+            ShareGPT.
     """
-    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(each, dict) for each in value)
+    ):
         return None
     if all("role" in each and "content" in each for each in value):
         return [{name: part for name, part in each.items() if part is not None} for each in value]
     if all("from" in each and "value" in each for each in value):
-        return [{"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in value]
+        return [
+            {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]}
+            for each in value
+        ]
     return None
 
 
 def chat_text(messages: Messages, tokenizer: Any, where: str, answer: bool = False) -> str:
-    """A conversation as text, by the tokenizer's chat template, which writes the special tokens too.
+    """A conversation as text, by the tokenizer's chat template, which writes the special tokens
+    too.
 
     Args:
         where: the data set, for errors.
         answer: end with what begins an answer.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the conversation or needs too much memory.
+        UserError: the tokenizer has no chat template, or the template refuses the conversation or
+            needs too much memory.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"{where}: its rows are conversations, and the tokenizer of the model has no chat template. Name a column of text "
-            "with ,column=NAME, or add chat_template.jinja to the model's folder."
+            f"{where}: its rows are conversations, and the tokenizer of the model has no chat "
+            "template. Name a column of text with ,column=NAME, or add chat_template.jinja to the "
+            "model's folder."
         )
     try:
         with at_most_more(_TEMPLATE_BYTES):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=answer
+                )
+            )
     except Exception as error:  # of any kind: a template is a program of the model's folder
         told = quotable(reason(error))
         raise UserError(f"{where}: the chat template refuses a conversation ({told}).") from error

@@ -1,7 +1,7 @@
 """Chunks of words split into masks, values and zstd frames, and restored from them.
 
-A word is the bits of a number as an unsigned integer, so that nothing is rounded and no NaN is changed. A word is zero if no
-bit is set; -0.0 is a value like any other.
+A word is the bits of a number as an unsigned integer, so that nothing is rounded and no NaN is
+changed. A word is zero if no bit is set; -0.0 is a value like any other.
 """
 
 from typing import Any
@@ -17,13 +17,15 @@ Bytes = NDArray[np.uint8]
 _FREQUENT = 15  # exponents with a code of four bits; the sixteenth code marks all others
 _SAMPLE = 1 << 16  # bytes that decide which are frequent
 _PAIRED = ("BF16", "F32")  # the highest plane of these is the exponent alone
-# zstd stores planes as random as a mantissa uncompressed, at no cost, and its Huffman coder gets close to the entropy of the
-# others. Higher levels search for repetitions, and there are none.
+# zstd stores planes as random as a mantissa uncompressed, at no cost, and its Huffman coder gets
+# close to the entropy of the others. Higher levels search for repetitions, and there are none.
 _LEVEL = 1
 
 
 def mask_of(words: Words) -> Bytes:
-    """One bit for each word, 1 if it is not zero. The first word is the lowest bit of the first byte. Padded with zeros."""
+    """One bit for each word, 1 if it is not zero. The first word is the lowest bit of the first
+    byte. Padded with zeros.
+    """
     mask = np.zeros(mask_bytes(words.size), dtype=np.uint8)
     mask[: -(-words.size // 8)] = np.packbits(words != 0, bitorder="little")
     return mask
@@ -31,7 +33,8 @@ def mask_of(words: Words) -> Bytes:
 
 def nonzero_words(words: Words) -> Words:
     """The words that are not zero."""
-    # By positions, and the positions of booleans: numpy's other ways branch at every word and are five times as slow.
+    # By positions, and the positions of booleans: numpy's other ways branch at every word and are
+    # five times as slow.
     return words.take(np.flatnonzero(words != 0))
 
 
@@ -42,7 +45,11 @@ def ones_in(mask: Bytes, count: int) -> int:
         ValueError: the size of the mask is wrong, or bits are set after the last word's bit.
     """
     whole, rest = divmod(count, 8)
-    if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
+    if (
+        mask.size != mask_bytes(count)
+        or (rest and mask[whole] >> rest)
+        or mask[whole + bool(rest) :].any()
+    ):
         raise ValueError("a mask does not fit its numbers")
     return int(np.bitwise_count(mask.view("<u8")).sum(dtype=np.int64))
 
@@ -56,7 +63,8 @@ def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
     """The `count` words with this mask and these non-zero values.
 
     Raises:
-        ValueError: the mask does not fit `count` words, or the number of its set bits is not the number of values.
+        ValueError: the mask does not fit `count` words, or the number of its set bits is not the
+            number of values.
     """
     if (ones := ones_in(mask, count)) != values.size:
         raise ValueError(f"its mask has {ones:,} bits set for {values.size:,} values")
@@ -66,11 +74,15 @@ def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
 
 
 def need_zstandard(why: str) -> None:
-    """Raise UserError if the package zstandard is missing; `why` names the option or folder that needs it."""
+    """Raise UserError if the package zstandard is missing; `why` names the option or folder that
+    needs it.
+    """
     try:
         import zstandard  # noqa: F401
     except ImportError as error:
-        raise UserError(f"{why} needs zstandard. Install it: pip install 'emp-llm[zstd]'") from error
+        raise UserError(
+            f"{why} needs zstandard. Install it: pip install 'emp-llm[zstd]'"
+        ) from error
 
 
 def zstd_frames(parts: list[Any]) -> list[bytes]:
@@ -81,7 +93,9 @@ def zstd_frames(parts: list[Any]) -> list[bytes]:
 
 
 def zstd_content(frame: Any, least: int, most: int | None = None) -> Bytes:
-    """The content of a frame, `least` to `most` bytes; ValueError if its size differs, before anything is allocated."""
+    """The content of a frame, `least` to `most` bytes; ValueError if its size differs, before
+    anything is allocated.
+    """
     import zstandard
 
     try:
@@ -99,8 +113,9 @@ def zstd_content(frame: Any, least: int, most: int | None = None) -> Bytes:
 def split_planes(values: Words, dtype: str) -> list[Bytes]:
     """What zstd compresses: byte planes, the highest first, of words rotated left by one bit.
 
-    The rotation moves the sign of a floating-point number next to the mantissa, which is equally random. The highest plane of a
-    bfloat16 or float32 is then the exponent alone, and it is written as `pair_exponents` says.
+    The rotation moves the sign of a floating-point number next to the mantissa, which is equally
+    random. The highest plane of a bfloat16 or float32 is then the exponent alone, and it is written
+    as `pair_exponents` says.
     """
     size = values.dtype.itemsize
     if size == 1:
@@ -118,7 +133,8 @@ def join_planes(frames: list[memoryview], count: int, dtype: str) -> Words:
         ValueError: a frame is damaged, or has another size.
     """
     size = len(frames)
-    paired, least = dtype in _PAIRED, _FREQUENT + (count + 1) // 2
+    paired = dtype in _PAIRED
+    least = _FREQUENT + (count + 1) // 2
     planes = [zstd_content(frame, count) for frame in frames[paired:]]
     if paired:
         planes.insert(0, unpair_exponents(zstd_content(frames[0], least, least + count), count))
@@ -133,15 +149,18 @@ def join_planes(frames: list[memoryview], count: int, dtype: str) -> Words:
 
 
 def pair_exponents(plane: Bytes) -> Bytes:
-    """Two bytes as one, because few distinct bytes occur. A Huffman coder spends whole bits, and wastes half as many on a pair.
+    """Two bytes as one, because few distinct bytes occur. A Huffman coder spends whole bits, and
+    wastes half as many on a pair.
 
     Returns:
-        The 15 most frequent bytes of a sample; then one byte for each two bytes of the plane: their indexes in that list, the
-        first in the low half, 15 for a byte that is not in the list and for the missing half of a last pair; then the bytes
-        that are not in the list, in order.
+        The 15 most frequent bytes of a sample; then one byte for each two bytes of the plane: their
+        indexes in that list, the first in the low half, 15 for a byte that is not in the list and
+        for the missing half of a last pair; then the bytes that are not in the list, in order.
     """
     sample = plane[:: max(1, plane.size // _SAMPLE)]
-    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:_FREQUENT].astype(np.uint8)
+    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:_FREQUENT].astype(
+        np.uint8
+    )
     codes = np.full(256, _FREQUENT, dtype=np.uint8)
     codes[frequent] = np.arange(_FREQUENT, dtype=np.uint8)
     coded = codes.take(plane)

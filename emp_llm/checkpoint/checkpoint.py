@@ -1,8 +1,10 @@
-"""Checkpoints on disk: safetensors shards with their index and config, the position of each tensor's bytes, and the identity.
+"""Checkpoints on disk: safetensors shards with their index and config, the position of each
+tensor's bytes, and the identity.
 
-No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity is a hash of all shards, so
-that different models have different identities. The hashes of a pruned checkpoint's shards are taken from its manifest if that
-describes these files. Otherwise the files are hashed once, and the hashes are cached by path, size and modification time.
+No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity
+is a hash of all shards, so that different models have different identities. The hashes of a pruned
+checkpoint's shards are taken from its manifest if that describes these files. Otherwise the files
+are hashed once, and the hashes are cached by path, size and modification time.
 """
 
 from collections.abc import Iterable
@@ -30,7 +32,10 @@ from emp_llm.common.paths import (
     is_hidden,
 )
 
-SAVE_AGAIN = "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise"
+SAVE_AGAIN = (
+    "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), "
+    "and the tokenizer likewise"
+)
 
 
 class Checkpoint:
@@ -40,13 +45,17 @@ class Checkpoint:
         folder: the model folder.
 
     Raises:
-        UserError: the folder or a shard is missing, a shard is truncated or corrupt, or index and shards disagree.
+        UserError: the folder or a shard is missing, a shard is truncated or corrupt, or index and
+            shards disagree.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
+            raise UserError(
+                f"{folder}: no such model folder. Give a folder with safetensors, or a "
+                "Hub id (owner/name)."
+            )
         check_links(folder)
         check_no_adapter(folder)
         self.shards = [folder / name for name in self._shard_names()]
@@ -56,8 +65,9 @@ class Checkpoint:
             for tensor in read_header(shard):
                 if tensor.name in self.tensors:
                     raise UserError(
-                        f"{shard}: tensor {quotable(tensor.name)} is also in {self.tensors[tensor.name].shard.name}, and which "
-                        f"of them is loaded depends on the program. Save the model once more: {SAVE_AGAIN}."
+                        f"{shard}: tensor {quotable(tensor.name)} is also in "
+                        f"{self.tensors[tensor.name].shard.name}, and which of them is loaded "
+                        f"depends on the program. Save the model once more: {SAVE_AGAIN}."
                     )
                 self.tensors[tensor.name] = tensor
         self._check_index()
@@ -85,8 +95,14 @@ class Checkpoint:
 
     @property
     def states(self) -> dict[str, list[int]]:
-        """Size and modification time (ns) of each shard, when the checkpoint was opened; as JSON, for records."""
-        return {shard.name: list(state[:2]) for shard, state in self._states.items() if state is not None}
+        """Size and modification time (ns) of each shard, when the checkpoint was opened; as
+        JSON, for records.
+        """
+        return {
+            shard.name: list(state[:2])
+            for shard, state in self._states.items()
+            if state is not None
+        }
 
     def open_files(self) -> FilePool:
         """The shards, open for reading, as a context."""
@@ -96,10 +112,15 @@ class Checkpoint:
         """Raise UserError if a shard has changed since the checkpoint was opened."""
         for shard, state in self._states.items():
             if file_state(shard) != state:
-                raise UserError(f"{shard}: it changed while it was read. Make sure that nothing writes there, and run again.")
+                raise UserError(
+                    f"{shard}: it changed while it was read. Make sure that nothing "
+                    "writes there, and run again."
+                )
 
     def side_files(self) -> list[Path]:
-        """The model's files other than weights, relative to the folder: config, tokenizer, licence, code."""
+        """The model's files other than weights, relative to the folder: config, tokenizer,
+        licence, code.
+        """
         files = []
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
@@ -107,7 +128,9 @@ class Checkpoint:
                 continue
             if set(path.suffixes) & set(OTHER_WEIGHTS) or relative.parts[0] == EXTRAS:
                 continue
-            if relative.name in (CARD_NAME, REPORT_NAME, MANIFEST_NAME) or relative.name.endswith(".index.json"):
+            if relative.name in (CARD_NAME, REPORT_NAME, MANIFEST_NAME) or relative.name.endswith(
+                ".index.json"
+            ):
                 continue
             files.append(relative)
         if self._weight_map:
@@ -120,23 +143,32 @@ class Checkpoint:
         if (self.folder / SINGLE_NAME).is_file() or not path.is_file():
             return {}
         weight_map = read_json(path, unique=True, limit=INDEX_LIMIT).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise UserError(f"{path}: its weight_map must map tensor names to file names. Download it again.")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) for file in weight_map.values()
+        ):
+            raise UserError(
+                f"{path}: its weight_map must map tensor names to file names. Download it again."
+            )
         return weight_map
 
     def _check_index(self) -> None:
-        """Raise UserError if the index names what a shard does not hold. Others are loaded too, as transformers does."""
+        """Raise UserError if the index names what a shard does not hold. Others are loaded too,
+        as transformers does.
+        """
         index = self.folder / INDEX_NAME
         for name, file in self._weight_map.items():
             if name not in self.tensors or self.tensors[name].shard.name != file:
                 raise UserError(
-                    f"{index}: it places {quotable(name)} in {file}, which does not hold it. Index and shards do not belong "
-                    "together; download them again."
+                    f"{index}: it places {quotable(name)} in {file}, which does not hold it. Index "
+                    "and shards do not belong together; download them again."
                 )
 
     def _shard_names(self) -> list[str]:
         if (self.folder / PACK_NAME).is_file():
-            raise UserError(f"{self.folder}: a packed checkpoint. Unpack it first: emp-llm unpack {self.folder} DIR")
+            raise UserError(
+                f"{self.folder}: a packed checkpoint. Unpack it first: emp-llm unpack "
+                f"{self.folder} DIR"
+            )
         if (self.folder / SINGLE_NAME).is_file():
             return [SINGLE_NAME]
         if not self._weight_map:
@@ -145,12 +177,17 @@ class Checkpoint:
         for name in names:
             check_shard_name(self.folder / INDEX_NAME, name)
             if not (self.folder / name).is_file():
-                raise UserError(f"{self.folder / INDEX_NAME}: it names {name}, which is missing. Download the model again.")
+                raise UserError(
+                    f"{self.folder / INDEX_NAME}: it names {name}, which is missing. "
+                    "Download the model again."
+                )
         return names
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
-    """Size, modification time (ns) and inode of a file, by which changes are detected; None if the file is missing."""
+    """Size, modification time (ns) and inode of a file, by which changes are detected; None if
+    the file is missing.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -160,30 +197,43 @@ def file_state(path: Path) -> tuple[int, int, int] | None:
 
 def _why_no_safetensors(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
-        return f"{folder}: a PEFT adapter, not a model. Merge it into its base model first (merge_and_unload, save_pretrained)."
+        return (
+            f"{folder}: a PEFT adapter, not a model. Merge it into its base model first "
+            "(merge_and_unload, save_pretrained)."
+        )
     gguf = why_not_gguf(folder, [path.name for path in folder.iterdir()])
     if gguf is not None:
         return gguf
-    others = sorted({path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")})
+    others = sorted(
+        {path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")}
+    )
     if others:
         return (
-            f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. Convert them once: {SAVE_AGAIN}."
+            f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. "
+            f"Convert them once: {SAVE_AGAIN}."
         )
-    return f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that save_pretrained wrote."
+    return (
+        f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that "
+        "save_pretrained wrote."
+    )
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise UserError if a folder holds a model and an adapter: transformers runs both, if peft is installed."""
+    """Raise UserError if a folder holds a model and an adapter: transformers runs both, if peft
+    is installed.
+    """
     weights = (path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter"))
     if (folder / "adapter_config.json").is_file() and any(weights):
         raise UserError(
-            f"{folder}: it holds a model and a PEFT adapter (adapter_config.json), and whether both are run depends on what is "
-            "installed. Merge them first (merge_and_unload, save_pretrained), or move the adapter's files away."
+            f"{folder}: it holds a model and a PEFT adapter (adapter_config.json), and whether "
+            "both are run depends on what is installed. Merge them first (merge_and_unload, "
+            "save_pretrained), or move the adapter's files away."
         )
 
 
 def check_links(folder: Path) -> None:
-    """Refuse links that point out of a model folder. Links of the Hub's cache (snapshots/REVISION to blobs) are allowed.
+    """Refuse links that point out of a model folder. Links of the Hub's cache (snapshots/REVISION
+    to blobs) are allowed.
 
     Raises:
         UserError: a link points out of the folder, or is circular.
@@ -199,25 +249,32 @@ def check_links(folder: Path) -> None:
             raise UserError(f"{path}: a circular link. Remove it.") from error
         if real not in end.parents and end.parent != blobs:
             raise UserError(
-                f"{path}: a link to {end}, which lies outside the model folder. Give the folder that holds the files, or copy "
-                "them into this one."
+                f"{path}: a link to {end}, which lies outside the model folder. Give the folder "
+                "that holds the files, or copy them into this one."
             )
 
 
 def why_not_gguf(place: Path | str, files: Iterable[str]) -> str | None:
-    """The refusal of a GGUF file, or of a folder or repository of GGUF files; None if no name ends in ".gguf"."""
+    """The refusal of a GGUF file, or of a folder or repository of GGUF files; None if no name
+    ends in ".gguf".
+    """
     name = next((file for file in sorted(files) if file.lower().endswith(".gguf")), None)
     if name is None:
         return None
-    what = "a GGUF file" if Path(name).name == Path(place).name else f"it holds its weights as GGUF ({quotable(name)})"
+    what = (
+        ("a GGUF file")
+        if Path(name).name == Path(place).name
+        else (f"it holds its weights as GGUF ({quotable(name)})")
+    )
     return (
-        f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors checkpoint of the model that "
-        "it was made from; then convert the pruned checkpoint to GGUF."
+        f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors "
+        "checkpoint of the model that it was made from; then convert the pruned checkpoint to GGUF."
     )
 
 
 def check_shard_name(index: Path, name: str) -> None:
-    """Refuse a shard name in an index unless it is the plain name of a safetensors file in the same folder.
+    """Refuse a shard name in an index unless it is the plain name of a safetensors file in the same
+    folder.
 
     Raises:
         UserError: the name is a path, has another suffix, or is not a valid file name.
@@ -225,12 +282,14 @@ def check_shard_name(index: Path, name: str) -> None:
     plain = Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
     if not plain or "\\" in name or not name.endswith(".safetensors") or name.startswith("."):
         raise UserError(
-            f"{index}: '{quotable(name)}' is not the plain name of a safetensors file in this folder. Do not trust it."
+            f"{index}: '{quotable(name)}' is not the plain name of a safetensors file in this "
+            "folder. Do not trust it."
         )
 
 
 def check_layer_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
-    """Refuse a config with more layers than the checkpoint has tensors: building the model would take forever.
+    """Refuse a config with more layers than the checkpoint has tensors: building the model would
+    take forever.
 
     Raises:
         UserError: a count of layers is too large.
@@ -238,15 +297,18 @@ def check_layer_counts(path: Path, config: dict[str, Any], tensors: int) -> None
     for key, value in config.items():
         if isinstance(value, dict):
             check_layer_counts(path, value, tensors)
-        elif type(value) is int and key.endswith(("layer", "layers")) and value > max(tensors, 1000):
+        elif (
+            type(value) is int and key.endswith(("layer", "layers")) and value > max(tensors, 1000)
+        ):
             raise UserError(
-                f"{path}: {quotable(key)} is {value}, and the checkpoint has {tensors} tensors; they do not belong together. "
-                "Download the model again."
+                f"{path}: {quotable(key)} is {value}, and the checkpoint has {tensors} tensors; "
+                "they do not belong together. Download the model again."
             )
 
 
 def identity_of(checkpoint: Checkpoint) -> str:
-    """The identity of a checkpoint: BLAKE3 of its shards' names, sizes and BLAKE3 hashes, in hexadecimal.
+    """The identity of a checkpoint: BLAKE3 of its shards' names, sizes and BLAKE3 hashes, in
+    hexadecimal.
 
     Raises:
         UserError: a shard cannot be read, or changes while it is read.
@@ -254,7 +316,9 @@ def identity_of(checkpoint: Checkpoint) -> str:
     hashes = known_hashes(checkpoint)
     if hashes is None:
         with ThreadPoolExecutor(2, thread_name_prefix="emp-llm-identity") as threads:
-            hashes = dict(zip(checkpoint.states, threads.map(file_hash, checkpoint.shards), strict=True))
+            hashes = dict(
+                zip(checkpoint.states, threads.map(file_hash, checkpoint.shards), strict=True)
+            )
         checkpoint.check_unchanged()
         remember_hashes(checkpoint, hashes)
     return identity_from_hashes(checkpoint, hashes)
@@ -266,7 +330,9 @@ def known_hashes(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 
 def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
-    """Cache the shards' hashes, for their sizes and modification times when the checkpoint was opened."""
+    """Cache the shards' hashes, for their sizes and modification times when the checkpoint was
+    opened.
+    """
     with suppress(OSError):  # the cache is optional
         write_json(_cache_file(checkpoint), {"files": checkpoint.states, "blake3": hashes})
 
@@ -284,12 +350,20 @@ def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
 
 
 def _hashes_in_manifest(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """The hashes in a pruned checkpoint's manifest, if it names these shards and none of them is newer."""
-    path, hashes = checkpoint.folder / MANIFEST_NAME, {}
+    """The hashes in a pruned checkpoint's manifest, if it names these shards and none of them is
+    newer.
+    """
+    path = checkpoint.folder / MANIFEST_NAME
+    hashes = {}
     try:
-        files, written = read_json(path, limit=INDEX_LIMIT)["files"], path.stat().st_mtime_ns
+        files = read_json(path, limit=INDEX_LIMIT)["files"]
+        written = path.stat().st_mtime_ns
         for name, (size, modified) in checkpoint.states.items():
-            if files[name]["bytes"] != size or modified > written or not isinstance(files[name]["blake3"], str):
+            if (
+                files[name]["bytes"] != size
+                or modified > written
+                or not isinstance(files[name]["blake3"], str)
+            ):
                 return None
             hashes[name] = files[name]["blake3"]
     except (UserError, OSError, KeyError, TypeError):  # no manifest, or not one of ours

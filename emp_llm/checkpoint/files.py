@@ -1,4 +1,6 @@
-"""Files: reads and writes at any position, atomic writes, hashes, JSON from untrusted files, and disk errors as sentences."""
+"""Files: reads and writes at any position, atomic writes, hashes, JSON from untrusted files, and
+disk errors as sentences.
+"""
 
 import errno
 import fcntl
@@ -34,7 +36,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of disks, networks and permissions. Other system errors are defects of the program.
 _FAULTS = {
     *_FULL,
-    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.ESTALE),
+    *(
+        errno.EIO,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EFBIG,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.ESTALE,
+    ),
     *(errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.ENOLCK),
 }
 
@@ -45,7 +56,8 @@ class FileReader:
     Args:
         path: the file.
         digest: hashes the bytes that are read.
-        once: it is read once, and is not in the page cache, which large pieces bypass: filling it may take longer than reading.
+        once: it is read once, and is not in the page cache, which large pieces bypass: filling it
+            may take longer than reading.
 
     Raises:
         ReadError: the file cannot be opened.
@@ -54,7 +66,8 @@ class FileReader:
     _direct = -1
 
     def __init__(self, path: Path, digest: "RunningHash | None" = None, once: bool = False) -> None:
-        self.path, self._digest = path, digest
+        self.path = path
+        self._digest = digest
         with reading(path):
             self.file = os.open(path, os.O_RDONLY)
         if once:
@@ -76,7 +89,8 @@ class FileReader:
     def take(self, offset: int, size: int) -> "NDArray[np.uint8]":
         """Bytes from a position, in new memory; the errors of `read`.
 
-        A byte has the same place in a page of the memory as in one of the file, so direct reads and writes need no copy.
+        A byte has the same place in a page of the memory as in one of the file, so direct reads and
+        writes need no copy.
         """
         import numpy as np
 
@@ -84,10 +98,13 @@ class FileReader:
         whole = -(-(before + size) // _PAGE) * _PAGE
         memory = np.empty(whole + _PAGE, np.uint8)
         pages = memory[-memory.ctypes.data % _PAGE :][:whole].data
-        raw, end = pages[before : before + size], 0
+        raw = pages[before : before + size]
+        end = 0
         if self._direct >= 0 and size >= PIECE // 4:
             with suppress(OSError):  # the ordinary read below succeeds, or raises the error
-                while end < whole and (got := os.preadv(self._direct, [pages[end:]], offset - before + end)):
+                while end < whole and (
+                    got := os.preadv(self._direct, [pages[end:]], offset - before + end)
+                ):
                     end += got
                     if got % _PAGE:  # the file's end
                         break
@@ -117,8 +134,11 @@ class FilePool:
         once: of `FileReader`.
     """
 
-    def __init__(self, digests: "dict[Path, RunningHash] | None" = None, once: bool = False) -> None:
-        self._digests, self._once = digests or {}, once
+    def __init__(
+        self, digests: "dict[Path, RunningHash] | None" = None, once: bool = False
+    ) -> None:
+        self._digests = digests or {}
+        self._once = once
         self._readers: dict[Path, FileReader] = {}  # most recently used last
 
     def reader(self, path: Path) -> FileReader:
@@ -141,10 +161,13 @@ class FilePool:
 
 
 class RunningHash:
-    """BLAKE3 of a file, taken from bytes in memory as long as they come in order; the others are read at the end."""
+    """BLAKE3 of a file, taken from bytes in memory as long as they come in order; the others are
+    read at the end.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._end = path, 0
+        self._path = path
+        self._end = 0
         self._digest: Any = blake3()
 
     def add(self, offset: int, raw: memoryview) -> None:
@@ -171,7 +194,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ReadError(f"{path}: it cannot be read ({reason(error)}). Run the command again when it is readable.") from error
+        raise ReadError(
+            f"{path}: it cannot be read ({reason(error)}). Run the command again when "
+            "it is readable."
+        ) from error
 
 
 def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
@@ -181,22 +207,28 @@ def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
             got = os.preadv(file, [raw], offset)
         if got == 0:
             end = offset + len(raw)
-            raise UserError(f"{path}: it ends before byte {end}; it changed while it was read. Run the command again.")
-        raw, offset = raw[got:], offset + got
+            raise UserError(
+                f"{path}: it ends before byte {end}; it changed while it was read. Run "
+                "the command again."
+            )
+        raw = raw[got:]
+        offset = offset + got
 
 
 def write_exactly(file: int, raw: memoryview, offset: int) -> None:
     """Write all of `raw` at a position."""
     while raw:
         written = os.pwrite(file, raw, offset)
-        raw, offset = raw[written:], offset + written
+        raw = raw[written:]
+        offset = offset + written
 
 
 class FileWriter:
     """Writes to a file, created if missing. Use it as a context.
 
-    Filling the page cache with a checkpoint that is seldom reread takes longer than writing it. So the pages of memory from
-    `FileReader.take` bypass it, if the file system can; other bytes are written as usual.
+    Filling the page cache with a checkpoint that is seldom reread takes longer than writing it. So
+    the pages of memory from `FileReader.take` bypass it, if the file system can; other bytes are
+    written as usual.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +242,11 @@ class FileWriter:
         start = -offset % _PAGE  # of the whole pages in `raw`
         end = start + (len(raw) - start) // _PAGE * _PAGE
         done = start
-        if self._direct >= 0 and end > start and (np.frombuffer(raw, np.uint8).ctypes.data + start) % _PAGE == 0:
+        if (
+            self._direct >= 0
+            and end > start
+            and (np.frombuffer(raw, np.uint8).ctypes.data + start) % _PAGE == 0
+        ):
             try:
                 done += os.pwrite(self._direct, raw[start:end], offset + start)
             except OSError as error:
@@ -218,7 +254,8 @@ class FileWriter:
                     raise
         if done > start:
             write_exactly(self._file, raw[:start], offset)
-            raw, offset = raw[done:], offset + done
+            raw = raw[done:]
+            offset = offset + done
         write_exactly(self._file, raw, offset)
 
     def __enter__(self) -> Self:
@@ -231,14 +268,18 @@ class FileWriter:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """A descriptor for reads or writes of whole pages that bypass the page cache; -1 if the system has none."""
+    """A descriptor for reads or writes of whole pages that bypass the page cache; -1 if the
+    system has none.
+    """
     with suppress(OSError, AttributeError):
         return os.open(path, flags | os.O_DIRECT)
     return -1
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:
-    """The results of jobs, in order. Threads run the next few jobs while the caller uses a result."""
+    """The results of jobs, in order. Threads run the next few jobs while the caller uses a
+    result.
+    """
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-read") as thread:
         try:
@@ -265,9 +306,11 @@ def tensor_bytes(tensor: "Tensor") -> memoryview:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file's content in one step, even if the machine crashes. It is on disk on return; its folder is created.
+    """Replace a file's content in one step, even if the machine crashes. It is on disk on return;
+    its folder is created.
 
-    The temporary file is named `.NAME.partial` and locked; another writer of the same file waits for it.
+    The temporary file is named `.NAME.partial` and locked; another writer of the same file waits
+    for it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -331,20 +374,27 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
         with path.open("rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > limit:
                 raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
-            value = parse_json(file.read(size), **{"object_pairs_hook": unique_keys} if unique else {})
+            value = parse_json(
+                file.read(size), **{"object_pairs_hook": unique_keys} if unique else {}
+            )
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({reason(error)}). Download it again.") from error
+        raise UserError(
+            f"{path}: cannot be read as JSON ({reason(error)}). Download it again."
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object.")
     return value
 
 
 def parse_json(raw: bytes, **hooks: Any) -> Any:
-    """JSON from bytes, with hooks of `json.loads`; ValueError if it is nested too deeply or is not Unicode text."""
+    """JSON from bytes, with hooks of `json.loads`; ValueError if it is nested too deeply or is
+    not Unicode text.
+    """
     try:
         value = json.loads(raw.decode("utf-8"), **hooks)
         if b"\\u" in raw:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails on half a surrogate pair, which is not text
+            # Fails on half a surrogate pair, which is not text.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except UnicodeEncodeError as error:
@@ -364,11 +414,17 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def how_to_resume(kept: Sequence[Path]) -> str:
     """A sentence on resuming from the work in these folders; empty if none of them exists."""
     folders = " and ".join(str(path) for path in kept if path.is_dir())
-    return f"Finished work is kept in {folders}; the same command resumes from there." if folders else ""
+    return (
+        (f"Finished work is kept in {folders}; the same command resumes from there.")
+        if folders
+        else ""
+    )
 
 
 def _errno_of(error: BaseException | None) -> int | None:
-    """The system's number of an error. safetensors has it in its text; torch and numpy only say that less was written."""
+    """The system's number of an error. safetensors has it in its text; torch and numpy only say
+    that less was written.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     if not isinstance(error, Exception):
@@ -376,11 +432,21 @@ def _errno_of(error: BaseException | None) -> int | None:
     text = str(error)
     if (told := re.search(r"\(os error (\d+)\)", text)) is not None:
         return int(told[1])
-    is_short = "inline_container" in text or re.search(r"\d+ requested and \d+ written", text) is not None
+    is_short = (
+        "inline_container" in text
+        or re.search(
+            r"\d+ requested and \d+ "
+            r"written",
+            text,
+        )
+        is not None
+    )
     return errno.ENOSPC if is_short else None
 
 
-def explain_disk_error(error: BaseException | None, output: Path, kept: Sequence[Path]) -> UserError | None:
+def explain_disk_error(
+    error: BaseException | None, output: Path, kept: Sequence[Path]
+) -> UserError | None:
     """The UserError for an error of the disk or network; None for any other error.
 
     Args:
@@ -390,7 +456,10 @@ def explain_disk_error(error: BaseException | None, output: Path, kept: Sequence
     number = _errno_of(error)
     if error is None or number not in _FAULTS:
         return None
-    problem = f"{getattr(error, 'filename', None) or 'a file'} cannot be read or written ({reason(error)})."
+    problem = (
+        f"{getattr(error, 'filename', None) or 'a file'} cannot be read or written "
+        f"({reason(error)})."
+    )
     if number in _FULL:
         problem = "the disk is full. Free some space, or choose another --output."
     return UserError(f"--output {output}: {problem} {how_to_resume(kept)}".rstrip())

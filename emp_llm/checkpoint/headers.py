@@ -1,6 +1,7 @@
 """Headers of untrusted safetensors files.
 
-Sizes claimed by a file are checked before memory is allocated, and a contradictory header is refused in a sentence.
+Sizes claimed by a file are checked before memory is allocated, and a contradictory header is
+refused in a sentence.
 """
 
 import math
@@ -18,7 +19,9 @@ _LARGEST = 1 << 63
 BITS = {  # bits per number, by the safetensors name of the dtype
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
@@ -50,7 +53,8 @@ class StoredTensor:
 
 
 def read_header(shard: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file in the order of their bytes. Every byte after the header belongs to exactly one tensor.
+    """The tensors of a safetensors file in the order of their bytes. Every byte after the header
+    belongs to exactly one tensor.
 
     Raises:
         UserError: the file is truncated or corrupt, or its header is invalid.
@@ -58,33 +62,52 @@ def read_header(shard: Path) -> list[StoredTensor]:
     try:
         return parse_header(header_text(shard), shard, shard.stat().st_size)
     except (OSError, ValueError) as error:
-        raise UserError(f"{shard}: not a complete safetensors file ({reason(error)}). Download or convert it again.") from error
+        raise UserError(
+            f"{shard}: not a complete safetensors file ({reason(error)}). Download or "
+            "convert it again."
+        ) from error
 
 
 def header_text(shard: Path) -> bytes:
-    """The header of a safetensors file as text, with trailing spaces; ValueError if it is incomplete."""
+    """The header of a safetensors file as text, with trailing spaces; ValueError if it is
+    incomplete.
+    """
     with shard.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError("it ends before its header does")
         if length > HEADER_LIMIT:
-            raise ValueError(f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} are allowed")
+            raise ValueError(
+                f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} are allowed"
+            )
         return file.read(length)
 
 
 def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
-    """`read_header`, given a header's text and the size of its file; ValueError if the header is invalid."""
+    """`read_header`, given a header's text and the size of its file; ValueError if the header is
+    invalid.
+    """
     if not raw.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
-    header = parse_json(raw, object_pairs_hook=unique_keys, parse_int=_whole, parse_float=_no_number, parse_constant=_no_number)
+    header = parse_json(
+        raw,
+        object_pairs_hook=unique_keys,
+        parse_int=_whole,
+        parse_float=_no_number,
+        parse_constant=_no_number,
+    )
     _check_metadata(header.pop("__metadata__", {}))
     tensors = [_tensor(name, entry, shard, 8 + len(raw), size) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     position = 8 + len(raw)
     for tensor in tensors:
         if tensor.start != position:
-            problem = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
+            problem = (
+                ("overlaps the tensor before it")
+                if tensor.start < position
+                else ("leaves a gap before it")
+            )
             raise ValueError(f"tensor {quotable(tensor.name)} {problem}")
         position = tensor.end
     if position != size:
@@ -103,7 +126,9 @@ def _no_number(text: str) -> NoReturn:
 def _check_metadata(metadata: Any) -> None:
     if metadata is None:  # as safetensors reads it
         return
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ValueError("its __metadata__ is not a map of strings")
 
 
@@ -113,11 +138,15 @@ def _tensor(name: str, entry: Any, shard: Path, base: int, size: int) -> StoredT
         raise ValueError(f"the tensor name {title} is not printable")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor {title} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"tensor {title} is of an unknown dtype, {quotable(str(dtype))}")
     if not _naturals(shape) or len(shape) > _DIMENSIONS:
-        raise ValueError(f"the shape of tensor {title} is not a list of at most {_DIMENSIONS} sizes")
+        raise ValueError(
+            f"the shape of tensor {title} is not a list of at most {_DIMENSIONS} sizes"
+        )
     if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
         raise ValueError(f"the data_offsets of tensor {title} do not lie within the file")
     if math.prod(shape) * BITS[dtype] >= _LARGEST or math.prod(filter(None, shape)) >= _LARGEST:
@@ -128,4 +157,6 @@ def _tensor(name: str, entry: Any, shard: Path, base: int, size: int) -> StoredT
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < _LARGEST for number in value
+    )

@@ -1,4 +1,6 @@
-"""Locks on files, for one run at a time. The system releases a lock when its process ends, even if it is killed."""
+"""Locks on files, for one run at a time. The system releases a lock when its process ends, even
+if it is killed.
+"""
 
 import errno
 import fcntl
@@ -21,7 +23,8 @@ _UNKNOWN = "an unknown process"
 
 @contextmanager
 def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Iterator[None]:
-    """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is created if missing.
+    """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is
+    created if missing.
 
     Args:
         path: the output.
@@ -72,7 +75,10 @@ class FileLock:
             file = open_own(self.path)
             if not _is_lock(file):
                 os.close(file)
-                raise UserError(f"{self._subject}: {self.path} is no lock of emp-llm, so it is not touched. Move it away.")
+                raise UserError(
+                    f"{self._subject}: {self.path} is no lock of emp-llm, so it is not "
+                    "touched. Move it away."
+                )
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -83,10 +89,13 @@ class FileLock:
                         time.sleep(_TICK)
                         continue
                     raise UserError(
-                        f"{self._subject}: another run is working on it ({holder}). Wait for that run, or stop it."
+                        f"{self._subject}: another run is working on it ({holder}). Wait for that "
+                        "run, or stop it."
                     ) from error
                 logger.warning(
-                    "warning: %s: this file system has no locks; make sure that no other run uses this output.", self.path
+                    "warning: %s: this file system has no locks; make sure that no other run uses "
+                    "this output.",
+                    self.path,
                 )
             if same_file(file, self.path):
                 self._file = file
@@ -95,11 +104,19 @@ class FileLock:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):  # on a full disk, the lock works without naming its holder
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
+            os.pwrite(
+                self._file,
+                json.dumps(
+                    {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+                ).encode(),
+                0,
+            )
 
     @property
     def descriptor(self) -> int:
-        """The open file. A process that inherits it shares the lock, which then ends with the last of both."""
+        """The open file. A process that inherits it shares the lock, which then ends with the
+        last of both.
+        """
         assert self._file is not None
         return self._file
 
@@ -116,7 +133,8 @@ def open_own(path: Path) -> int:
     """Open a file of our work for reading and writing, created if missing.
 
     Raises:
-        UserError: it is a link, symbolic or hard. Whoever made that chose what would be overwritten.
+        UserError: it is a link, symbolic or hard. Whoever made that chose what would be
+            overwritten.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

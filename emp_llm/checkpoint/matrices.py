@@ -1,8 +1,9 @@
-"""Stored numbers as words, their bits as unsigned integers; and stored matrices, read in chunks of rows, one output per row.
+"""Stored numbers as words, their bits as unsigned integers; and stored matrices, read in chunks of
+rows, one output per row.
 
-An FP8 matrix has a scale for each block of its numbers (DeepSeek-V3, Qwen3-FP8, and FineGrainedFP8 of transformers). A weight
-is its 8-bit float times the scale of its block. Scales and bits are kept when weights are removed, and zero has exact bits, so
-a pruned matrix stays FP8.
+An FP8 matrix has a scale for each block of its numbers (DeepSeek-V3, Qwen3-FP8, and FineGrainedFP8
+of transformers). A weight is its 8-bit float times the scale of its block. Scales and bits are kept
+when weights are removed, and zero has exact bits, so a pruned matrix stays FP8.
 """
 
 from collections.abc import Iterator
@@ -21,10 +22,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Words = NDArray[Any]  # uint8, uint16, uint32 or uint64, little-endian
-WORD: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+WORD: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 PRUNABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 FP8_DTYPE = "F8_E4M3"
-_SCALE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float8_e8m0fnu"}
+_SCALE_DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E8M0": "float8_e8m0fnu",
+}
 
 
 def word_bytes(tensor: StoredTensor) -> int:
@@ -43,7 +54,9 @@ def mask_bytes(count: int) -> int:
 
 
 def packed_bytes(words: int, size: int, zeros: int) -> int:
-    """Bytes of `words` words of `size` bytes, packed raw: bitmask and values, or all words if that is smaller."""
+    """Bytes of `words` words of `size` bytes, packed raw: bitmask and values, or all words if
+    that is smaller.
+    """
     return min(words * size, mask_bytes(words) + (words - zeros) * size)
 
 
@@ -87,7 +100,9 @@ class BlockScales:
         return weights.float() * by_column
 
 
-def block_scales(weight: StoredTensor, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> BlockScales:
+def block_scales(
+    weight: StoredTensor, tensors: dict[str, StoredTensor], config: dict[str, Any]
+) -> BlockScales:
     """The scales of an FP8 matrix of a checkpoint.
 
     Args:
@@ -102,24 +117,35 @@ def block_scales(weight: StoredTensor, tensors: dict[str, StoredTensor], config:
     scales = tensors.get(name)
     if scales is None:
         raise UserError(
-            f"{weight.shard}: {weight.name} is stored as FP8 without its scales {name}, so its weights are unknown. Prune the "
-            "original model of 16 bits and quantise the result."
+            f"{weight.shard}: {weight.name} is stored as FP8 without its scales {name}, so its "
+            "weights are unknown. Prune the original model of 16 bits and quantise the result."
         )
     settings = config.get("quantization_config")
     size = settings.get("weight_block_size") if isinstance(settings, dict) else None
     rows, columns = _lengths(weight.shape if scales.numel == 1 else size)
-    fits = scales.numel == 1 or scales.shape == (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    fits = scales.numel == 1 or scales.shape == (
+        -(-weight.shape[0] // rows),
+        -(-weight.shape[1] // columns),
+    )
     if not fits or scales.dtype not in _SCALE_DTYPES:
-        problem = f"{name} is {scales.dtype} {list(scales.shape)}, which does not fit a weight of {list(weight.shape)}"
+        problem = (
+            f"{name} is {scales.dtype} {list(scales.shape)}, which does not fit a weight of "
+            f"{list(weight.shape)}"
+        )
         raise UserError(
-            f"{scales.shard}: {problem} in blocks of {size} (weight_block_size in config.json). Download the model again."
+            f"{scales.shard}: {problem} in blocks of {size} (weight_block_size in config.json). "
+            "Download the model again."
         )
     return BlockScales(scales, rows, columns)
 
 
 def _lengths(size: Any) -> tuple[int, int]:
     """Two lengths from config.json; (1, 1), which fits no scales, if they are something else."""
-    if isinstance(size, list | tuple) and len(size) == 2 and all(type(length) is int and length > 0 for length in size):
+    if (
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(type(length) is int and length > 0 for length in size)
+    ):
         return size[0], size[1]
     return 1, 1
 
@@ -130,14 +156,23 @@ def _values(stored: StoredTensor) -> "Tensor":
 
     dtype = getattr(torch, _SCALE_DTYPES[stored.dtype], None)
     if dtype is None:
-        raise UserError(f"{stored.shard}: its scales are stored as {stored.dtype}, which needs torch 2.7. Update it.")
+        raise UserError(
+            f"{stored.shard}: its scales are stored as {stored.dtype}, which needs "
+            "torch 2.7. Update it."
+        )
     with FileReader(stored.shard) as file:
         words = read_words(file, stored, 0, stored.numel)
     scales = torch.from_numpy(words).view(dtype).float()
     if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
-        raise UserError(f"{stored.shard}: {stored.name} holds NaN, infinity or a scale below zero. Download the model again.")
-    # A block of zeros may have the scale zero. Above it, a score is zero only where the weight's bits are.
-    return scales.clamp(min=torch.finfo(torch.float32).tiny).reshape(stored.shape if len(stored.shape) == 2 else (1, 1))
+        raise UserError(
+            f"{stored.shard}: {stored.name} holds NaN, infinity or a scale below zero. "
+            "Download the model again."
+        )
+    # A block of zeros may have the scale zero. Above it, a score is zero only where the weight's
+    # bits are.
+    return scales.clamp(min=torch.finfo(torch.float32).tiny).reshape(
+        stored.shape if len(stored.shape) == 2 else (1, 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -186,17 +221,26 @@ class Matrix:
         return self.stored.shape[-2 if self.transposed else -1]
 
     def row_chunks(self, weights: int) -> Iterator[tuple[int, int]]:
-        """(first, last + 1) of consecutive chunks of rows, each of at most `weights` weights, or of one row."""
+        """(first, last + 1) of consecutive chunks of rows, each of at most `weights` weights, or
+        of one row.
+        """
         step = max(1, weights // max(1, self.columns))
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
 
     def read(self, file: FileReader, first: int, last: int) -> Words:
-        """The bits of rows first to last - 1, from the open shard: unsigned, shape (last - first, columns), contiguous."""
+        """The bits of rows first to last - 1, from the open shard: unsigned, shape (last -
+        first, columns), contiguous.
+        """
         if not self.transposed:
             ((offset, begin, end),) = self._places(first, last)
-            stored = file.take(offset, end - begin).view(WORD[self.itemsize]).reshape(last - first, self.columns)
-            return np.require(stored, requirements="A")  # a copy, if the tensor starts at an odd byte
+            stored = (
+                file.take(offset, end - begin)
+                .view(WORD[self.itemsize])
+                .reshape(last - first, self.columns)
+            )
+            # A copy, if the tensor starts at an odd byte.
+            return np.require(stored, requirements="A")
         words = np.empty((self.columns, last - first), WORD[self.itemsize])
         raw = bytes_of(words)
         for offset, begin, end in self._places(first, last):
@@ -204,13 +248,17 @@ class Matrix:
         return words.T.copy()
 
     def pieces(self, first: int, words: Words) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the shard, bytes) of each contiguous piece of some rows from `first` on, given as `read` returns them."""
+        """(offset in the shard, bytes) of each contiguous piece of some rows from `first` on,
+        given as `read` returns them.
+        """
         raw = bytes_of(words.T.copy() if self.transposed else words)
         for offset, begin, end in self._places(first, first + words.shape[0]):
             yield offset, raw[begin:end]
 
     def _places(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(offset in the shard; begin, end in the bytes of the rows) of each contiguous piece of rows first to last - 1."""
+        """(offset in the shard; begin, end in the bytes of the rows) of each contiguous piece of
+        rows first to last - 1.
+        """
         size = self.itemsize
         if not self.transposed:
             width = self.columns * size
@@ -218,7 +266,11 @@ class Matrix:
             return
         width = (last - first) * size
         for column in range(self.columns):
-            yield self.start + (column * self.rows + first) * size, column * width, (column + 1) * width
+            yield (
+                self.start + (column * self.rows + first) * size,
+                column * width,
+                (column + 1) * width,
+            )
 
 
 def torch_dtype(name: str) -> "torch.dtype":
@@ -227,11 +279,18 @@ def torch_dtype(name: str) -> "torch.dtype":
 
     if name == FP8_DTYPE:
         return torch.float8_e4m3fn
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[name]
+    return {
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+    }[name]
 
 
 def dequantised_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
-    """The values of rows from `first` on, given as stored: float32 if the matrix has scales, else unchanged."""
+    """The values of rows from `first` on, given as stored: float32 if the matrix has scales,
+    else unchanged.
+    """
     return weights if matrix.scales is None else matrix.scales.dequantised(first, weights)
 
 

@@ -1,4 +1,5 @@
-"""Outputs that appear complete or not at all, and the finished work of an interrupted run, from which the next one resumes.
+"""Outputs that appear complete or not at all, and the finished work of an interrupted run, from
+which the next one resumes.
 
 An output folder NAME is written in a hidden folder beside it:
 
@@ -25,7 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
+from emp_llm.checkpoint.files import (
+    INDEX_LIMIT,
+    explain_disk_error,
+    how_to_resume,
+    read_json,
+    sync_path,
+    sync_tree,
+    write_json,
+)
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import UserError, format_bytes, quotable, reason, shortened_list
 from emp_llm.common.paths import (
@@ -45,7 +54,16 @@ _FORMAT = "emp-llm work 3"
 _OLD = "replaced"
 _ANYBODY = 0o044  # may read
 # All names in a work folder; one of the first three is there unless it is empty.
-_WORK_FILES = ("lock", "manifest.json", _OLD, ".manifest.json.partial", "files", "fitted", "healing", "*.safetensors.npy")
+_WORK_FILES = (
+    "lock",
+    "manifest.json",
+    _OLD,
+    ".manifest.json.partial",
+    "files",
+    "fitted",
+    "healing",
+    "*.safetensors.npy",
+)
 # Finished blocks of a calibration, whole or half written.
 CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
@@ -55,23 +73,24 @@ class OutputFolder:
 
         with OutputFolder(...) as out:
             out.begin(signature)
-            ...                      # write into out.files; out.note(part=...) when a part is finished
-            out.complete()
+            ...                      # write into out.files; out.note(part=...) when a part is
+            finished out.complete()
 
-    Without `complete`, or after an error, the path is unchanged. Finished work stays in `work`, for the same run to resume; if
-    no work is finished, nothing is left behind.
+    Without `complete`, or after an error, the path is unchanged. Finished work stays in `work`, for
+    the same run to resume; if no work is finished, nothing is left behind.
 
     Args:
         path: the output.
         sources: input folders; they are never changed.
         needed: bytes that will be written.
-        overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
+        overwrite: replace an older checkpoint at the path, and discard the work of an unfinished
+            run with other options.
         expected: of `check_folder`, for a folder that is no model.
         known: files that the run will write, for outputs whose records do not name all of them.
 
     Raises:
-        UserError: the path exists and may not be replaced; it is a source, inside one or around one; or the disk has too
-            little space.
+        UserError: the path exists and may not be replaced; it is a source, inside one or around
+            one; or the disk has too little space.
     """
 
     def __init__(
@@ -84,14 +103,21 @@ class OutputFolder:
         known: Collection[str] = (),
     ) -> None:
         self.path = Path(os.path.abspath(path))
-        self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
+        self._subject = f"--output {path}"
+        self._overwrite = overwrite
+        self._expected = expected
         if os.path.ismount(self.path):
-            raise UserError(f"{self._subject}: it is the root of a file system, which is never replaced; name a folder in it.")
+            raise UserError(
+                f"{self._subject}: it is the root of a file system, which is never "
+                "replaced; name a folder in it."
+            )
         self.work = self.path.with_name(f".{self.path.name}.partial")
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
-        self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._readers, self._known = _readers_of(sources), known
+        # Finished blocks of a calibration.
+        self.calibration = self.path.with_name(f".{self.path.name}.calibration")
+        self._readers = _readers_of(sources)
+        self._known = known
         self._old = self.work / _OLD
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -100,7 +126,10 @@ class OutputFolder:
         real = self.path.resolve()
         for origin in (source.resolve() for source in sources):
             if real == origin or real in origin.parents or origin in real.parents:
-                raise UserError(f"{self._subject}: it is the input folder, lies inside it or contains it; name another folder.")
+                raise UserError(
+                    f"{self._subject}: it is the input folder, lies inside it or "
+                    "contains it; name another folder."
+                )
         self._check_path()
         self.check_space(needed)
 
@@ -120,10 +149,17 @@ class OutputFolder:
                 raise
         except OSError as error:
             self._lock.release()
-            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+            raise UserError(
+                f"--output {self.path}: cannot be written there ({reason(error)})."
+            ) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with contextlib.suppress(OSError):
             self._close()
         if not self.path.exists():
@@ -137,7 +173,8 @@ class OutputFolder:
 
         Args:
             signature: everything that the result depends on, as JSON.
-            machine: what only the last bits of the result depend on. A resume with another one warns.
+            machine: what only the last bits of the result depend on. A resume with another one
+                warns.
 
         Raises:
             UserError: an unfinished run with another signature left work, and `overwrite` is false.
@@ -148,18 +185,25 @@ class OutputFolder:
             if difference is None:
                 logger.info("%s: resuming the work of an earlier run.", self.work)
                 if (before := self._state.get("machine", machine)) != machine:
-                    told = f"{before}; with {machine}, norms and fitted weights differ in their last bits."
+                    told = (
+                        f"{before}; with {machine}, norms and fitted weights differ in their "
+                        "last bits."
+                    )
                     logger.warning("warning: %s was begun with %s", self.path, told)
                 return
             if not self._overwrite:
                 raise self._unfinished(difference)
-            logger.info("%s: discarding the work of an unfinished run with %s.", self.work, difference)
+            logger.info(
+                "%s: discarding the work of an unfinished run with %s.", self.work, difference
+            )
         self._empty()
         self.files.mkdir()
         self._state = {"signature": signature, "machine": machine}
 
     def check_leftover(self, known: dict[str, Any]) -> None:
-        """Raise the error of `begin` for the part of a signature that is known before the text is read; None is unknown."""
+        """Raise the error of `begin` for the part of a signature that is known before the text
+        is read; None is unknown.
+        """
         older = self._state.get("signature", {})
         known = {key: value for key, value in known.items() if value is not None}
         difference = describe_difference({key: older.get(key) for key in known}, known)
@@ -168,8 +212,8 @@ class OutputFolder:
 
     def _unfinished(self, difference: str) -> UserError:
         return UserError(
-            f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. Repeat its command to resume "
-            "it; to start over, add --overwrite or delete that folder."
+            f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. "
+            "Repeat its command to resume it; to start over, add --overwrite or delete that folder."
         )
 
     @property
@@ -207,7 +251,8 @@ class OutputFolder:
             self._restore_old()
             raise
         sync_path(self.path.parent)
-        shutil.rmtree(self.calibration, ignore_errors=True)  # of an unfinished run with other options
+        # Of an unfinished run with other options.
+        shutil.rmtree(self.calibration, ignore_errors=True)
         self._remove()
 
     def _open(self) -> None:
@@ -229,14 +274,18 @@ class OutputFolder:
             logger.warning("warning: %s This run starts over.", error)
 
     def _close(self) -> None:
-        """Release the work folder. Delete it unless it holds finished work, or an older output that the next run restores."""
+        """Release the work folder. Delete it unless it holds finished work, or an older output
+        that the next run restores.
+        """
         if self.started or self._old.is_dir():
             self._lock.release()
         else:
             self._remove()
 
     def _remove(self) -> None:
-        """Delete the work folder; the lock goes last, so that no other run starts in a folder that is being deleted."""
+        """Delete the work folder; the lock goes last, so that no other run starts in a folder
+        that is being deleted.
+        """
         if self.work.is_dir():
             self._empty()
             self._lock.release()
@@ -260,11 +309,17 @@ class OutputFolder:
     def _check_path(self) -> None:
         if self._expected is not None:
             check_folder(self.path, self._overwrite, self._expected)
-            _check_foreign(self.path, self._subject, {*self._known, *_files_of_run(self.path, (self._expected,))})
+            _check_foreign(
+                self.path,
+                self._subject,
+                {*self._known, *_files_of_run(self.path, (self._expected,))},
+            )
         elif os.path.lexists(self.path):
             if not self._overwrite:
                 self._remove_leftover()
-                raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
+                raise UserError(
+                    f"{self._subject}: it exists; name another folder, or add --overwrite."
+                )
             _check_replaceable(self.path, self._subject, self._known)
 
     def _remove_leftover(self) -> None:
@@ -275,20 +330,23 @@ class OutputFolder:
                 self._remove()
 
     def check_space(self, needed: int) -> None:
-        """Raise UserError if the disk has no room for so many bytes, less those that the work takes already."""
+        """Raise UserError if the disk has no room for so many bytes, less those that the work
+        takes already.
+        """
         parent = next(folder for folder in self.path.parents if folder.exists())
         free = shutil.disk_usage(parent).free
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
             needed -= sum(path.stat().st_blocks * 512 for path in self.work.rglob("*"))
         if free < needed:
             raise UserError(
-                f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
-                f"Free some space, or choose another --output."
+                f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has "
+                f"{format_bytes(free)} free. Free some space, or choose another --output."
             )
 
 
 class OutputFile(contextlib.ExitStack):
-    """`with OutputFile(path) as out: ...; write it; out.complete()`. Only the first rank locks the output.
+    """`with OutputFile(path) as out: ...; write it; out.complete()`. Only the first rank locks the
+    output.
 
     Args:
         path: the file. Until `complete`, finished work is kept beside it, in the folder `progress`.
@@ -317,7 +375,8 @@ class OutputFile(contextlib.ExitStack):
 
 
 def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) -> None:
-    """Check that a folder of work is one that emp-llm made, so that it may be written to and emptied.
+    """Check that a folder of work is one that emp-llm made, so that it may be written to and
+    emptied.
 
     Args:
         folder: may be missing.
@@ -338,8 +397,11 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
             if stat.S_ISLNK(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink > 1):
                 raise UserError(link_sentence(path))
     if not folder.is_dir():
-        raise UserError(f"{folder} is in the way: emp-llm works in a folder of this name. Move it away.")
-    names = [path.name for path in folder.iterdir() if not path.name.startswith(".nfs")]  # deleted, but still open somewhere
+        raise UserError(
+            f"{folder} is in the way: emp-llm works in a folder of this name. Move it away."
+        )
+    # deleted, but still open somewhere.
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".nfs")]
     foreign = [name for name in names if not any(fnmatch(name, each) for each in ours)]
     shown = shortened_list(sorted(map(quotable, foreign or names)))
     if foreign or (names and not any(fnmatch(name, mark) for name in names for mark in marks)):
@@ -351,8 +413,13 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
 
 def check_output_file(path: Path, overwrite: bool) -> None:
     """Raise UserError if a file cannot be written, or exists and may not be replaced."""
-    if path.is_dir() or next(folder for folder in path.absolute().parents if folder.exists()).is_file():
-        raise UserError(f"--output {path}: it is a folder, or lies in a file; name a file in a folder.")
+    if (
+        path.is_dir()
+        or next(folder for folder in path.absolute().parents if folder.exists()).is_file()
+    ):
+        raise UserError(
+            f"--output {path}: it is a folder, or lies in a file; name a file in a folder."
+        )
     if path.exists() and not overwrite:
         raise UserError(f"--output {path}: it exists; name another file, or add --overwrite.")
 
@@ -363,22 +430,29 @@ def check_folder(path: Path, overwrite: bool, expected: str) -> None:
     Args:
         path: the output.
         overwrite: replace an older output.
-        expected: a file that every output of this kind holds; a folder without it is never replaced.
+        expected: a file that every output of this kind holds; a folder without it is never
+            replaced.
 
     Raises:
         UserError: the path exists and may not be replaced.
     """
     path = Path(os.path.abspath(path))
-    if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
+    if not os.path.lexists(path) or (
+        path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    ):
         return
     if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
-        raise UserError(f"--output {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
+        raise UserError(
+            f"--output {path}: it exists and holds no {expected}, so it is never "
+            "replaced; name another folder."
+        )
     if not overwrite:
         raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
 
 
 def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str) -> None:
-    """Write small files, given by relative name, into a folder that appears when all of them are on disk.
+    """Write small files, given by relative name, into a folder that appears when all of them are on
+    disk.
 
     Args:
         path, overwrite, expected: of `check_folder`.
@@ -396,10 +470,14 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
 
 
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The path and both values of the first field in which two nested records differ; None if they are equal."""
+    """The path and both values of the first field in which two nested records differ; None if
+    they are equal.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
-            difference = first_difference(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+            difference = first_difference(
+                old.get(key), new.get(key), f"{name}.{key}" if name else key
+            )
             if difference is not None:
                 return difference
         return None
@@ -407,13 +485,18 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
 
 
 def describe_difference(old: Any, new: Any) -> str | None:
-    """`first_difference` in words, from the point of view of the new run; None if the records are equal."""
+    """`first_difference` in words, from the point of view of the new run; None if the records
+    are equal.
+    """
     difference = first_difference(old, new)
     if difference is None:
         return None
     name, *values = difference
     if name.startswith("source.files."):
-        return f"another source: {name.removeprefix('source.files.')} has another size or modification time"
+        return (
+            f"another source: {name.removeprefix('source.files.')} has another size or "
+            "modification time"
+        )
     before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, values))
     return f"{name} {before}, this one has {now}"
 
@@ -428,19 +511,32 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> N
 
 
 def _readers_of(sources: Sequence[Path]) -> int:
-    """Who may read all weights of some folders beside their owner, as bits of a mode: what is private stays so."""
-    modes = [shard.stat().st_mode for source in sources for shard in source.glob("*.safetensors") if shard.is_file()]
+    """Who may read all weights of some folders beside their owner, as bits of a mode: what is
+    private stays so.
+    """
+    modes = [
+        shard.stat().st_mode
+        for source in sources
+        for shard in source.glob("*.safetensors")
+        if shard.is_file()
+    ]
     return reduce(and_, modes, _ANYBODY)
 
 
 def _check_replaceable(path: Path, subject: str, known: Collection[str]) -> None:
-    """Raise UserError unless a run of emp-llm wrote every file of an older model, or this run, which will write `known`."""
+    """Raise UserError unless a run of emp-llm wrote every file of an older model, or this run,
+    which will write `known`.
+    """
     if path.is_symlink() or not path.is_dir():
-        raise UserError(f"{subject}: it is not a model folder, so --overwrite does not replace it; remove it yourself.")
+        raise UserError(
+            f"{subject}: it is not a model folder, so --overwrite does not replace it; "
+            "remove it yourself."
+        )
     listed = _files_of_run(path, (MANIFEST_NAME, PACK_NAME, str(ROTATION_NAME), REPORT_NAME))
     if not listed and any(path.iterdir()):
         raise UserError(
-            f"{subject}: it is not a model folder that emp-llm wrote, so --overwrite does not replace it; remove it yourself."
+            f"{subject}: it is not a model folder that emp-llm wrote, so --overwrite does not "
+            "replace it; remove it yourself."
         )
     card = path / CARD_NAME
     if card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace"):
@@ -450,12 +546,21 @@ def _check_replaceable(path: Path, subject: str, known: Collection[str]) -> None
 
 def _check_foreign(path: Path, subject: str, listed: Collection[str]) -> None:
     """Raise UserError if an older output holds a file that is not listed."""
-    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
-    foreign = [name for name in files if name not in listed and not name.startswith(f"{EXTRAS}/evaluation/")]
+    files = sorted(
+        str(file.relative_to(path))
+        for file in path.rglob("*")
+        if not file.is_dir() or file.is_symlink()
+    )
+    foreign = [
+        name
+        for name in files
+        if name not in listed and not name.startswith(f"{EXTRAS}/evaluation/")
+    ]
     if foreign:
         raise UserError(
-            f"{subject}: it also holds {shortened_list([quotable(name) for name in foreign])}, which emp-llm did not write "
-            "there, so --overwrite does not replace it. Move that away, or name another folder."
+            f"{subject}: it also holds {shortened_list([quotable(name) for name in foreign])}, "
+            "which emp-llm did not write there, so --overwrite does not replace it. Move that "
+            "away, or name another folder."
         )
 
 
@@ -467,6 +572,10 @@ def _files_of_run(folder: Path, records: Sequence[str]) -> set[str]:
         with contextlib.suppress(UserError):  # a damaged record names nothing
             record = read_json(folder / name, limit=INDEX_LIMIT)
             for entries in (record.get("files"), record.get("shards")):
-                listed |= {str(entry) for entry in entries} if isinstance(entries, dict | list) else set()
-    packed = {name.removesuffix(".safetensors") + PACKED_SUFFIX for name in listed if PACK_NAME in names}
+                listed |= (
+                    {str(entry) for entry in entries} if isinstance(entries, dict | list) else set()
+                )
+    packed = {
+        name.removesuffix(".safetensors") + PACKED_SUFFIX for name in listed if PACK_NAME in names
+    }
     return names | listed | packed

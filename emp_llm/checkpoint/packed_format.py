@@ -1,33 +1,40 @@
-"""The format of packed checkpoints, and the reader of packed folders. They may come from anybody, so everything is checked.
+"""The format of packed checkpoints, and the reader of packed folders. They may come from anybody,
+so everything is checked.
 
-The packed folder of a model holds every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file unchanged, and
-`emp_pack.json`, which lists them all. Packed shards are ordinary safetensors files, and every byte of the original shard can be
-restored from them.
+The packed folder of a model holds every shard `NAME.safetensors` as `NAME.packed.safetensors`,
+every other file unchanged, and `emp_pack.json`, which lists them all. Packed shards are ordinary
+safetensors files, and every byte of the original shard can be restored from them.
 
-**emp_pack.json**: `format` is "emp-llm pack 3"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of
-words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `blake3`, the text of its
-`header`, and `packed`, the `blake3` of the packed file; `files` maps the path of each other file to its `bytes` and `blake3`;
-`base` is the source in the report of the pruning run, or null.
+**emp_pack.json**: `format` is "emp-llm pack 3"; `kind` "weights" or "mask"; `codec` "raw" or
+"zstd"; `block`, a number of words, a multiple of 64; `shards` maps the name of each original shard
+to its size in `bytes`, its `blake3`, the text of its `header`, and `packed`, the `blake3` of the
+packed file; `files` maps the path of each other file to its `bytes` and `blake3`; `base` is the
+source in the report of the pruning run, or null.
 
-**Tensors** are sequences of words: numbers of 1, 2, 4 or 8 bytes in their stored order, whatever the shape; numbers of less
-than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a value. A packed shard holds a tensor
+**Tensors** are sequences of words: numbers of 1, 2, 4 or 8 bytes in their stored order, whatever
+the shape; numbers of less than 8 bits are taken as bytes. A word is zero if no bit of it is set;
+-0.0 is a value. A packed shard holds a tensor
 
 - dense, raw: as `NAME`, unchanged. (A mask would cost more than the zeros save.)
-- sparse, raw: as `NAME.mask`, U8: one bit for each word, the lowest bit of the first byte first, 1 if the word is not zero;
-  padded with zeros to a multiple of 8 bytes. And `NAME.values`, of the original's dtype, one dimension: the words that are not
-  zero, in order.
-- dense or sparse, zstd: as `NAME.frames`, U8: the zstd frames of each chunk of `block` words, concatenated and padded with
-  zeros to a multiple of 8 bytes. And `NAME.sizes`, U32, shape (chunks, frames in a chunk): their sizes. If sparse, the first
-  frame of a chunk is its mask. The others are byte planes of its values, the highest plane first, each value rotated left by
-  one bit, so that the sign is next to the lowest bits of the mantissa. The highest plane of BF16 and F32 is the exponent. It is
-  written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first: its index in that list, or 15
-  for a byte that is not in the list and for the missing half of a last pair; then the bytes that are not in the list.
-- in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros has no entry.
+- sparse, raw: as `NAME.mask`, U8: one bit for each word, the lowest bit of the first byte first, 1
+  if the word is not zero; padded with zeros to a multiple of 8 bytes. And `NAME.values`, of the
+  original's dtype, one dimension: the words that are not zero, in order.
+- dense or sparse, zstd: as `NAME.frames`, U8: the zstd frames of each chunk of `block` words,
+  concatenated and padded with zeros to a multiple of 8 bytes. And `NAME.sizes`, U32, shape (chunks,
+  frames in a chunk): their sizes. If sparse, the first frame of a chunk is its mask. The others are
+  byte planes of its values, the highest plane first, each value rotated left by one bit, so that
+  the sign is next to the lowest bits of the mantissa. The highest plane of BF16 and F32 is the
+  exponent. It is written as 15 frequent bytes; then half a byte for each byte of the plane, the low
+  half first: its index in that list, or 15 for a byte that is not in the list and for the missing
+  half of a last pair; then the bytes that are not in the list.
+- in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros
+  has no entry.
 
-What an author of a folder can get wrong is refused here, before a word is read: headers that leave gaps, overlap or do not fit
-their file (`read_header`); entries without the dtype and the shape of their tensor, of no tensor, or of two; a tensor in two
-shards. A mask is counted when it is read, here by `chunks` and by the runtime in `StoredWeights.rows`. Positions of rows are
-never read from a file: they are sums of these counts.
+What an author of a folder can get wrong is refused here, before a word is read: headers that leave
+gaps, overlap or do not fit their file (`read_header`); entries without the dtype and the shape of
+their tensor, of no tensor, or of two; a tensor in two shards. A mask is counted when it is read,
+here by `chunks` and by the runtime in `StoredWeights.rows`. Positions of rows are never read from a
+file: they are sums of these counts.
 """
 
 import re
@@ -44,7 +51,15 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from emp_llm.checkpoint.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
+from emp_llm.checkpoint.bits import (
+    Bytes,
+    join_planes,
+    mask_of,
+    need_zstandard,
+    ones_in,
+    put_zeros_in,
+    zstd_content,
+)
 from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_from_files
 from emp_llm.checkpoint.files import INDEX_LIMIT, FileReader, file_hash, prefetch, read_json
 from emp_llm.checkpoint.headers import StoredTensor, parse_header, read_header
@@ -97,7 +112,9 @@ class PackIndex(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PackLayout:
-    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its block."""
+    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its
+    block.
+    """
 
     kind: PackKind = "weights"
     codec: Codec = "raw"
@@ -112,9 +129,14 @@ class PackLayout:
         """The number of zstd frames in a chunk of a tensor."""
         return (form == "sparse") + (word_bytes(tensor) if self.kind == "weights" else 0)
 
-    def entries(self, tensor: StoredTensor, form: Form) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-        """Name -> (dtype, shape) of each entry that a packed shard has for a tensor; None for lengths that depend on values."""
-        name, mask = tensor.name, ("U8", (mask_bytes(words_in(tensor)),))
+    def entries(
+        self, tensor: StoredTensor, form: Form
+    ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+        """Name -> (dtype, shape) of each entry that a packed shard has for a tensor; None for
+        lengths that depend on values.
+        """
+        name = tensor.name
+        mask = ("U8", (mask_bytes(words_in(tensor)),))
         if form == "base":
             return {}
         if self.codec == "zstd":
@@ -140,7 +162,8 @@ class PackedShard:
         header: the original's header with the eight bytes of its length.
         size, digest: of the original; BLAKE3.
         packed_digest: BLAKE3 of the file itself.
-        tensors: those of the original, in the order of their bytes; their offsets are those in the original.
+        tensors: those of the original, in the order of their bytes; their offsets are those in the
+            original.
         forms: the form of each, by name.
 
     Raises:
@@ -148,14 +171,17 @@ class PackedShard:
     """
 
     def __init__(self, path: Path, layout: PackLayout, told: ShardEntry) -> None:
-        self.path, self.layout = path, layout
+        self.path = path
+        self.layout = layout
         if not path.is_file():
             raise UserError(f"{path}: it is missing, but {PACK_NAME} names it. Download it again.")
         self._entries = {tensor.name: tensor for tensor in read_header(path)}
         try:
             text = told.header.encode("utf-8")
             self.header = len(text).to_bytes(8, "little") + text
-            self.size, self.digest, self.packed_digest = told.bytes, told.blake3, told.packed.blake3
+            self.size = told.bytes
+            self.digest = told.blake3
+            self.packed_digest = told.packed.blake3
             self.tensors = parse_header(text, path, self.size)
             self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
             used: set[str] = set()
@@ -167,23 +193,38 @@ class PackedShard:
                         a in (None, b) for a, b in zip(shape, found.shape, strict=True)
                     )
                     if found.dtype != dtype or not alike:
-                        raise ValueError(f"{quotable(name)} does not have the dtype and the shape that its original requires")
+                        raise ValueError(
+                            f"{quotable(name)} does not have the dtype and the shape "
+                            "that its original requires"
+                        )
                 if used & entries.keys():
-                    raise ValueError(f"{quotable(min(used & entries.keys()))} belongs to two tensors")
+                    raise ValueError(
+                        f"{quotable(min(used & entries.keys()))} belongs to two tensors"
+                    )
                 used |= entries.keys()
             if used != self._entries.keys():
-                raise ValueError(f"{quotable(min(self._entries.keys() - used))} belongs to no tensor of the original")
+                raise ValueError(
+                    f"{quotable(min(self._entries.keys() - used))} belongs to no "
+                    "tensor of the original"
+                )
         except ValueError as error:
             damaged(path, reason(error))
 
     def zeros_in(self, tensor: StoredTensor) -> int:
-        """The number of words of a tensor that are not stored; 0 if it is dense. For raw weights."""
-        return words_in(tensor) - words_in(self.entry(f"{tensor.name}.values")) if self.forms[tensor.name] == "sparse" else 0
+        """The number of words of a tensor that are not stored; 0 if it is dense. For raw
+        weights.
+        """
+        return (
+            words_in(tensor) - words_in(self.entry(f"{tensor.name}.values"))
+            if self.forms[tensor.name] == "sparse"
+            else 0
+        )
 
     def chunks(self, tensor: StoredTensor) -> Iterator[Chunk]:
         """(first word, number of words, mask, values) of each chunk of a tensor.
 
-        The mask is None if no zeros were left out; the values are None if the folder has only masks.
+        The mask is None if no zeros were left out; the values are None if the folder has only
+        masks.
 
         Raises:
             UserError: the file is damaged.
@@ -200,7 +241,9 @@ class PackedShard:
             damaged(self.path, f"{quotable(tensor.name)}: {error}")
 
     def words(self, tensor: StoredTensor) -> Iterator[Words]:
-        """The words of an original tensor, chunk by chunk, from a folder with weights; UserError if the file is damaged."""
+        """The words of an original tensor, chunk by chunk, from a folder with weights; UserError
+        if the file is damaged.
+        """
         for _, count, mask, values in self.chunks(tensor):
             assert values is not None
             yield values if mask is None else put_zeros_in(mask, values, count)
@@ -209,15 +252,25 @@ class PackedShard:
         """The mask of all words of an original tensor; UserError if the file is damaged."""
         masks = [np.empty(0, dtype=np.uint8)]
         for _, count, mask, values in self.chunks(tensor):
-            dense = np.full(mask_bytes(count), 255, dtype=np.uint8) if values is None else mask_of(values)
+            dense = (
+                np.full(mask_bytes(count), 255, dtype=np.uint8)
+                if values is None
+                else mask_of(values)
+            )
             masks.append(dense if mask is None else mask)
         return np.concatenate(masks)
 
     def _raw_chunks(self, tensor: StoredTensor, file: FileReader) -> Iterator[Chunk]:
         """`chunks` of a tensor that is not compressed; ValueError for an unsound mask."""
-        mask_entry = self.entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
-        values_entry = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
-        used, mask, values = 0, None, None
+        mask_entry = (
+            self.entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
+        )
+        values_entry = self._entries.get(
+            tensor.name if mask_entry is None else f"{tensor.name}.values"
+        )
+        used = 0
+        mask = None
+        values = None
         for first, count in self.layout.chunks(tensor):
             kept = count
             if mask_entry is not None:
@@ -225,27 +278,38 @@ class PackedShard:
                 kept = ones_in(mask, count)
             if values_entry is not None:
                 if used + kept > words_in(values_entry):
-                    raise ValueError(f"its mask has more bits set than it has values, {words_in(values_entry):,}")
+                    raise ValueError(
+                        f"its mask has more bits set than it has values, {words_in(values_entry):,}"
+                    )
                 values = read_words(file, values_entry, used, kept)
             yield first, count, mask, values
             used += kept
         if values_entry is not None and used != words_in(values_entry):
-            raise ValueError(f"its mask has {used:,} bits set for {words_in(values_entry):,} values")
+            raise ValueError(
+                f"its mask has {used:,} bits set for {words_in(values_entry):,} values"
+            )
 
     def _frames(self, tensor: StoredTensor, file: FileReader) -> Iterator[Callable[[], Chunk]]:
         """Jobs that decompress the frames of a chunk each; ValueError for unsound frames."""
 
         def decode(first: int, count: int, raw: memoryview, sizes: list[int]) -> Chunk:
-            frames = [raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-            mask, kept = None, count
+            frames = [
+                raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)
+            ]
+            mask = None
+            kept = count
             if self.forms[tensor.name] == "sparse":
                 mask = zstd_content(frames.pop(0), mask_bytes(count))
                 kept = ones_in(mask, count)
-            values = join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
+            values = (
+                join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
+            )
             return first, count, mask, values
 
         start = self.entry(f"{tensor.name}.frames").start
-        for chunk, sizes in zip(self.layout.chunks(tensor), self._frame_sizes(tensor, file), strict=True):
+        for chunk, sizes in zip(
+            self.layout.chunks(tensor), self._frame_sizes(tensor, file), strict=True
+        ):
             raw = memoryview(bytearray(sum(sizes)))
             file.read(raw, start)
             yield partial(decode, *chunk, raw, sizes)
@@ -265,7 +329,8 @@ class PackedShard:
 
     def _form(self, tensor: StoredTensor) -> Form:
         """The form of a tensor, from the entries that it has."""
-        name, weights = tensor.name, self.layout.kind == "weights"
+        name = tensor.name
+        weights = self.layout.kind == "weights"
         if self.layout.codec == "raw":
             if weights:
                 return "dense" if name in self._entries else "sparse"
@@ -292,15 +357,17 @@ class PackedFolder:
         files: the other files, by path.
 
     Raises:
-        UserError: it is no packed folder, it contradicts itself, a path in it leads out of it, or it needs
-            zstandard, which is missing.
+        UserError: it is no packed folder, it contradicts itself, a path in it leads out of it, or
+            it needs zstandard, which is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / PACK_NAME
         if not path.is_file():
-            raise UserError(f"{folder}: no {PACK_NAME} in it. Give a folder that emp-llm pack wrote.")
+            raise UserError(
+                f"{folder}: no {PACK_NAME} in it. Give a folder that emp-llm pack wrote."
+            )
         check_links(folder)
         index = read_json(path, unique=True, limit=INDEX_LIMIT)
         _check_format(path, index.get("format"))
@@ -314,46 +381,62 @@ class PackedFolder:
                 raise ValueError("its shards are not plain names of safetensors files")
         except ValueError as error:  # msgspec.ValidationError too
             damaged(path, reason(error))
-        self.layout, self.base = PackLayout(told.kind, told.codec, told.block), told.base or {}
+        self.layout = PackLayout(told.kind, told.codec, told.block)
+        self.base = told.base or {}
         if self.layout.codec == "zstd":
             need_zstandard(str(folder))
-        self.shards = {name: PackedShard(folder / packed_name(name), self.layout, each) for name, each in shards.items()}
-        for name, times in Counter(tensor.name for shard in self.shards.values() for tensor in shard.tensors).items():
+        self.shards = {
+            name: PackedShard(folder / packed_name(name), self.layout, each)
+            for name, each in shards.items()
+        }
+        for name, times in Counter(
+            tensor.name for shard in self.shards.values() for tensor in shard.tensors
+        ).items():
             if times > 1:
                 damaged(path, f"{quotable(name)} is in two shards")
 
     @property
     def bytes(self) -> int:
         """The size of all files when unpacked."""
-        return sum(shard.size for shard in self.shards.values()) + sum(file.bytes for file in self.files.values())
+        return sum(shard.size for shard in self.shards.values()) + sum(
+            file.bytes for file in self.files.values()
+        )
 
     @property
     def identity(self) -> str:
         """The identity of the original checkpoint."""
-        return identity_from_files({name: (shard.size, shard.digest) for name, shard in self.shards.items()})
+        return identity_from_files(
+            {name: (shard.size, shard.digest) for name, shard in self.shards.items()}
+        )
 
     @property
     def base_name(self) -> str:
         """The name of the model that was pruned, for messages."""
-        name, revision = self.base.get("model"), self.base.get("revision")
+        name = self.base.get("model")
+        revision = self.base.get("revision")
         if not name:
             return "the model that was pruned"
         return quotable(str(name)) + (f" at {quotable(str(revision))}" if revision else "")
 
     def check_file(self, name: str) -> None:
         """Raise UserError if one of the other files is not the one that was packed."""
-        path, told = self.folder / name, self.files[name]
+        path = self.folder / name
+        told = self.files[name]
         if path.stat().st_size != told.bytes or file_hash(path) != told.blake3:
             damaged(path, f"its content is not what {PACK_NAME} says")
 
 
 class PackedCheckpoint(Checkpoint):
-    """The names and shapes of a packed checkpoint, for finding its layers. Its weights cannot be read by their offsets."""
+    """The names and shapes of a packed checkpoint, for finding its layers. Its weights cannot be
+    read by their offsets.
+    """
 
     def __init__(self, packed: PackedFolder) -> None:
         self.folder = packed.folder
         self.shards = [shard.path for shard in packed.shards.values()]
-        self.tensors = {tensor.name: tensor for shard in packed.shards.values() for tensor in shard.tensors}
+        self.tensors = {
+            tensor.name: tensor for shard in packed.shards.values() for tensor in shard.tensors
+        }
 
 
 def packed_name(shard: str) -> str:
@@ -371,8 +454,8 @@ def _check_format(path: Path, name: Any) -> None:
     version = re.fullmatch(r"emp-llm pack ([0-9]{1,9})", str(name))
     if version is not None and int(version[1]) > int(FORMAT.rpartition(" ")[2]):
         raise UserError(
-            f"{path}: a newer emp-llm wrote it ({quotable(str(name))}; this version reads up to {FORMAT!r}). Update emp-llm: "
-            "pip install --upgrade emp-llm"
+            f"{path}: a newer emp-llm wrote it ({quotable(str(name))}; this version reads up to "
+            f"{FORMAT!r}). Update emp-llm: pip install --upgrade emp-llm"
         )
     if name != FORMAT:
         damaged(path, f"its format is {quotable(str(name))}")
@@ -381,7 +464,11 @@ def _check_format(path: Path, name: Any) -> None:
 def _plain(name: str) -> str:
     """A path that stays within its folder on every system; ValueError for any other."""
     parts = name.split("/")
-    inside = name == str(PurePosixPath(name)) and set(parts).isdisjoint({"", ".", ".."}) and name.isprintable()
+    inside = (
+        name == str(PurePosixPath(name))
+        and set(parts).isdisjoint({"", ".", ".."})
+        and name.isprintable()
+    )
     if not inside or any(letter in name for letter in "\\:"):
         raise ValueError(f"the path {quotable(name)} leads out of the folder")
     return name

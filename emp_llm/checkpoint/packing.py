@@ -16,7 +16,14 @@ from emp_llm.checkpoint.bits import booleans, mask_of, nonzero_words, split_plan
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import FileReader, file_hash, prefetch, read_json, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
-from emp_llm.checkpoint.matrices import Words, mask_bytes, packed_bytes, read_words, word_bytes, words_in
+from emp_llm.checkpoint.matrices import (
+    Words,
+    mask_bytes,
+    packed_bytes,
+    read_words,
+    word_bytes,
+    words_in,
+)
 from emp_llm.checkpoint.packed_format import (
     FORMAT,
     THREADS,
@@ -28,7 +35,14 @@ from emp_llm.checkpoint.packed_format import (
     packed_name,
 )
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, PACKED_SUFFIX, REPORT_NAME, is_hidden
+from emp_llm.common.paths import (
+    EXTRAS,
+    OTHER_WEIGHTS,
+    PACK_NAME,
+    PACKED_SUFFIX,
+    REPORT_NAME,
+    is_hidden,
+)
 from emp_llm.common.progress import progress_bar
 
 
@@ -50,17 +64,19 @@ class PackedSizes:
 
 
 def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
-    """The files of a model folder beside its shards, relative to it, without the hidden files that downloads leave.
+    """The files of a model folder beside its shards, relative to it, without the hidden files that
+    downloads leave.
 
     Raises:
-        UserError: a mask alone cannot restore the folder, because it holds other weights or kept weights that moved; or a file
-            belongs to a packed checkpoint.
+        UserError: a mask alone cannot restore the folder, because it holds other weights or kept
+            weights that moved; or a file belongs to a packed checkpoint.
     """
-    folder, found = checkpoint.folder, []
+    folder = checkpoint.folder
+    found = []
     if layout.kind == "mask" and _is_updated(folder):
         raise UserError(
-            f"{folder}: its kept weights were fitted or healed, so the dense model and a mask do not make it. Leave out "
-            "--mask-only."
+            f"{folder}: its kept weights were fitted or healed, so the dense model and a mask do "
+            "not make it. Leave out --mask-only."
         )
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -69,7 +85,9 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
         if path.name.endswith(PACKED_SUFFIX):
             raise UserError(f"{path}: it belongs to a packed checkpoint; move it away.")
         if layout.kind == "mask" and path.suffix in OTHER_WEIGHTS and relative.parts[0] != EXTRAS:
-            raise UserError(f"{path}: other weights, which do not belong in a mask; move the file away.")
+            raise UserError(
+                f"{path}: other weights, which do not belong in a mask; move the file away."
+            )
         found.append(relative)
     return found
 
@@ -82,13 +100,16 @@ def most_bytes(checkpoint: Checkpoint, layout: PackLayout, files: list[Path]) ->
     return others + sum(shard.stat().st_size for shard in checkpoint.shards)
 
 
-def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path], folder: Path) -> PackedSizes:
+def pack_checkpoint(
+    checkpoint: Checkpoint, layout: PackLayout, files: list[Path], folder: Path
+) -> PackedSizes:
     """Write the packed files of a checkpoint, and `files` of its folder, into a folder that exists.
 
     Raises:
         UserError: a file changed while it was read, or a mask is asked for and there are no zeros.
     """
-    source, forms = checkpoint.folder, []
+    source = checkpoint.folder
+    forms = []
     shards: dict[str, dict[str, Any]] = {}
     with progress_bar(sum(shard.stat().st_size for shard in checkpoint.shards), "pack", "B") as bar:
         for shard in checkpoint.shards:
@@ -106,11 +127,23 @@ def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, folder / path)
-    others = {path.as_posix(): {"bytes": (folder / path).stat().st_size, "blake3": file_hash(folder / path)} for path in files}
+    others = {
+        path.as_posix(): {
+            "bytes": (folder / path).stat().st_size,
+            "blake3": file_hash(folder / path),
+        }
+        for path in files
+    }
     checkpoint.check_unchanged()
     report = read_json(source / REPORT_NAME) if (source / REPORT_NAME).is_file() else {}
     base = report["source"] if isinstance(report.get("source"), dict) else None
-    index = {"format": FORMAT, "kind": layout.kind, "codec": layout.codec, "block": layout.chunk, "base": base}
+    index = {
+        "format": FORMAT,
+        "kind": layout.kind,
+        "codec": layout.codec,
+        "block": layout.chunk,
+        "base": base,
+    }
     write_json(folder / PACK_NAME, index | {"shards": shards, "files": others})
     return PackedSizes(
         dense_bytes=sum(told["bytes"] for told in shards.values()),
@@ -126,17 +159,24 @@ def _is_updated(folder: Path) -> bool:
     report = read_json(folder / REPORT_NAME) if (folder / REPORT_NAME).is_file() else {}
     fits = report.get("fits")
     every = [report.get("healing"), *(fits.values() if isinstance(fits, dict) else ())]
-    return any(isinstance(each, dict) and (each.get("error_after") or each.get("steps")) is not None for each in every)
+    return any(
+        isinstance(each, dict) and (each.get("error_after") or each.get("steps")) is not None
+        for each in every
+    )
 
 
-def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, target: Path, bar: Any) -> list[Form]:
+def _pack_shard(
+    shard: Path, tensors: list[StoredTensor], layout: PackLayout, target: Path, bar: Any
+) -> list[Form]:
     """Write a packed shard; returns the form of each tensor.
 
-    The header is known only at the end, and then fills the space that was left for it at the beginning.
+    The header is known only at the end, and then fills the space that was left for it at the
+    beginning.
     """
     # Larger numbers first, so that each tensor begins at a multiple of the size of its own numbers.
     tensors = sorted(tensors, key=lambda tensor: (-word_bytes(tensor), tensor.start, tensor.end))
-    names, forms = {tensor.name for tensor in tensors}, []
+    names = {tensor.name for tensor in tensors}
+    forms = []
     most = 10 ** len(str(4 * shard.stat().st_size)) - 1
     longest = {
         f"{tensor.name}{suffix}": (tensor.dtype, [*tensor.shape, most, most], most, most)
@@ -152,7 +192,8 @@ def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, ta
             length = frames if layout.codec == "zstd" else words_in(tensor) - zeros
             for name, (dtype, shape) in layout.entries(tensor, form).items():
                 known = [length if side is None else side for side in shape]
-                start, end = end, end + math.prod(known) * BITS[dtype] // 8
+                start = end
+                end = end + math.prod(known) * BITS[dtype] // 8
                 entries[name] = (dtype, known, start - begin, end - begin)
             forms.append(form)
             bar.update(tensor.end - tensor.start)
@@ -162,13 +203,18 @@ def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, ta
     return forms
 
 
-def _form(tensor: StoredTensor, layout: PackLayout, names: set[str], source: FileReader) -> tuple[Form, int]:
-    """The form of a tensor, and the number of its zeros; `names` are those of all tensors of its shard."""
+def _form(
+    tensor: StoredTensor, layout: PackLayout, names: set[str], source: FileReader
+) -> tuple[Form, int]:
+    """The form of a tensor, and the number of its zeros; `names` are those of all tensors of its
+    shard.
+    """
 
     def zeros_in(first: int, count: int) -> int:
         return count - int(np.count_nonzero(read_words(source, tensor, first, count)))
 
-    words, size = words_in(tensor), word_bytes(tensor)
+    words = words_in(tensor)
+    size = word_bytes(tensor)
     zeros = sum(prefetch((partial(zeros_in, *chunk) for chunk in layout.chunks(tensor)), THREADS))
     if layout.kind == "mask":
         return ("sparse" if zeros else "base"), zeros
@@ -177,8 +223,17 @@ def _form(tensor: StoredTensor, layout: PackLayout, names: set[str], source: Fil
     return ("sparse" if pays and not taken else "dense"), zeros
 
 
-def _write(tensor: StoredTensor, layout: PackLayout, form: Form, source: FileReader, packed: BinaryIO, position: int) -> int:
-    """Write a tensor from a position; returns the bytes of its frames if they are compressed, else 0."""
+def _write(
+    tensor: StoredTensor,
+    layout: PackLayout,
+    form: Form,
+    source: FileReader,
+    packed: BinaryIO,
+    position: int,
+) -> int:
+    """Write a tensor from a position; returns the bytes of its frames if they are compressed,
+    else 0.
+    """
 
     def pieces(first: int, count: int) -> list[Any]:
         words = read_words(source, tensor, first, count)
@@ -186,9 +241,14 @@ def _write(tensor: StoredTensor, layout: PackLayout, form: Form, source: FileRea
         if layout.kind == "mask":
             return mask if layout.codec == "raw" else zstd_frames(mask)
         values = nonzero_words(words) if form == "sparse" else words
-        return [*mask, values] if layout.codec == "raw" else zstd_frames([*mask, *split_planes(values, tensor.dtype)])
+        return (
+            [*mask, values]
+            if layout.codec == "raw"
+            else zstd_frames([*mask, *split_planes(values, tensor.dtype)])
+        )
 
-    sizes, places = [], [position, position + mask_bytes(words_in(tensor))]
+    sizes = []
+    places = [position, position + mask_bytes(words_in(tensor))]
     packed.seek(position)
     for of_chunk in prefetch((partial(pieces, *chunk) for chunk in layout.chunks(tensor)), THREADS):
         if layout.codec == "zstd":
@@ -207,12 +267,16 @@ def _write(tensor: StoredTensor, layout: PackLayout, form: Form, source: FileRea
 
 
 def _header(entries: dict[str, tuple[str, list[int], int, int]]) -> bytes:
-    """The header of a safetensors file, from (dtype, shape, start, end) of each entry by its name."""
+    """The header of a safetensors file, from (dtype, shape, start, end) of each entry by its
+    name.
+    """
     told = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         for name, (dtype, shape, start, end) in entries.items()
     }
-    raw = json.dumps({"__metadata__": {"format": "pt"}} | told, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    raw = json.dumps(
+        {"__metadata__": {"format": "pt"}} | told, ensure_ascii=False, separators=(",", ":")
+    ).encode("utf-8")
     raw = raw.ljust(-(-len(raw) // 8) * 8)
     return len(raw).to_bytes(8, "little") + raw
 
@@ -221,12 +285,14 @@ def check_base(packed: PackedFolder, base: Checkpoint | None) -> None:
     """Check the checkpoint that a mask was made for; None for a folder with weights.
 
     Raises:
-        UserError: a mask without a base, or weights with one; or the base is another model than the mask's.
+        UserError: a mask without a base, or weights with one; or the base is another model than the
+            mask's.
     """
     if base is None:
         if packed.layout.kind == "mask":
             raise UserError(
-                f"{packed.folder}: a mask holds no weights. Name the model that it is for: --base {packed.base_name}"
+                f"{packed.folder}: a mask holds no weights. Name the model that it is for: --base "
+                f"{packed.base_name}"
             )
         return
     if packed.layout.kind != "mask":
@@ -236,11 +302,15 @@ def check_base(packed: PackedFolder, base: Checkpoint | None) -> None:
             stored = base.tensors.get(tensor.name)
             if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 raise UserError(
-                    f"--base {base.folder}: it has no {quotable(tensor.name)} of {tensor.dtype} {list(tensor.shape)}. "
-                    f"It is not the model that the mask is for ({packed.base_name})."
+                    f"--base {base.folder}: it has no {quotable(tensor.name)} of {tensor.dtype} "
+                    f"{list(tensor.shape)}. It is not the model that the mask is for "
+                    f"({packed.base_name})."
                 )
     if packed.base.get("identity") not in (None, identity_of(base)):
-        raise UserError(f"--base {base.folder}: its weights are not those that were pruned. Name {packed.base_name}.")
+        raise UserError(
+            f"--base {base.folder}: its weights are not those that were pruned. Name "
+            f"{packed.base_name}."
+        )
 
 
 def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -> int:
@@ -250,7 +320,8 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
         The number of files.
 
     Raises:
-        UserError: a packed file is damaged, or the base holds other weights than those the mask was made for.
+        UserError: a packed file is damaged, or the base holds other weights than those the mask was
+            made for.
     """
     with progress_bar(sum(shard.size for shard in packed.shards.values()), "unpack", "B") as bar:
         for name, shard in packed.shards.items():
@@ -258,7 +329,9 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
             with (folder / name).open("wb") as file:
                 file.write(shard.header)
                 for tensor in shard.tensors:
-                    for words in shard.words(tensor) if base is None else _masked(shard, tensor, base):
+                    for words in (
+                        shard.words(tensor) if base is None else _masked(shard, tensor, base)
+                    ):
                         raw = words.view(np.uint8).data
                         digest.update(raw)
                         file.write(raw)
@@ -267,14 +340,18 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
                 if base is None:
                     damaged(shard.path, "the unpacked shard does not have the announced checksum")
                 raise UserError(
-                    f"--base {base.folder}: with the mask {shard.path} it does not yield the packed file (another checksum). "
-                    f"Either it is not the exact model that was pruned ({packed.base_name}), or other weights changed after "
-                    "pruning, or one of the two is damaged."
+                    f"--base {base.folder}: with the mask {shard.path} it does not yield the "
+                    "packed file (another checksum). Either it is not the exact model that was "
+                    f"pruned ({packed.base_name}), or other weights changed after pruning, or one "
+                    "of the two is damaged."
                 )
     for name in packed.files:
-        source, target = packed.folder / name, folder / name
+        source = packed.folder / name
+        target = folder / name
         if not source.is_file():
-            raise UserError(f"{source}: it is missing, but {PACK_NAME} names it. Download it again.")
+            raise UserError(
+                f"{source}: it is missing, but {PACK_NAME} names it. Download it again."
+            )
         packed.check_file(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

@@ -1,4 +1,6 @@
-"""What has become of a study: the status of its jobs, the results of the finished ones, and their tables beside the paper's."""
+"""What has become of a study: the status of its jobs, the results of the finished ones, and
+their tables beside the paper's.
+"""
 
 import logging
 from dataclasses import dataclass, field, replace
@@ -33,9 +35,27 @@ from emp_llm.reporting.studies import short_model_name
 
 logger = logging.getLogger(__name__)
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job
-_PROTOCOL = "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
-_HEAD = ["model", "recipe", "status", "sparsity of targets", "measure", "value", "stderr", "partial"]
-_HEAD += ["change", "change stderr", "change paired", "published sparsity percent", "published", "published change"]
+_PROTOCOL = (
+    "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
+)
+_HEAD = [
+    "model",
+    "recipe",
+    "status",
+    "sparsity of targets",
+    "measure",
+    "value",
+    "stderr",
+    "partial",
+]
+_HEAD += [
+    "change",
+    "change stderr",
+    "change paired",
+    "published sparsity percent",
+    "published",
+    "published change",
+]
 _HEAD += ["change beyond the published"]
 
 
@@ -48,7 +68,8 @@ class JobView:
 
     Attributes:
         files: of the job.
-        status: of the job; "queued" if it waits in Slurm; "foreign" if its output was made by another command.
+        status: of the job; "queued" if it waits in Slurm; "foreign" if its output was made by
+            another command.
         state: of its last attempt.
         message: why it failed, or is foreign.
     """
@@ -64,7 +85,9 @@ class JobView:
 
 
 def job_views(study: Path) -> list[JobView]:
-    """All jobs of a study, in the order of its plan; nothing is changed. UserError if the plan is wrong."""
+    """All jobs of a study, in the order of its plan; nothing is changed. UserError if the plan
+    is wrong.
+    """
     plan = read_plan(study)
     try:
         queued = queued_jobs(study.resolve())
@@ -73,7 +96,9 @@ def job_views(study: Path) -> list[JobView]:
         queued = {}
     views = []
     for files in [JobFiles(study, job) for job in plan]:
-        state, status, message = files.state(), "foreign", ""
+        state = files.state()
+        status = "foreign"
+        message = ""
         try:
             status = files.status()
         except UserError as error:
@@ -139,13 +164,18 @@ class StudyResults:
 
 
 def study_results(views: list[JobView]) -> StudyResults:
-    """Read the results of the finished jobs. An output that cannot be read is missing, and named."""
+    """Read the results of the finished jobs. An output that cannot be read is missing, and
+    named.
+    """
     models: dict[str, StudyModel] = {}
     prefixes: dict[str, str] = {}  # model -> the beginning of the ids of its jobs
     sources: dict[str, str] = {}  # output of a prune -> its model
-    runs, outputs, unreadable = list[Path](), list[Path](), list[str]()
+    runs = list[Path]()
+    outputs = list[Path]()
+    unreadable = list[str]()
     for view in views:
-        job, status = view.job, view.status
+        job = view.job
+        status = view.status
         named = option_of(job, "--model")
         if job.kind == "prune":
             sources[job.output] = named
@@ -165,12 +195,22 @@ def study_results(views: list[JobView]) -> StudyResults:
         if job.kind == "sweep":
             dense = next((found for _, found in measured if found.pruned is None), None)
             model.dense = StudyRow("dense", status, dense)
-            points = [StudyRow(point, status, found) for point, found in measured if found.pruned is not None]
+            points = [
+                StudyRow(point, status, found)
+                for point, found in measured
+                if found.pruned is not None
+            ]
             model.rows += points or [StudyRow(job.id, status)]
             continue
         result = measured[0][1] if measured else None
         if named in sources:
-            model.rows.append(StudyRow(job.id.removeprefix(prefixes.get(name, "")).removesuffix(".evaluate"), status, result))
+            model.rows.append(
+                StudyRow(
+                    job.id.removeprefix(prefixes.get(name, "")).removesuffix(".evaluate"),
+                    status,
+                    result,
+                )
+            )
         else:
             prefixes[name] = job.id.removesuffix(_DENSE) if job.id.endswith(_DENSE) else ""
             model.dense = StudyRow("dense", status, result)
@@ -178,14 +218,18 @@ def study_results(views: list[JobView]) -> StudyResults:
 
 
 def _measured(view: JobView) -> list[tuple[str, Results]]:
-    """(name, results) of an evaluation, or of each point of a sweep and of its dense model. UserError for a damaged output."""
+    """(name, results) of an evaluation, or of each point of a sweep and of its dense model.
+    UserError for a damaged output.
+    """
     output = view.files.output
     if view.job.kind == "evaluate":
         return [("", read_record(output, Results, INDEX_LIMIT))]
     return [
         (point.name, found)
         for point in read_record(output / SWEEP_NAME, Sweep, REPORT_LIMIT).points
-        for found in results_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
+        for found in results_of_report(
+            read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT)
+        )
     ]
 
 
@@ -193,9 +237,11 @@ def _measured(view: JobView) -> list[tuple[str, Results]]:
 
 
 def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
-    """The table of a model with its footnotes, and its lines of the CSV file, one for each recipe and measure.
+    """The table of a model with its footnotes, and its lines of the CSV file, one for each recipe
+    and measure.
 
-    Below a recipe of the paper stand its values, and by how much the change from the dense model is beyond the paper's.
+    Below a recipe of the paper stand its values, and by how much the change from the dense model is
+    beyond the paper's.
 
     Returns:
         The table, the lines, and the footnotes.
@@ -207,39 +253,72 @@ def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
     shown: Rows = [["", "zeros, %", *names]]
     lines: list[list[Any]] = []
     for row, known, measured in zip(rows, papers, values, strict=True):
-        dense, zeros = row is model.dense, _zeros(row)
+        dense = row is model.dense
+        zeros = _zeros(row)
         published = None if known is None else known.sparsity_percent
         start = [printable(model.name), printable(row.label), row.status, zeros]
-        ours, theirs, gaps = [], [], []
+        ours = []
+        theirs = []
+        gaps = []
         for name in names:
-            value, base = measured.get(name), values[0].get(name)
-            change = None if dense or value is None or base is None else change_of(name, value, base)
-            paper, paper_base = (None if each is None else each.values.get(name) for each in (known, papers[0]))
-            paper_change = None if paper is None or paper_base is None else change_between(name, paper_base, paper)
-            gap = None if change is None or paper_change is None else replace(change, value=change.value - paper_change)
-            ours.append(value_cell(name, value) + ("" if change is None else f" ({change_text(name, change)})"))
+            value = measured.get(name)
+            base = values[0].get(name)
+            change = (
+                None if dense or value is None or base is None else change_of(name, value, base)
+            )
+            paper, paper_base = (
+                None if each is None else each.values.get(name) for each in (known, papers[0])
+            )
+            paper_change = (
+                None
+                if paper is None or paper_base is None
+                else change_between(name, paper_base, paper)
+            )
+            gap = (
+                None
+                if change is None or paper_change is None
+                else replace(change, value=change.value - paper_change)
+            )
+            ours.append(
+                value_cell(name, value)
+                + ("" if change is None else f" ({change_text(name, change)})")
+            )
             digits, mark, unit = (2, " †", "") if in_percent(name) else (3, "", " %")
             beside = "" if dense or paper_change is None else f" ({signed(paper_change)}{unit})"
             theirs.append("-" if paper is None else f"{formatted(paper, digits)}{mark}{beside}")
             gaps.append("-" if gap is None else change_text(name, gap))
-            line = [*start, name, *(getattr(value, field, None) for field in ("value", "stderr", "partial"))]
+            line = [
+                *start,
+                name,
+                *(getattr(value, field, None) for field in ("value", "stderr", "partial")),
+            ]
             line += [getattr(change, field, None) for field in ("value", "stderr")]
             line.append(None if change is None or change.stderr is None else change.paired)
             lines.append([*line, published, paper, paper_change, getattr(gap, "value", None)])
         if not names:
             lines.append(start + [None] * (len(_HEAD) - len(start)))
-        shown.append([printable(row.label), row.status if row.result is None else percent_cell(zeros), *ours])
+        shown.append(
+            [printable(row.label), row.status if row.result is None else percent_cell(zeros), *ours]
+        )
         if known is not None:
-            shown.append(["paper", "-" if dense or published is None else f"{published:.2f}", *theirs])
+            shown.append(
+                ["paper", "-" if dense or published is None else f"{published:.2f}", *theirs]
+            )
         if known is not None and papers[0] is not None and not dense:
             shown.append(["change beyond the paper's", "", *gaps])
 
-    notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
+    notes = [
+        "in brackets the changes from the dense model: of perplexities in percent, of "
+        "accuracies in points"
+    ]
     if model.dense.result is None:
         notes.append("no changes: the dense model is missing")
     notes += change_notes(names, values[0], values[1:])
     if len({f"{share:.2f}" for row in rows if (share := _zeros(row)) is not None}) > 1:
-        notes.append("the rows differ in their zeros too; plan --emp-sparsities compares methods at the same share")
+        notes.append(
+            "the rows differ in their zeros too; plan --emp-sparsities compares methods "
+            "at the same share"
+        )
     if any(value.partial for each in values for value in each.values()):
         notes.append("* partial: only some of the examples or of the text")
     if papers[0] is not None and any(map(in_percent, names)):
@@ -264,7 +343,8 @@ def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[st
 
 def study_text(results: StudyResults) -> str:
     """All tables of a study for a terminal."""
-    parts, footnotes = [], dict[str, None]()
+    parts = []
+    footnotes = dict[str, None]()
     for model in results.models:
         rows, _, notes = _model_tables(model)
         parts.append(f"{model.title}\n{table(rows)}\n")
@@ -274,9 +354,16 @@ def study_text(results: StudyResults) -> str:
 
 def study_csv(results: StudyResults) -> str:
     """All values of a study, one a line."""
-    return csv_table([_HEAD, *(line for model in results.models for line in _model_tables(model)[1])]) + "\n"
+    return (
+        csv_table([_HEAD, *(line for model in results.models for line in _model_tables(model)[1])])
+        + "\n"
+    )
 
 
 def _zeros(row: StudyRow) -> float | None:
     """The sparsity of the targets; None for the dense model, and for a missing result."""
-    return None if row.result is None or row.result.pruned is None else row.result.pruned.sparsity_of_targets
+    return (
+        None
+        if row.result is None or row.result.pruned is None
+        else row.result.pruned.sparsity_of_targets
+    )

@@ -1,7 +1,8 @@
-"""What jobs need of the Hub, downloaded into the cache by the login node, because the nodes have no network.
+"""What jobs need of the Hub, downloaded into the cache by the login node, because the nodes have no
+network.
 
-A process of its own downloads (`python -m emp_llm.cluster.downloads`): variables of the environment choose the cache, and the
-Hub's client reads them once.
+A process of its own downloads (`python -m emp_llm.cluster.downloads`): variables of the environment
+choose the cache, and the Hub's client reads them once.
 """
 
 import logging
@@ -36,7 +37,9 @@ class Wanted(msgspec.Struct):
     suites: list[tuple[str | None, str | None]] = []
 
 
-def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str, list[str]], Any]) -> Wanted:
+def wanted_by(
+    jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str, list[str]], Any]
+) -> Wanted:
     """What jobs read of the Hub, or of files.
 
     Args:
@@ -48,7 +51,11 @@ def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str
     for job in jobs:
         options = parsed(job.kind, job.arguments[1:])
         wanted.models.append((options.model, options.revision, options.trust_remote_code))
-        if job.kind == "evaluate" and options.baseline is not None and not options.baseline.endswith(".json"):
+        if (
+            job.kind == "evaluate"
+            and options.baseline is not None
+            and not options.baseline.endswith(".json")
+        ):
             wanted.models.append((options.baseline, None, options.trust_remote_code))
         if _reads_text(job.kind, options):
             wanted.texts.append(options.calibration or TEXT)
@@ -68,7 +75,9 @@ def _reads_text(kind: str, options: Any) -> bool:
         return True
     calibrates = options.activations is None
     if kind == "sweep":
-        return calibrates and not all(name.strip().endswith("magnitude") for name in (options.methods or METHODS).split(","))
+        return calibrates and not all(
+            name.strip().endswith("magnitude") for name in (options.methods or METHODS).split(",")
+        )
     recipe: Recipe = options.groups["recipe"]
     return recipe.moves or (recipe.needs_activations and calibrates)
 
@@ -88,11 +97,16 @@ def download(wanted: Wanted, study: Path, cache: str | None) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     words = [sys.executable, "-m", "emp_llm.cluster.downloads"]
     text = msgspec.json.encode(wanted)
-    done = subprocess.run(words, cwd=study, env=environment, input=text, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        words, cwd=study, env=environment, input=text, stdout=subprocess.PIPE, check=False
+    )
     if done.returncode == 2:
         raise UserError(done.stdout.decode("utf-8", "replace").strip())
     if done.returncode:
-        raise UserError("the download for the nodes failed, as shown above; with --no-prepare, nothing is downloaded.")
+        raise UserError(
+            "the download for the nodes failed, as shown above; with --no-prepare, "
+            "nothing is downloaded."
+        )
 
 
 def _download_here(wanted: Wanted) -> None:
@@ -103,16 +117,23 @@ def _download_here(wanted: Wanted) -> None:
     for model in dict.fromkeys(wanted.models):
         logger.info("%s: looking for it.", model[0])
         find_model(*model)
-    texts = [each for name in wanted.texts for each in calibration_corpora(CalibrationOptions(calibration=name), None)]
-    suites = dict.fromkeys(suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites)
+    texts = [
+        each
+        for name in wanted.texts
+        for each in calibration_corpora(CalibrationOptions(calibration=name), None)
+    ]
+    suites = dict.fromkeys(
+        suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites
+    )
     texts += [suite.corpus for suite in suites if suite.corpus is not None]
     for corpus in dict.fromkeys(texts):
         if corpus.file is not None or corpus.dataset is None or Path(corpus.dataset).is_dir():
             continue
         if corpus.stream:
             raise UserError(
-                f"{corpus.source} is streamed from the Hub and never in the cache, and the nodes are offline. Run its "
-                "calibrations here (emp-llm run STUDY --only ID), calibrate on a file, or set offline = false."
+                f"{corpus.source} is streamed from the Hub and never in the cache, and the nodes "
+                "are offline. Run its calibrations here (emp-llm run STUDY --only ID), calibrate "
+                "on a file, or set offline = false."
             )
         logger.info("%s: looking for it.", corpus.source)
         open_data_set(corpus)

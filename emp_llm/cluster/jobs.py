@@ -1,6 +1,8 @@
-"""Jobs: the plan that names them, the files that tell what became of one, how it is started, and one attempt to run it.
+"""Jobs: the plan that names them, the files that tell what became of one, how it is started, and
+one attempt to run it.
 
-plan.jsonl holds the jobs of a study, one a line, each with its command, the jobs that come first, and its needs.
+plan.jsonl holds the jobs of a study, one a line, each with its command, the jobs that come first,
+and its needs.
 """
 
 import os
@@ -98,25 +100,31 @@ def read_plan(folder: Path) -> list[Job]:
     """The jobs of a study, those that come first before the others; else in the order of the file.
 
     Raises:
-        UserError: there is no plan, or a line is not a job; two jobs have one id or one output; a job waits for an unknown job,
-            or for itself.
+        UserError: there is no plan, or a line is not a job; two jobs have one id or one output; a
+            job waits for an unknown job, or for itself.
     """
     path = folder / PLAN_NAME
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no plan; write one with emp-llm plan --output {folder}.") from error
+        raise UserError(
+            f"{path}: there is no plan; write one with emp-llm plan --output {folder}."
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the plan cannot be read ({error}).") from error
     jobs = [_job(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not jobs:
-        raise UserError(f"{path}: the plan has no jobs; write one with emp-llm plan --output {folder}.")
+        raise UserError(
+            f"{path}: the plan has no jobs; write one with emp-llm plan --output {folder}."
+        )
     for field in ("id", "output"):
         seen: set[str] = set()
         for job in jobs:
             value = job[field]
             if value in seen:
-                raise UserError(f"{path}: two jobs have the {field} {quotable(value)}; give each its own.")
+                raise UserError(
+                    f"{path}: two jobs have the {field} {quotable(value)}; give each its own."
+                )
             seen.add(value)
     return _in_order(jobs, path)
 
@@ -130,7 +138,10 @@ def _job(line: str, where: str) -> Job:
         raise UserError(f"{where}: a line must be a JSON object with the fields of a job.")
     job = record_of(values, Job, where)
     if _ID.fullmatch(job.id) is None:
-        raise UserError(f"{where}: id {quotable(job.id)} must be of letters, digits, dots, hyphens and underscores.")
+        raise UserError(
+            f"{where}: id {quotable(job.id)} must be of letters, digits, dots, hyphens "
+            "and underscores."
+        )
     try:
         words = shlex.split(job.command)
     except ValueError as error:
@@ -139,28 +150,42 @@ def _job(line: str, where: str) -> Job:
         raise UserError(f'{where}: command must begin with "emp-llm {job.kind}", as its kind says.')
     inside = Path(job.output)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:
-        raise UserError(f"{where}: output {quotable(job.output)} must be a path within the study's folder.")
+        raise UserError(
+            f"{where}: output {quotable(job.output)} must be a path within the study's folder."
+        )
     return job
 
 
 def _in_order(jobs: list[Job], path: Path) -> list[Job]:
-    """The jobs with those that they wait for before them; UserError for an unknown one, or a circle."""
+    """The jobs with those that they wait for before them; UserError for an unknown one, or a
+    circle.
+    """
     places = {job.id: place for place, job in enumerate(jobs)}
     for job in jobs:
         missing = next((name for name in job.after if name not in places), None)
         if missing is not None:
-            raise UserError(f"{path}: {job.id} waits for {quotable(missing)}, which is not in the plan; change after.")
+            raise UserError(
+                f"{path}: {job.id} waits for {quotable(missing)}, which is not in the "
+                "plan; change after."
+            )
     if all(places[name] < places[job.id] for job in jobs for name in job.after):
         return jobs
     try:
-        return [jobs[places[name]] for name in TopologicalSorter({job.id: job.after for job in jobs}).static_order()]
+        return [
+            jobs[places[name]]
+            for name in TopologicalSorter({job.id: job.after for job in jobs}).static_order()
+        ]
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
-        raise UserError(f"{path}: these jobs wait for each other: {circle}. Take one out of after.") from error
+        raise UserError(
+            f"{path}: these jobs wait for each other: {circle}. Take one out of after."
+        ) from error
 
 
 def option_of(job: Job, flag: str) -> str:
-    """The value of an option of a job's command; empty if it has none. The parser takes 15 ms for a command."""
+    """The value of an option of a job's command; empty if it has none. The parser takes 15 ms
+    for a command.
+    """
     for word, following in pairwise([*job.arguments, ""]):
         if word == flag:
             return following
@@ -173,10 +198,12 @@ JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
 RENDEZVOUS = "EMP_LLM_RENDEZVOUS"
 NODE = "EMP_LLM_NODE"
 BEAT = 20.0  # seconds between two signs of life
-_SILENT = 120.0  # seconds after which a job on another machine, without a lock that can be seen here, has died
+# Seconds after which a job on another machine, without a lock that can be seen here, has died.
+_SILENT = 120.0
 _GLANCE = 0.5  # seconds: one who looks who holds a lock holds it for a moment
 _PATIENCE = 100.0  # seconds that a command has to end after SIGTERM
-_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # variables with the number of the scheduler's job
+# Variables with the number of the scheduler's job.
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # of processes that end because another has ended
 
 
@@ -225,7 +252,8 @@ class JobFiles:
     """
 
     def __init__(self, study: Path, job: Job) -> None:
-        self.study, self.job = study, job
+        self.study = study
+        self.job = job
         self.state_path = study / "jobs" / f"{job.id}.json"
         self.lock_path = study / "jobs" / f"{job.id}.lock"
         self.log_path = study / "logs" / f"{job.id}.log"
@@ -240,7 +268,9 @@ class JobFiles:
             return None
 
     def status(self) -> JobStatus:
-        """What has become of the job so far; UserError if the output was made by another command."""
+        """What has become of the job so far; UserError if the output was made by another
+        command.
+        """
         state = self.state()
         if self._is_running(state):
             return "running"
@@ -266,7 +296,9 @@ class JobFiles:
         return lines[-count:] if count else []
 
     def _is_running(self, state: JobState | None) -> bool:
-        """Whether a process works on the job: by its lock, or on a file system without locks by its signs of life."""
+        """Whether a process works on the job: by its lock, or on a file system without locks by
+        its signs of life.
+        """
         if self.runner() is not None:
             return True
         if state is None or state.status != "running" or state.host == socket.gethostname():
@@ -294,11 +326,14 @@ class JobFiles:
             except (OSError, msgspec.DecodeError, RecursionError):
                 return False
         other = made.command if made.command != self.job.command else None
-        if other is not None and other.partition(" ")[2] != shlex.join(self.job.arguments):  # the program may differ
+        # The program may differ.
+        if other is not None and other.partition(" ")[2] != shlex.join(self.job.arguments):
             raise UserError(
-                f"{self.output}: it was made by another command than this plan's ({quotable(other)}). Move it away."
+                f"{self.output}: it was made by another command than this plan's "
+                f"({quotable(other)}). Move it away."
             )
-        return made.complete and self.job.kind != "sweep"  # a sweep is finished only if its command said so
+        # A sweep is finished only if its command said so.
+        return made.complete and self.job.kind != "sweep"
 
 
 def server_time(folder: Path) -> float:
@@ -326,35 +361,42 @@ def launches(
     """The words and the environment of each process of a job on this node, for the study's folder.
 
     Args:
-        gpus: numbers of the GPUs that the job may use, counted among those that the environment shows; None: as the environment
-            says. A job that needs no GPU sees none.
-        threads: number of cores for all processes of this node; None: OMP_NUM_THREADS of the environment, or all cores.
+        gpus: numbers of the GPUs that the job may use, counted among those that the environment
+            shows; None: as the environment says. A job that needs no GPU sees none.
+        threads: number of cores for all processes of this node; None: OMP_NUM_THREADS of the
+            environment, or all cores.
         environment: of this process.
 
     Raises:
-        UserError: a job of several nodes does not say which node this is; fewer GPUs than processes.
+        UserError: a job of several nodes does not say which node this is; fewer GPUs than
+            processes.
     """
     needs = job.needs
     node, nodes = node_of(job, environment)
-    here = needs.processes * (needs.nodes // nodes)  # without a rendezvous, all nodes are this machine
+    # Without a rendezvous, all nodes are this machine.
+    here = needs.processes * (needs.nodes // nodes)
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
     common = dict(environment)
     if needs.gpus == 0:
         common["CUDA_VISIBLE_DEVICES"] = ""
     elif needs.gpus < needs.processes:
         raise UserError(
-            f"{job.id} has {count_of(needs.processes, 'process', 'processes')} and {count_of(needs.gpus, 'GPU')} on a "
-            "node. Each process holds the whole model on a GPU of its own; change processes or gpus in the plan."
+            f"{job.id} has {count_of(needs.processes, 'process', 'processes')} and "
+            f"{count_of(needs.gpus, 'GPU')} on a node. Each process holds the whole model on a GPU "
+            "of its own; change processes or gpus in the plan."
         )
     elif gpus is not None:  # each rank takes the one with its local number
         shown = environment.get("CUDA_VISIBLE_DEVICES")
         names = None if shown is None else [name.strip() for name in shown.split(",")]
-        common["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) if names is None else names[number] for number in gpus)
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(
+            str(number) if names is None else names[number] for number in gpus
+        )
     if threads is not None or (here > 1 and not environment.get("OMP_NUM_THREADS")):
         common["OMP_NUM_THREADS"] = str(max(1, (threads or available_cores()) // here))
     if here * nodes == 1:
         return [(words, common)]
-    host, port = "127.0.0.1", "0"
+    host = "127.0.0.1"
+    port = "0"
     if nodes > 1:
         host, _, port = environment[RENDEZVOUS].rpartition(":")
         host = host.strip("[]")
@@ -362,35 +404,53 @@ def launches(
     else:
         with socket.create_server((host, 0)) as free:
             port = str(free.getsockname()[1])
-    common |= {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(here * nodes), "LOCAL_WORLD_SIZE": str(here)}
-    common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of every address without a name
-    return [(words, common | {"RANK": str(node * here + local), "LOCAL_RANK": str(local)}) for local in range(here)]
+    common |= {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(here * nodes),
+        "LOCAL_WORLD_SIZE": str(here),
+    }
+    # Else it warns of every address without a name.
+    common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return [
+        (words, common | {"RANK": str(node * here + local), "LOCAL_RANK": str(local)})
+        for local in range(here)
+    ]
 
 
 def node_of(job: Job, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The number of this node, from 0, and the number of nodes on which the job runs: (0, 1) if it runs on this one only.
+    """The number of this node, from 0, and the number of nodes on which the job runs: (0, 1) if it
+    runs on this one only.
 
     Raises:
-        UserError: EMP_LLM_RENDEZVOUS is not HOST:PORT; the number of the node is missing, or too large.
+        UserError: EMP_LLM_RENDEZVOUS is not HOST:PORT; the number of the node is missing, or too
+            large.
     """
-    nodes, meeting = job.needs.nodes, environment.get(RENDEZVOUS, "")
+    nodes = job.needs.nodes
+    meeting = environment.get(RENDEZVOUS, "")
     if nodes == 1 or not meeting:
         return 0, 1
     host, _, port = meeting.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and a free port on it.")
+        raise UserError(
+            f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and "
+            "a free port on it."
+        )
     name = NODE if environment.get(NODE) else "SLURM_NODEID"
     number = environment.get(name, "")
     if not number.isdecimal() or int(number) >= nodes:
         raise UserError(
-            f"{job.id} runs on {count_of(nodes, 'node')}, and {name} is {quotable(number)}. Set {NODE} to the number of this "
-            f"node, from 0 to {nodes - 1}, or unset {RENDEZVOUS} to run all processes here."
+            f"{job.id} runs on {count_of(nodes, 'node')}, and {name} is {quotable(number)}. Set "
+            f"{NODE} to the number of this node, from 0 to {nodes - 1}, or unset {RENDEZVOUS} to "
+            "run all processes here."
         )
     return int(number), nodes
 
 
 def _interface_to(host: str, port: int) -> dict[str, str]:
-    """The network interface that leads to the first node, for gloo. It would take that of the host's name, often loopback."""
+    """The network interface that leads to the first node, for gloo. It would take that of the
+    host's name, often loopback.
+    """
     import psutil  # type: ignore[import-untyped]
 
     try:
@@ -400,7 +460,11 @@ def _interface_to(host: str, port: int) -> dict[str, str]:
             own = probe.getsockname()[0]
     except OSError:
         return {}  # the ranks report it
-    found = [name for name, addresses in psutil.net_if_addrs().items() if own in [each.address for each in addresses]]
+    found = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if own in [each.address for each in addresses]
+    ]
     return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
@@ -442,8 +506,14 @@ class Processes:
                 self._all.append(process)
 
     def poll(self) -> int | None:
-        """None while one runs; then 0, or the exit code of the one that failed first: 143 also if SIGTERM has killed it."""
-        failed = [(number, process.returncode) for number, process in enumerate(self._all) if process.poll()]
+        """None while one runs; then 0, or the exit code of the one that failed first: 143 also
+        if SIGTERM has killed it.
+        """
+        failed = [
+            (number, process.returncode)
+            for number, process in enumerate(self._all)
+            if process.poll()
+        ]
         if failed and self.failure is None:
             self.failure = min(failed, key=lambda each: each[1] in _CONSEQUENCES)
             self.stop()
@@ -456,7 +526,9 @@ class Processes:
 
     @property
     def cause(self) -> str:
-        """Which process was ended by a signal; empty if none was, as a process that fails itself says why."""
+        """Which process was ended by a signal; empty if none was, as a process that fails itself
+        says why.
+        """
         if self.failure is None or self.failure[1] >= 0 or self.failure[1] in _CONSEQUENCES:
             return ""
         number, code = self.failure
@@ -486,12 +558,14 @@ class Processes:
 
 
 class Attempt:
-    """A job that runs from its construction on, with lock, log and state. It has ended if another process has just finished it.
+    """A job that runs from its construction on, with lock, log and state. It has ended if another
+    process has just finished it.
 
     Args:
         study: folder of the study.
         job: of its plan.
-        gpus: numbers of the GPUs for it; threads: cores for its processes on this node; None: all of them.
+        gpus: numbers of the GPUs for it; threads: cores for its processes on this node; None: all
+            of them.
 
     Attributes:
         files: of the job.
@@ -500,7 +574,9 @@ class Attempt:
         UserError: another process works on the job, or its files cannot be written.
     """
 
-    def __init__(self, study: Path, job: Job, gpus: Sequence[int] | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self, study: Path, job: Job, gpus: Sequence[int] | None = None, threads: int | None = None
+    ) -> None:
         self.files = files = JobFiles(study, job)
         self._processes: Processes | None = None  # while it runs
         self._stopping = False
@@ -512,7 +588,9 @@ class Attempt:
         self._lock.acquire(_GLANCE)
         try:
             before = files.state()
-            self._state = before or JobState(id=job.id, command=job.command, status="done", attempts=0)
+            self._state = before or JobState(
+                id=job.id, command=job.command, status="done", attempts=0
+            )
             if files.is_complete(before):  # by another process, which held the lock until now
                 self._state.status = "done"
                 self._lock.release()
@@ -525,14 +603,18 @@ class Attempt:
                 attempts=self._state.attempts + 1,
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                scheduler_job=next((os.environ[name] for name in _SCHEDULERS if name in os.environ), None),
+                scheduler_job=next(
+                    (os.environ[name] for name in _SCHEDULERS if name in os.environ), None
+                ),
                 seconds=self._state.seconds,
             )
             with _writable(files.state_path):
                 self._state.save(files.state_path)
             self._began = self._beat = time.monotonic()
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self._log(f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}")
+            self._log(
+                f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}"
+            )
             # They share the lock: if this process is killed, it stays until they have ended.
             self._processes = Processes(study, launched, files.log_path, [self._lock.descriptor])
         except BaseException:
@@ -540,7 +622,9 @@ class Attempt:
             raise
 
     def poll(self) -> JobState | None:
-        """The state of the finished job; None while it runs. UserError if the state cannot be written."""
+        """The state of the finished job; None while it runs. UserError if the state cannot be
+        written.
+        """
         if self._processes is None:
             return self._state
         now = time.monotonic()
@@ -549,18 +633,27 @@ class Attempt:
             with suppress(OSError):
                 os.utime(self.files.lock_path)
         code = self._processes.poll()
-        if self._processes.failure is not None and self._message is None:  # before the others say that they end as well
+        # Before the others say that they end as well.
+        if self._processes.failure is not None and self._message is None:
             self._message = self._processes.cause or self._last_line()
         if code is None:
             return None
-        self._processes, state, output = None, self._state, self.files.output
+        self._processes = None
+        state = self._state
+        output = self.files.output
         state.exit_code = code
         state.seconds += now - self._began
         if code == 0:
             state.status = "done" if output.exists() else "failed"
-            state.message = "" if output.exists() else f"the command ended well, but did not write {self.files.job.output}"
+            state.message = (
+                ""
+                if output.exists()
+                else (f"the command ended well, but did not write {self.files.job.output}")
+            )
         else:
-            state.status = "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
+            state.status = (
+                "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
+            )
             state.message = self._message or self._last_line()
             if state.message != self._last_line():
                 self._log(state.message)
@@ -600,7 +693,9 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def follow(study: Path, job: Job) -> int:
-    """Run the processes of a node that is not the job's first; returns their exit code. Lock, log and state are the first's."""
+    """Run the processes of a node that is not the job's first; returns their exit code. Lock,
+    log and state are the first's.
+    """
     processes = Processes(study, launches(job))
     try:
         code = processes.wait()

@@ -1,7 +1,8 @@
-"""The plan of a study: options and their TOML table -> models x recipes -> jobs, each with its needs.
+"""The plan of a study: options and their TOML table -> models x recipes -> jobs, each with its
+needs.
 
-The needs (GPUs, memory, disk and hours) are estimated from the counts of the model's config, for a first plan. The plan can be
-edited, and the numbers of a site file replace them.
+The needs (GPUs, memory, disk and hours) are estimated from the counts of the model's config, for a
+first plan. The plan can be edited, and the numbers of a site file replace them.
 """
 
 import math
@@ -26,11 +27,13 @@ from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoin
 from emp_llm.records.base import converted
 from emp_llm.update.update import HEALING_BYTES, check_apart
 
-# Memory of a process beside weights and passes, measured by scripts/measure_needs.py: scripts/results/needs.md.
+# Memory of a process beside weights and passes, measured by scripts/measure_needs.py:
+# scripts/results/needs.md.
 BASE = 0.35e9  # Python with torch, transformers and the tokenizer
 BASE_OF_TASKS = 0.12e9  # lm-eval, beside it
 BASE_OF_PRUNE = 0.42e9  # a prune that runs no model: torch, the compiled kernels, and rows
-BASE_WITH_GPU = 4.0e9  # with the model on a GPU: CUDA's libraries, and buffers of loading; not measured
+# With the model on a GPU: CUDA's libraries, and buffers of loading; not measured.
+BASE_WITH_GPU = 4.0e9
 GPU_CONTEXT = 1.0e9  # of a GPU, for CUDA and its libraries; not measured
 GPU_SHARE = 0.9  # of a GPU's memory that weights may take: accelerate's rule
 MOST_GPUS = 64  # for one model
@@ -45,7 +48,10 @@ PASSES_OF_REFIT = 12  # forward passes that take as long as a refit
 
 TEXT_BYTES = 1_300_000  # of an evaluation text of unknown size: that of WikiText-2's test split
 BYTES_PER_TOKEN = 3
-EXAMPLES, ANSWERS, TASK_TOKENS = 2500, 4, 100  # of a task; tokens of a question with one answer
+# of a task; tokens of a question with one answer
+EXAMPLES = 2500
+ANSWERS = 4
+TASK_TOKENS = 100
 EXAMPLE_BYTES = 10_000  # of a question with one answer, held with its result
 LOGITS = 1 << 28  # computed at a time: evaluation.perplexity
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,7 +68,8 @@ class ModelSize:
         in_blocks, largest_block: parameters of all decoder blocks, and of the largest.
         inputs: number of input features of all matrices in blocks together.
         widest: largest dimension of a matrix in a block. hidden_size: width of the hidden states.
-        vocabulary: number of tokens. context: longest sequence in tokens; None if the config does not say.
+        vocabulary: number of tokens. context: longest sequence in tokens; None if the config does
+            not say.
         dtype: of the checkpoint.
     """
 
@@ -95,7 +102,8 @@ def model_size(
     targets: str = "mlp",
     moves_by: str | None = None,
 ) -> ModelSize:
-    """The counts of a model, of the weightless model that transformers builds from its config.json; no weights are downloaded.
+    """The counts of a model, of the weightless model that transformers builds from its config.json;
+    no weights are downloaded.
 
     Args:
         name: folder or Hub id.
@@ -105,8 +113,8 @@ def model_size(
         moves_by: the option of a job by which weights move, block by block.
 
     Raises:
-        UserError: there is no such model, its config.json is missing or cannot be fetched, or transformers cannot build it; or
-            a job would refuse it.
+        UserError: there is no such model, its config.json is missing or cannot be fetched, or
+            transformers cannot build it; or a job would refuse it.
     """
     folder = find_config(name, revision, trust_remote_code)
     from emp_llm.models.loading import build_skeleton
@@ -120,15 +128,23 @@ def model_size(
     raw: Any = model.config
     if moves_by is not None:
         check_apart(raw.to_dict(), moves_by, "Leave it out, or plan this model by itself")
-    if not find_stacks(model) and not any(in_scope(layer, targets) for layer in model_layers(model)):
+    if not find_stacks(model) and not any(
+        in_scope(layer, targets) for layer in model_layers(model)
+    ):
         raise UserError(f"{name}: --targets {targets!r} match none of its layers.")
     config = raw.get_text_config()
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1]
+    matrices = [
+        parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1
+    ]
     stacks = [parameter for parameter in matrices if parameter.ndim == 3]  # of experts
-    chosen = getattr(config, "num_experts_per_tok", None) or max((len(stack) for stack in stacks), default=0)
+    chosen = getattr(config, "num_experts_per_tok", None) or max(
+        (len(stack) for stack in stacks), default=0
+    )
     idle = sum(max(0, len(stack) - chosen) * stack[0].numel() for stack in stacks)
-    dtypes = [str(getattr(part, "dtype", None)).removeprefix("torch.") for part in (model.config, config)]
+    dtypes = [
+        str(getattr(part, "dtype", None)).removeprefix("torch.") for part in (model.config, config)
+    ]
     return ModelSize(
         name=name,
         parameters=model.num_parameters(),
@@ -140,7 +156,8 @@ def model_size(
         hidden_size=int(getattr(config, "hidden_size", 0) or 0),
         vocabulary=int(getattr(config, "vocab_size", 0) or 0),
         context=getattr(config, "max_position_embeddings", None),
-        dtype=next((dtype for dtype in dtypes if dtype in _BYTES), "float32"),  # as transformers assumes
+        # As transformers assumes.
+        dtype=next((dtype for dtype in dtypes if dtype in _BYTES), "float32"),
     )
 
 
@@ -194,16 +211,20 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     tokens = work.samples * work.seqlen if reads_text else 0
     judged = 0.0 if suite is None else judged_tokens(size, suite, work.limit)
     item = size.itemsize(work.dtype)
-    weights = size.parameters * (item + (16 if work.heals else 0))  # healing: float32 weights, gradients, states of Adam
+    # healing: float32 weights, gradients, states of Adam.
+    weights = size.parameters * (item + (16 if work.heals else 0))
 
-    # A pass over so many tokens: what a block holds at its widest, inputs and outputs in float32, and the logits.
+    # A pass over so many tokens: what a block holds at its widest, inputs and outputs in float32,
+    # and the logits.
     width = item * (4 * size.widest + 6 * size.hidden_size) + 8 * (size.widest + size.hidden_size)
     at_once = min(judged, LOGITS / max(1, size.vocabulary), 16 * 2048)
     calibrating = work.batch_size * work.seqlen * width if reads_text else 0
     passes = max(calibrating, at_once * (width + item * size.vocabulary))
 
-    # Hidden states between blocks, and the work of an update: a block dense and pruned, and the moments of a layer.
-    states, held = tokens * size.hidden_size * item, 0
+    # Hidden states between blocks, and the work of an update: a block dense and pruned, and the
+    # moments of a layer.
+    states = tokens * size.hidden_size * item
+    held = 0
     if work.updates:
         held = 5 * states + 24 * size.widest**2 + size.largest_block * (2 * item + 5)
     elif work.propagates and reads_text:
@@ -218,15 +239,20 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     norms = 8 * size.inputs
     disk = {
         "calibrate": norms,
-        "prune": norms + size.file_bytes + size.in_blocks * (work.updates * size.itemsize() + (work.heals > 0) * HEALING_BYTES),
+        "prune": norms
+        + size.file_bytes
+        + size.in_blocks * (work.updates * size.itemsize() + (work.heals > 0) * HEALING_BYTES),
         "evaluate": 1e7,
         "sweep": norms + work.points * 1e7,
     }[kind]
 
     times = 1 + work.points  # an evaluation of the dense model, and of each point
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
-    forward += 4 * work.heals * 4 * work.seqlen  # steps of four sequences, as long as four forward passes
-    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else 0 if suite is None else times))
+    # Steps of four sequences, as long as four forward passes.
+    forward += 4 * work.heals * 4 * work.seqlen
+    moved = size.file_bytes * (
+        reads_text + (2 if kind == "prune" else 0 if suite is None else times)
+    )
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
     return Needs(
@@ -240,8 +266,11 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
 
 
 def judged_tokens(size: ModelSize, suite: Suite, limit: int | None) -> float:
-    """Number of tokens of one evaluation of a suite with a limit: of its text, and of the answers to its tasks."""
-    text, corpus = 0.0, suite.corpus
+    """Number of tokens of one evaluation of a suite with a limit: of its text, and of the
+    answers to its tasks.
+    """
+    text = 0.0
+    corpus = suite.corpus
     if corpus is not None:
         file = Path(corpus.file or "")
         text = (file.stat().st_size if file.is_file() else TEXT_BYTES) / BYTES_PER_TOKEN
@@ -253,20 +282,23 @@ def judged_tokens(size: ModelSize, suite: Suite, limit: int | None) -> float:
 
 def _gpus(size: ModelSize, work: Work, weights: int, passes: float) -> int:
     """The GPUs that one process needs: for whole blocks, and for the passes on each of them."""
-    free, block = work.gpu_gb * 1e9 - GPU_CONTEXT, size.largest_block * size.itemsize(work.dtype)
+    free = work.gpu_gb * 1e9 - GPU_CONTEXT
+    block = size.largest_block * size.itemsize(work.dtype)
     room = min(GPU_SHARE * free, free - passes)
     if weights <= room:
         return 1
     number = math.ceil(weights / (room - block)) if room > block else MOST_GPUS + 1
     if number > MOST_GPUS:
         raise UserError(
-            f"{size.name}: it takes {weights / 1e9:.0f} GB, with blocks of {block / 1e9:.1f} GB and {passes / 1e9:.1f} GB for "
-            f"forward passes, more than {MOST_GPUS} GPUs of {work.gpu_gb:g} GB hold. Name larger GPUs, or use the CPU."
+            f"{size.name}: it takes {weights / 1e9:.0f} GB, with blocks of {block / 1e9:.1f} GB "
+            f"and {passes / 1e9:.1f} GB for forward passes, more than {MOST_GPUS} GPUs of "
+            f"{work.gpu_gb:g} GB hold. Name larger GPUs, or use the CPU."
         )
     if work.processes > 1:
         raise UserError(
-            f"{size.name}: its weights take {weights / 1e9:.0f} GB, and each of {work.processes} processes holds them on one "
-            f"GPU of {work.gpu_gb:g} GB. Use one process: the model is spread over several GPUs."
+            f"{size.name}: its weights take {weights / 1e9:.0f} GB, and each of {work.processes} "
+            f"processes holds them on one GPU of {work.gpu_gb:g} GB. Use one process: the model is "
+            "spread over several GPUs."
         )
     return number
 
@@ -275,15 +307,25 @@ def assumptions(size: ModelSize, work: Work) -> list[str]:
     """The assumptions of an estimate, as sentences."""
     rate, device = (GPU_FLOPS, "GPU") if work.gpu_gb else (CPU_FLOPS, "process on the CPU")
     said = [
-        f"{size.name}: {size.parameters:,} parameters by its config, in {size.dtype if work.dtype == 'auto' else work.dtype}.",
-        f"Hours: {FACTOR:g} times the operations at {rate / 1e12:g} TFLOP/s a {device}, and the bytes at {DISK / 1e9:g} GB/s.",
+        f"{size.name}: {size.parameters:,} parameters by its config, in "
+        f"{size.dtype if work.dtype == 'auto' else work.dtype}.",
+        f"Hours: {FACTOR:g} times the operations at {rate / 1e12:g} TFLOP/s a {device}, and the "
+        f"bytes at {DISK / 1e9:g} GB/s.",
     ]
     if work.gpu_gb:
-        said.append(f"Weights take at most {100 * GPU_SHARE:g} % of a GPU of {work.gpu_gb:g} GB; a larger model takes several.")
+        said.append(
+            f"Weights take at most {100 * GPU_SHARE:g} % of a GPU of {work.gpu_gb:g} GB; a "
+            "larger model takes several."
+        )
     else:
-        said.append("Memory: weights lie in the memory of the node; pages of other files do not count.")
+        said.append(
+            "Memory: weights lie in the memory of the node; pages of other files do not count."
+        )
     if work.suite is not None and work.suite.tasks:
-        said.append(f"A task: {EXAMPLES:,} examples of {ANSWERS} answers, {TASK_TOKENS} tokens each, or as many as the limit.")
+        said.append(
+            f"A task: {EXAMPLES:,} examples of {ANSWERS} answers, {TASK_TOKENS} tokens "
+            "each, or as many as the limit."
+        )
     return said
 
 
@@ -300,10 +342,12 @@ _OF_COMMAND = ("table", "output", "overwrite")  # options that a table does not 
 
 
 def with_table(options: PlanOptions) -> PlanOptions:
-    """The options, with those of the table where the command line has none, the defaults of a study, and absolute paths.
+    """The options, with those of the table where the command line has none, the defaults of a
+    study, and absolute paths.
 
     Raises:
-        UserError: the table cannot be read or has an unknown key; an option is wrong, or no models are named.
+        UserError: the table cannot be read or has an unknown key; an option is wrong, or no models
+            are named.
     """
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     kinds = get_type_hints(PlanOptions)
@@ -312,7 +356,9 @@ def with_table(options: PlanOptions) -> PlanOptions:
             raise UserError(f"{options.table}: unknown field {quotable(name)}.")
         if isinstance(value, list) and name != "models":
             value = ",".join(map(str, value))
-        found = converted(str(value) if name in _NUMBERS else value, kinds[name], f"{options.table}: {name}")
+        found = converted(
+            str(value) if name in _NUMBERS else value, kinds[name], f"{options.table}: {name}"
+        )
         if values[name] in (None, False):
             values[name] = found
     merged = PlanOptions(**values)
@@ -331,7 +377,9 @@ def with_table(options: PlanOptions) -> PlanOptions:
 
 
 def absolute(name: str) -> str:
-    """A path that exists as an absolute path, because jobs run in the study's folder; other names as they are."""
+    """A path that exists as an absolute path, because jobs run in the study's folder; other
+    names as they are.
+    """
     if name.startswith("self:"):
         return f"self:{absolute(name[5:])}"
     path, comma, rest = name.partition(",")
@@ -345,10 +393,16 @@ def named_models(models: str | list[str]) -> dict[str, str]:
     Raises:
         UserError: a name is empty, or given twice.
     """
-    given = parse_words(models, "--models") if isinstance(models, str) else [str(model) for model in models]
+    given = (
+        parse_words(models, "--models")
+        if isinstance(models, str)
+        else [str(model) for model in models]
+    )
     names = [absolute(name) for name in given]
     if len(set(names)) < len(names):
-        raise UserError(f"--models names {next(n for n in names if names.count(n) > 1)} twice; leave one out.")
+        raise UserError(
+            f"--models names {next(n for n in names if names.count(n) > 1)} twice; leave one out."
+        )
     slugs: dict[str, str] = {}
     for name in names:
         parts = [part for part in PurePath(name).parts if part != "/"]
@@ -356,7 +410,8 @@ def named_models(models: str | list[str]) -> dict[str, str]:
         slug = re.sub(r"[^a-z0-9._]+", "-", "-".join(short).lower()).strip("-.")[:60] or "model"
         number = 2
         while slug in slugs.values():
-            slug, number = f"{slug.rstrip('0123456789').rstrip('-')}-{number}", number + 1
+            slug = f"{slug.rstrip('0123456789').rstrip('-')}-{number}"
+            number = number + 1
         slugs[name] = slug
     return slugs
 
@@ -367,7 +422,8 @@ class Norms(NamedTuple):
     Attributes:
         shared: from the model's calibration job.
         reads_text: it reads the calibration text itself.
-        updates: the option by which it moves the kept weights; None: they stay. heals: the steps of --heal.
+        updates: the option by which it moves the kept weights; None: they stay. heals: the steps of
+            --heal.
         propagates: --propagate pruned.
     """
 
@@ -378,7 +434,9 @@ class Norms(NamedTuple):
     propagates: bool
 
 
-def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any]) -> dict[SweepPoint, Norms]:
+def study_recipes(
+    options: PlanOptions, parsed: Callable[[str, list[str]], Any]
+) -> dict[SweepPoint, Norms]:
     """The recipes of a study, checked as their commands would check them.
 
     Args:
@@ -392,7 +450,10 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     sweeps = options.per == "model"
     points = plan_points(SweepOptions(**_point_options(options)), Recipe(), updates=not sweeps)
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
-        raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
+        raise UserError(
+            "--per model plans sweeps, and a sweep runs in one process. Leave out "
+            "--processes and --nodes."
+        )
     recipes: dict[SweepPoint, Norms] = {}
     for point in points:
         words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
@@ -404,7 +465,9 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         shared = reads and not recipe.moves and command.propagate == "dense"
         heals = recipe.heal_steps or 0
         updates = recipe.update_flag if recipe.updates else None
-        recipes[point] = Norms(shared, reads and not shared, updates, heals, command.propagate == "pruned")
+        recipes[point] = Norms(
+            shared, reads and not shared, updates, heals, command.propagate == "pruned"
+        )
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
@@ -412,9 +475,15 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
 
 
 def model_jobs(
-    options: PlanOptions, model: str, slug: str, recipes: dict[SweepPoint, Norms], size: ModelSize, work: Work
+    options: PlanOptions,
+    model: str,
+    slug: str,
+    recipes: dict[SweepPoint, Norms],
+    size: ModelSize,
+    work: Work,
 ) -> list[Job]:
-    """The jobs of a model: its dense evaluation, its calibration, and those of each recipe; or one sweep.
+    """The jobs of a model: its dense evaluation, its calibration, and those of each recipe; or one
+    sweep.
 
     Args:
         options: with their table.
@@ -426,40 +495,87 @@ def model_jobs(
     """
     jobs: list[Job] = []
     start = ["--model", model] + (["--trust-remote-code"] if options.trust_remote_code else [])
-    of_prune, of_evaluate = (shlex.split(each or "") for each in (options.prune_options, options.evaluate_options))
+    of_prune, of_evaluate = (
+        shlex.split(each or "") for each in (options.prune_options, options.evaluate_options)
+    )
     further = {"calibrate": [], "prune": of_prune, "sweep": of_prune, "evaluate": of_evaluate}
-    batch = work.samples // (work.processes * (options.nodes or 1))  # so that every process gets a batch
+    # So that every process gets a batch.
+    batch = work.samples // (work.processes * (options.nodes or 1))
     text = _given(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
     text += _given(batch_size=max(1, batch) if batch < work.batch_size else None)
-    evaluation, targets = _given(suite=options.suite, limit=options.limit), _given(targets=options.targets)
+    evaluation = _given(suite=options.suite, limit=options.limit)
+    targets = _given(targets=options.targets)
 
-    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, of_job: Work = work) -> None:
+    def add(
+        name: str,
+        kind: JobKind,
+        words: list[str],
+        after: list[str],
+        output: str,
+        of_job: Work = work,
+    ) -> None:
         needs = estimated_needs(kind, size, of_job)
         if kind != "prune" or of_job.calibrates:  # else it reads files, on one node
             needs.nodes = options.nodes or 1
             needs.hours = max(LEAST_HOURS, needs.hours / needs.nodes)
-        command = shlex.join(["emp-llm", kind, *words, *_given(dtype=options.dtype, output=output), *further[kind]])
-        jobs.append(Job(id=f"{slug}.{name}", kind=kind, command=command, after=after, output=output, needs=needs))
+        command = shlex.join(
+            ["emp-llm", kind, *words, *_given(dtype=options.dtype, output=output), *further[kind]]
+        )
+        jobs.append(
+            Job(
+                id=f"{slug}.{name}",
+                kind=kind,
+                command=command,
+                after=after,
+                output=output,
+                needs=needs,
+            )
+        )
 
     if options.per == "model":
         calibrates = any(norms.shared or norms.reads_text for norms in recipes.values())
-        words = [*_given(**_point_options(options)), *evaluation, *targets, *(text if calibrates else [])]
+        words = [
+            *_given(**_point_options(options)),
+            *evaluation,
+            *targets,
+            *(text if calibrates else []),
+        ]
         whole = replace(work, calibrates=calibrates, points=len(recipes))
         add("sweep", "sweep", [*start, *words], [], f"runs/{slug}", whole)
         return jobs
     add("dense.evaluate", "evaluate", [*start, *evaluation], [], f"results/{slug}.dense.json")
     activations = f"activations/{slug}.safetensors"
     if any(norms.shared for norms in recipes.values()):
-        add("calibrate", "calibrate", [*start, *text], [], activations, replace(work, calibrates=True))
+        add(
+            "calibrate",
+            "calibrate",
+            [*start, *text],
+            [],
+            activations,
+            replace(work, calibrates=True),
+        )
     for point, norms in recipes.items():
         output = f"runs/{slug}.{point.name}"
         words = [*start, *_recipe_words(point), *targets]
-        words += ["--activations", activations] if norms.shared else text if norms.reads_text else []
+        words += (
+            ["--activations", activations] if norms.shared else text if norms.reads_text else []
+        )
         own = replace(
-            work, calibrates=norms.reads_text, updates=norms.updates is not None, heals=norms.heals, propagates=norms.propagates
+            work,
+            calibrates=norms.reads_text,
+            updates=norms.updates is not None,
+            heals=norms.heals,
+            propagates=norms.propagates,
         )
         own = own if norms.reads_text else replace(own, processes=1)
-        add(f"{point.name}.prune", "prune", words, [f"{slug}.calibrate"] if norms.shared else [], output, own)
+        add(
+            f"{point.name}.prune",
+            "prune",
+            words,
+            [f"{slug}.calibrate"] if norms.shared else [],
+            output,
+            own,
+        )
         judged = ["--model", output, *start[2:], *evaluation]
         result = f"results/{slug}.{point.name}.json"
         add(f"{point.name}.evaluate", "evaluate", judged, [f"{slug}.{point.name}.prune"], result)
@@ -475,7 +591,13 @@ def _recipe_words(point: SweepPoint) -> list[str]:
     """The options of a recipe."""
     recipe = point.recipe
     order = None if recipe.order == 2 else recipe.order
-    return _given(method=recipe.method, beta=recipe.beta, order=order, sparsity=recipe.sparsity, pattern=recipe.pattern)
+    return _given(
+        method=recipe.method,
+        beta=recipe.beta,
+        order=order,
+        sparsity=recipe.sparsity,
+        pattern=recipe.pattern,
+    )
 
 
 def _given(**options: Any) -> list[str]:
@@ -483,5 +605,8 @@ def _given(**options: Any) -> list[str]:
     words = []
     for name, value in options.items():
         if value is not None:
-            words += [f"--{name.replace('_', '-')}", f"{value:.12g}" if isinstance(value, float) else str(value)]
+            words += [
+                f"--{name.replace('_', '-')}",
+                f"{value:.12g}" if isinstance(value, float) else str(value),
+            ]
     return words

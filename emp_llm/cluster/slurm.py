@@ -29,18 +29,45 @@ from emp_llm.records.base import converted
 Hours = Annotated[float, Meta(gt=0, le=8760)]
 Size = Annotated[float, Meta(gt=0)]
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
-_SECRET = re.compile(r"(?i)\b(\w*(?:token|secret|password|passwd|api_?key))\s*=\s*\\?[\"']?[^\s\"'$\\]")
-_QUOTED = ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")  # between quotation marks in a script
+_SECRET = re.compile(
+    r"(?i)\b(\w*(?:token|secret|password|passwd|api_?key))\s*=\s*\\?[\"']?[^\s\"'$\\]"
+)
+# Between quotation marks in a script.
+_QUOTED = ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")
 _SHELL = ("about", "prolog")  # lines of their own
 # What submit itself says to sbatch.
 _OWN_OPTIONS = {
-    *("partition", "account", "qos", "constraint", "time", "signal", "mem", "cpus-per-task", "array", "export", "dependency"),
-    *("nodes", "ntasks", "ntasks-per-node", "chdir", "output", "job-name", "requeue", "no-requeue", "open-mode"),
+    *(
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "time",
+        "signal",
+        "mem",
+        "cpus-per-task",
+        "array",
+        "export",
+        "dependency",
+    ),
+    *(
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "chdir",
+        "output",
+        "job-name",
+        "requeue",
+        "no-requeue",
+        "open-mode",
+    ),
     *("kill-on-invalid-dep", "parsable", "wrap"),
 }
 
 
-class LargestNode(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class LargestNode(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The largest node that a job can get. A GB is 1e9 bytes.
 
     Attributes:
@@ -53,7 +80,9 @@ class LargestNode(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     gpu_gb: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class SiteNeeds(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SiteNeeds(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Numbers of the site for jobs of one kind, in place of the plan's; null: the plan's.
 
     Attributes:
@@ -65,7 +94,9 @@ class SiteNeeds(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     hours: Hours | None = None
 
 
-class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Site(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The settings of a cluster.
 
     Attributes:
@@ -73,10 +104,12 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         partition, account, qos, constraint: as for sbatch; null: its default.
         cpu_partition: partition of jobs without GPUs; null: `partition`.
         gpus: the option that asks for GPUs, with {gpus} for their number on a node.
-        memory: the option that asks for memory, with {megabytes} for MiB on a node; empty: no such option.
+        memory: the option that asks for memory, with {megabytes} for MiB on a node; empty: no such
+            option.
         cpus: cores for each process of a job.
         options: further options of sbatch.
-        max_hours: longest time limit. A job that needs more is stopped and queued again, and resumes.
+        max_hours: longest time limit. A job that needs more is stopped and queued again, and
+            resumes.
         min_hours: shortest time limit.
         signal_seconds: SIGTERM is sent so long before the time limit.
         requeues: a task is queued again at most so often.
@@ -88,7 +121,8 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         prolog: lines of shell at the start of each task, after the modules.
         container: words before the command, such as "apptainer exec --nv image.sif".
         command: emp-llm on the nodes; null: this Python's, and within a container "emp-llm".
-        scratch: TMPDIR; made if missing. Variables such as $SLURM_JOB_ID get their value on the node.
+        scratch: TMPDIR; made if missing. Variables such as $SLURM_JOB_ID get their value on the
+            node.
         cache: HF_HOME, the Hub's cache, which login node and nodes share.
         offline: the nodes have no network; submit downloads what the jobs need.
     """
@@ -122,7 +156,8 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     def needs_of(self, job: Job) -> Needs:
         """The needs of a job: the site's numbers, and the plan's for the others."""
         own = self.needs.get(job.kind, SiteNeeds())
-        return msgspec.structs.replace(job.needs, **msgspec.to_builtins(own))  # which leaves out null
+        # Which leaves out null.
+        return msgspec.structs.replace(job.needs, **msgspec.to_builtins(own))
 
 
 def quotes_well(text: str) -> bool:
@@ -134,17 +169,23 @@ def read_site(path: Path) -> Site:
     """Read a site file.
 
     Raises:
-        UserError: it cannot be read, a key is unknown or its value wrong, or a value looks like a secret.
+        UserError: it cannot be read, a key is unknown or its value wrong, or a value looks like a
+            secret.
     """
     if not os.path.isfile(path):
-        raise UserError(f"--site {path}: no such file. Copy an example from {data_folder('slurm')}, and edit it.")
+        raise UserError(
+            f"--site {path}: no such file. Copy an example from "
+            f"{data_folder('slurm')}, and edit it."
+        )
     values = read_toml(path)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         assigned = _SECRET.search(line)
         if assigned or _TOKEN.search(line):
             raise UserError(
-                f"{path}: line {number} seems to hold a secret ({assigned[1] if assigned else 'an access token of the Hub'}), "
-                "and others can read the scripts of jobs. Take it out, and make the token invalid if others may have seen it."
+                f"{path}: line {number} seems to hold a secret "
+                f"({assigned[1] if assigned else 'an access token of the Hub'}), and others can "
+                "read the scripts of jobs. Take it out, and make the token invalid if others may "
+                "have seen it."
             )
     site = converted(values, Site, str(path))
     for name, value in msgspec.structs.asdict(site).items():
@@ -154,38 +195,97 @@ def read_site(path: Path) -> Site:
                 marks = ", without quotation marks and backslashes" if name in _QUOTED else ""
                 raise UserError(f"{path}: {name}: {quotable(text)} must be one line{marks}.")
     if not (site.gpus.startswith("-") and "{gpus}" in site.gpus):
-        raise UserError(f'{path}: gpus must be an option with {{gpus}}, such as "--gres=gpu:{{gpus}}", got "{site.gpus}".')
+        raise UserError(
+            f"{path}: gpus must be an option with {{gpus}}, such as "
+            f'"--gres=gpu:{{gpus}}", got "{site.gpus}".'
+        )
     if site.memory and not (site.memory.startswith("-") and "{megabytes}" in site.memory):
-        raise UserError(f'{path}: memory must be empty, or an option such as "--mem={{megabytes}}M", got "{site.memory}".')
+        raise UserError(
+            f"{path}: memory must be empty, or an option such as "
+            f'"--mem={{megabytes}}M", got "{site.memory}".'
+        )
     if site.min_hours > site.max_hours:
-        raise UserError(f"{path}: min_hours {site.min_hours:g} must not be above max_hours {site.max_hours:g}.")
+        raise UserError(
+            f"{path}: min_hours {site.min_hours:g} must not be above max_hours {site.max_hours:g}."
+        )
     if site.signal_seconds >= site.min_hours * 3600:
         raise UserError(
-            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, {site.min_hours * 3600:g} seconds."
+            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, "
+            f"{site.min_hours * 3600:g} seconds."
         )
     for option in site.options:
         name = option.lstrip("-").partition("=")[0].partition(" ")[0]
         if not option.startswith("-"):
-            raise UserError(f'{path}: options: "{quotable(option)}" must begin with a hyphen, as for sbatch.')
+            raise UserError(
+                f'{path}: options: "{quotable(option)}" must begin with a hyphen, as for sbatch.'
+            )
         if name in _OWN_OPTIONS:
-            raise UserError(f"{path}: options: submit sets --{name} itself; set the key for it, or leave it out.")
+            raise UserError(
+                f"{path}: options: submit sets --{name} itself; set the key for it, or "
+                "leave it out."
+            )
     if site.cache is None:
         return site
     cache = os.path.expanduser(os.path.expandvars(site.cache))
     if "$" in cache or not os.path.isabs(cache):
-        raise UserError(f"{path}: cache {quotable(site.cache)} must be an absolute path, of variables that are set here.")
+        raise UserError(
+            f"{path}: cache {quotable(site.cache)} must be an absolute path, of "
+            "variables that are set here."
+        )
     return msgspec.structs.replace(site, cache=cache)
 
 
 FOLDER_NAME = "slurm"  # in the study
 # Needs are rounded up to these steps, so that jobs with almost equal needs share an array.
-_MINUTES = (1, 2, 5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 2160, 2880, 4320)
+_MINUTES = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    20,
+    30,
+    45,
+    60,
+    90,
+    120,
+    180,
+    240,
+    360,
+    480,
+    720,
+    960,
+    1440,
+    2160,
+    2880,
+    4320,
+)
 _MEBIBYTE = 2**20
 _ANSWER_SECONDS = 300  # for a command of Slurm
-# Variables of the login node that tasks get. No other goes to Slurm, because any might hold a secret.
+# Variables of the login node that tasks get. No other goes to Slurm, because any might hold a
+# secret.
 EXPORTED = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MODULEPATH", "PYTHONPATH"),
-    *("VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "EMP_LLM_CACHE"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LC_ALL",
+        "LD_LIBRARY_PATH",
+        "MODULEPATH",
+        "PYTHONPATH",
+    ),
+    *(
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_CACHE",
+        "EMP_LLM_CACHE",
+    ),
     "SLURM_CONF",
 )
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
@@ -227,8 +327,9 @@ class JobArray:
         request: of each task.
         jobs: index of the task -> its job.
         after: arrays that come first, by their names or their numbers in Slurm.
-        task_by_task: each task waits only for the task of the same index in the one array that comes first. Otherwise it waits
-            for all tasks, and refuses to begin if a job that it needs has failed.
+        task_by_task: each task waits only for the task of the same index in the one array that
+            comes first. Otherwise it waits for all tasks, and refuses to begin if a job that it
+            needs has failed.
     """
 
     name: str
@@ -248,31 +349,48 @@ class JobArray:
 
 
 def request_of(needs: Needs, site: Site) -> Request:
-    """What a job asks of a site, whose largest node it fits; its needs are rounded up: memory to 1, 1.5, 2, 3, 4, 6 ... GB."""
+    """What a job asks of a site, whose largest node it fits; its needs are rounded up: memory to
+    1, 1.5, 2, 3, 4, 6 ... GB.
+    """
     power = 2 ** math.floor(math.log2(max(1.0, needs.memory_gb)))
     gigabytes = next(size for size in (power, 1.5 * power, 2 * power) if size >= needs.memory_gb)
     megabytes = math.ceil(gigabytes * 1e9 / _MEBIBYTE)
     if site.largest_node is not None:
         megabytes = min(megabytes, int(site.largest_node.memory_gb * 1e9 / _MEBIBYTE))
-    least, most = math.ceil(site.min_hours * 60), max(1, int(site.max_hours * 60))
+    least = math.ceil(site.min_hours * 60)
+    most = max(1, int(site.max_hours * 60))
     wanted = math.ceil(needs.hours * 60 + site.signal_seconds / 60)
     minutes = next((step for step in _MINUTES if step >= wanted), wanted)
-    return Request(needs.nodes, site.cpus * needs.processes, needs.gpus, megabytes, min(max(minutes, least), most))
+    return Request(
+        needs.nodes,
+        site.cpus * needs.processes,
+        needs.gpus,
+        megabytes,
+        min(max(minutes, least), most),
+    )
 
 
 def check_fits(jobs: Sequence[Job], site: Site, path: Path) -> None:
-    """Raise UserError if a job needs more than the largest node has of a site, whose file is at `path`."""
+    """Raise UserError if a job needs more than the largest node has of a site, whose file is at
+    `path`.
+    """
     node = site.largest_node
     if node is None:
         return
     held = (node.cpus, node.memory_gb, node.gpus, node.gpu_gb)
     for job in jobs:
         needs = job.needs
-        wanted = (site.cpus * needs.processes, needs.memory_gb, needs.gpus, needs.gpu_gb if needs.gpus else 0.0)
+        wanted = (
+            site.cpus * needs.processes,
+            needs.memory_gb,
+            needs.gpus,
+            needs.gpu_gb if needs.gpus else 0.0,
+        )
         if any(need > most for need, most in zip(wanted, held, strict=True)):
             raise UserError(
-                f"{job.id} needs {_size(*wanted)} on a node, and the largest node of {path} has {_size(*held)}. Plan with "
-                "needs that fit (a smaller model, fewer processes, --gpu-gb), or correct largest_node."
+                f"{job.id} needs {_size(*wanted)} on a node, and the largest node of {path} has "
+                f"{_size(*held)}. Plan with needs that fit (a smaller model, fewer processes, "
+                "--gpu-gb), or correct largest_node."
             )
 
 
@@ -281,12 +399,16 @@ def _size(cpus: int, memory_gb: float, gpus: int, gpu_gb: float) -> str:
     return f"{count_of(cpus, 'core')}, {memory_gb:.3g} GB{of_gpus}"
 
 
-def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], first: int) -> list[JobArray]:
-    """The arrays for jobs, in an order in which they can be submitted: one for each kind, depth and request.
+def grouped_jobs(
+    jobs: Sequence[Job], site: Site, queued: Mapping[str, str], first: int
+) -> list[JobArray]:
+    """The arrays for jobs, in an order in which they can be submitted: one for each kind, depth and
+    request.
 
     Args:
         jobs: that are neither done nor queued, those that come first before the others.
-        queued: id -> task of the jobs that are queued already; others that a job waits for are done.
+        queued: id -> task of the jobs that are queued already; others that a job waits for are
+            done.
         first: number of the first array.
     """
     depth: dict[str, int] = {}
@@ -300,8 +422,13 @@ def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], fir
         members = groups[level, kind, request]
         for start in range(0, len(members), site.largest_array):
             part = members[start : start + site.largest_array]
-            before = [name for job in part for name in job.after if name in places or name in queued]
-            after = {places[name][0] if name in places else queued[name].partition("_")[0] for name in before}
+            before = [
+                name for job in part for name in job.after if name in places or name in queued
+            ]
+            after = {
+                places[name][0] if name in places else queued[name].partition("_")[0]
+                for name in before
+            }
             indexed = {places[name][1]: job for job in part for name in job.after if name in places}
             task_by_task = len(after) == 1 and len(indexed) == len(part) == len(before)
             indexed = indexed if task_by_task else dict(enumerate(part))
@@ -315,13 +442,19 @@ def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], fir
 
 
 def script_text(array: JobArray, site: Site, study: Path) -> str:
-    """The batch script of an array: its options and environment, then scripts/slurm/job.sh. `study` is an absolute path."""
+    """The batch script of an array: its options and environment, then scripts/slurm/job.sh.
+    `study` is an absolute path.
+    """
     request = array.request
     environment = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     environment.append(f"export OMP_NUM_THREADS={site.cpus}")
     environment += [f"export HF_HOME={shlex.quote(site.cache)}"] if site.cache is not None else []
     environment += [f"export {' '.join(f'{name}=1' for name in _OFFLINE)}"] if site.offline else []
-    environment += [f'export TMPDIR="{site.scratch}"', 'mkdir -p "$TMPDIR"'] if site.scratch is not None else []
+    environment += (
+        [f'export TMPDIR="{site.scratch}"', 'mkdir -p "$TMPDIR"']
+        if site.scratch is not None
+        else []
+    )
     own = "emp-llm" if site.container else f"{shlex.quote(sys.executable)} -m emp_llm"
     command = f"{site.container} {own if site.command is None else site.command}".strip()
     places = f"%{site.at_once}" if site.at_once is not None else ""
@@ -330,7 +463,9 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
         "array": f"{array.indices}{places}",
         "chdir": str(study),
         "output": f"{FOLDER_NAME}/{array.name}-%a.log",
-        "partition": site.partition if request.gpus or site.cpu_partition is None else site.cpu_partition,
+        "partition": site.partition
+        if request.gpus or site.cpu_partition is None
+        else site.cpu_partition,
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint,
@@ -343,7 +478,9 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     options = []
     for name, value in chosen.items():
         if value is not None:
-            options.append(f"--{name}={value}" if shlex.quote(value) == value else f'--{name}="{value}"')
+            options.append(
+                f"--{name}={value}" if shlex.quote(value) == value else f'--{name}="{value}"'
+            )
     options += [site.gpus.replace("{gpus}", str(request.gpus))] if request.gpus else []
     options += [site.memory.replace("{megabytes}", str(request.megabytes))] if site.memory else []
     options += ["--requeue", "--open-mode=append", "--kill-on-invalid-dep=yes", *site.options]
@@ -365,8 +502,13 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
 
 
 def list_text(array: JobArray) -> str:
-    """The list of an array: the id of the job of task N on line N + 1; an empty line for an index without a task."""
-    return "".join(f"{array.jobs[index].id if index in array.jobs else ''}\n" for index in range(max(array.jobs) + 1))
+    """The list of an array: the id of the job of task N on line N + 1; an empty line for an
+    index without a task.
+    """
+    return "".join(
+        f"{array.jobs[index].id if index in array.jobs else ''}\n"
+        for index in range(max(array.jobs) + 1)
+    )
 
 
 # Slurm's commands.
@@ -375,23 +517,27 @@ def list_text(array: JobArray) -> str:
 def queued_jobs(study: Path) -> dict[str, str]:
     """id -> task of the jobs of a study (an absolute path) that wait or run in Slurm.
 
-    A task is known by its folder, the name of its array, and the list of the array's jobs, which was written before it was
-    submitted.
+    A task is known by its folder, the name of its array, and the list of the array's jobs, which
+    was written before it was submitted.
 
     Raises:
         UserError: something was submitted, and squeue does not answer.
     """
     folder = study / FOLDER_NAME
-    lists = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.jobs")}
+    lists = {
+        path.stem: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.jobs")
+    }
     if not lists:
         return {}
     try:
-        answer = _called(["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%j|%Z"], study)
+        answer = _called(
+            ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%j|%Z"], study
+        )
     except UserError as error:
         raise UserError(
-            f"{folder}: jobs were submitted before, and nobody knows whether they are still queued: {error} "
-            "Nothing is submitted, so that no job runs twice. Try again when squeue answers; to forget what was submitted, "
-            f"move {folder} away."
+            f"{folder}: jobs were submitted before, and nobody knows whether they are still "
+            f"queued: {error} Nothing is submitted, so that no job runs twice. Try again when "
+            f"squeue answers; to forget what was submitted, move {folder} away."
         ) from error
     found = {}
     for line in answer.splitlines():
@@ -412,25 +558,31 @@ def check_sbatch(study: Path) -> None:
     """Raise UserError if this machine has no sbatch."""
     if shutil.which("sbatch") is None:
         raise UserError(
-            f"sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run {study} runs the study "
-            "on this machine, and docs/clusters.md shows other schedulers."
+            "sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm "
+            f"run {study} runs the study on this machine, and docs/clusters.md shows other "
+            "schedulers."
         )
 
 
 def sbatch_words(array: JobArray, numbers: Mapping[str, str]) -> list[str]:
     """The command that submits an array, given the numbers of arrays by name.
 
-    --export stands here and not in the script, where a variable of the environment (SBATCH_EXPORT) would replace it.
+    --export stands here and not in the script, where a variable of the environment (SBATCH_EXPORT)
+    would replace it.
     """
     options = [f"--export={','.join(EXPORTED)}"]
     if array.after:
         kind = "aftercorr" if array.task_by_task else "afterany"
-        options.append(f"--dependency={kind}:{':'.join(numbers.get(name, name) for name in array.after)}")
+        options.append(
+            f"--dependency={kind}:{':'.join(numbers.get(name, name) for name in array.after)}"
+        )
     return ["sbatch", "--parsable", *options, f"{FOLDER_NAME}/{array.name}.sh"]
 
 
 def submit_script(words: Sequence[str], study: Path) -> str:
-    """Submit a script; returns the number of the array. UserError if sbatch refuses, in its own words."""
+    """Submit a script; returns the number of the array. UserError if sbatch refuses, in its own
+    words.
+    """
     said = _called(words, study)
     answer = re.fullmatch(r"(\d+)(;\S+)?\s*", said)
     if answer is None:
@@ -457,7 +609,12 @@ def _called(words: Sequence[str], folder: Path) -> str:
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{name}: no answer in {_ANSWER_SECONDS} seconds.") from error
     if done.returncode:
-        lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in (done.stderr + done.stdout).splitlines()]
+        lines = [
+            line.removeprefix(f"{name}: ").removeprefix("error: ")
+            for line in (done.stderr + done.stdout).splitlines()
+        ]
         said = "; ".join(line.strip().rstrip(".") for line in lines if line.strip())
-        raise UserError(f"{name} said: {printable(said, 500) or f'nothing, with exit code {done.returncode}'}.")
+        raise UserError(
+            f"{name} said: {printable(said, 500) or f'nothing, with exit code {done.returncode}'}."
+        )
     return done.stdout

@@ -1,4 +1,6 @@
-"""Errors that the user can fix, and the text of messages: counts with nouns, sizes with units, untrusted text made safe."""
+"""Errors that the user can fix, and the text of messages: counts with nouns, sizes with units,
+untrusted text made safe.
+"""
 
 import re
 from collections.abc import Iterable
@@ -7,24 +9,35 @@ from difflib import get_close_matches
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 # In a message, to be run as it is; it ends with its sentence or a comma.
-_COMMAND = re.compile(r"(emp-llm [a-z]+ .*?(?=[.,;:)]+\s|[.)]*$)|pip install --upgrade [\w-]+)", re.DOTALL)
+_COMMAND = re.compile(
+    r"(emp-llm [a-z]+ .*?(?=[.,;:)]+\s|[.)]*$)|pip install --upgrade "
+    r"[\w-]+)",
+    re.DOTALL,
+)
 
 
 class UserError(ValueError):
-    """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it and exit with code 2.
+    """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it
+    and exit with code 2.
 
-    It is made with the flags of the shell. In Python it shows the arguments: `--batch-size` is `batch_size`.
+    It is made with the flags of the shell. In Python it shows the arguments: `--batch-size` is
+    `batch_size`.
     """
 
     in_shell = False  # a command line sets it
 
     def __str__(self) -> str:
-        """The message, with arguments for flags unless a command prints it; commands to run stay as they are."""
+        """The message, with arguments for flags unless a command prints it; commands to run stay
+        as they are.
+        """
         if UserError.in_shell:
             return super().__str__()
         parts = _COMMAND.split(super().__str__())
         parts[::2] = [
-            _FLAG.sub(lambda flag: {"map": "score_map"}.get(flag[1], flag[1].replace("-", "_")), each) for each in parts[::2]
+            _FLAG.sub(
+                lambda flag: {"map": "score_map"}.get(flag[1], flag[1].replace("-", "_")), each
+            )
+            for each in parts[::2]
         ]
         return "".join(parts)
 
@@ -34,7 +47,8 @@ class ReadError(UserError):
 
 
 def reason(error: BaseException, whole: bool = False) -> str:
-    """Another library's error as part of a sentence: the system's words, or the first line of the message.
+    """Another library's error as part of a sentence: the system's words, or the first line of the
+    message.
 
     Args:
         whole: the first paragraph of the message in one line, up to 400 characters.
@@ -49,7 +63,9 @@ def reason(error: BaseException, whole: bool = False) -> str:
 
 
 def count_of(number: int, noun: str, nouns: str | None = None) -> str:
-    """A count with its noun: "1 difference", "2,500 differences". `nouns` is an irregular plural."""
+    """A count with its noun: "1 difference", "2,500 differences". `nouns` is an irregular
+    plural.
+    """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or noun + 's'}"
 
 
@@ -83,7 +99,9 @@ def quotable(text: str) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Text from a file, made safe for a page or figure: no control characters, at most `limit` characters."""
+    """Text from a file, made safe for a page or figure: no control characters, at most `limit`
+    characters.
+    """
     text = "".join(letter if letter.isprintable() else "�" for letter in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

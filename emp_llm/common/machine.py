@@ -1,4 +1,6 @@
-"""The machine and the process: cores, memory with errors that name the options to lower, time of stages, versions, command."""
+"""The machine and the process: cores, memory with errors that name the options to lower, time of
+stages, versions, command.
+"""
 
 import gc
 import os
@@ -19,7 +21,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PACKAGES = ("emp-llm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "lm-eval")
+_PACKAGES = (
+    "emp-llm",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "lm-eval",
+)
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 # getrusage counts in kB on Linux, in bytes on macOS.
@@ -27,7 +38,9 @@ _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def available_cores() -> int:
-    """The number of CPU cores that this process may use: those of its affinity where the system has one, else all."""
+    """The number of CPU cores that this process may use: those of its affinity where the system
+    has one, else all.
+    """
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -40,8 +53,8 @@ class OutOfMemory(UserError):
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can allocate without swapping.
 
-    The minimum of the machine's available memory and of the memory left in this process's control groups, which schedulers
-    and containers limit. Files in the page cache count as free.
+    The minimum of the machine's available memory and of the memory left in this process's control
+    groups, which schedulers and containers limit. Files in the page cache count as free.
 
     Args:
         root: folder that holds proc and sys, where the groups are listed.
@@ -66,15 +79,21 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
     )
     for group in (root / path, *(root / path).parents):
         with suppress(OSError, ValueError, KeyError):
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            statistics = dict(
+                line.split() for line in (group / "memory.stat").read_text().splitlines()
+            )
             files = sum(int(statistics[f"{cached}{kind}_file"]) for kind in ("active", "inactive"))
-            yield max(0, int((group / limit).read_text()) - int((group / usage).read_text()) + files)
+            yield max(
+                0, int((group / limit).read_text()) - int((group / usage).read_text()) + files
+            )
         if group == root:
             return
 
 
 def resident_memory(device: "torch.device") -> int:
-    """The bytes in use now: by this process, mapped files included; or of the memory of `device`, if that is a GPU."""
+    """The bytes in use now: by this process, mapped files included; or of the memory of
+    `device`, if that is a GPU.
+    """
     if device.type == "cuda":
         import torch
 
@@ -85,7 +104,9 @@ def resident_memory(device: "torch.device") -> int:
 
 
 def free_memory() -> None:
-    """Free unused memory: models contain reference cycles, and CUDA's allocator caches freed blocks."""
+    """Free unused memory: models contain reference cycles, and CUDA's allocator caches freed
+    blocks.
+    """
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -94,14 +115,18 @@ def free_memory() -> None:
 
 @contextmanager
 def at_most_more(number: int) -> Iterator[None]:
-    """Inside this context, allocations of more than some bytes raise MemoryError, where the system can limit a process."""
+    """Inside this context, allocations of more than some bytes raise MemoryError, where the
+    system can limit a process.
+    """
     try:
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before = resource.getrlimit(resource.RLIMIT_AS)
         wanted = pages * resource.getpagesize() + number
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if before[1] < 0 else min(wanted, before[1]), before[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (wanted if before[1] < 0 else min(wanted, before[1]), before[1])
+        )
     except (ImportError, OSError, ValueError):
         yield
         return
@@ -115,7 +140,9 @@ def ran_out(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on a device or on the CPU."""
     torch: Any = sys.modules.get("torch")
     kinds = (MemoryError, torch.OutOfMemoryError) if torch is not None else (MemoryError,)
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
 
 
 @contextmanager
@@ -142,13 +169,17 @@ def enough_memory(
 
     def message() -> str:
         size = f"{count_of(batch.shape[0], 'sequence')} of {count_of(batch.shape[1], 'token')}"
-        return "{}: out of memory on {} with {} at a time. Lower --batch-size, then --seqlen{}.".format(*where(), size, or_else)
+        return (
+            "{}: out of memory on {} with {} at a time. Lower --batch-size, then --seqlen{}."
+        ).format(*where(), size, or_else)
 
     return out_of_memory(message)
 
 
 class Stopwatch:
-    """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of each stage."""
+    """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of
+    each stage.
+    """
 
     def __init__(self) -> None:
         self.record: dict[str, dict[str, float]] = {}
@@ -162,14 +193,19 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         yield
-        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3), "peak_bytes": peak_memory()}
+        entry: dict[str, float] = {
+            "seconds": round(time.perf_counter() - start, 3),
+            "peak_bytes": peak_memory(),
+        }
         if _gpus():
             entry["peak_cuda_bytes"] = _peak_of_gpus()
         self.record[name] = entry
 
 
 def peak_memory() -> int:
-    """Peak resident memory of this process in bytes: since the last reset on Linux, since its start elsewhere."""
+    """Peak resident memory of this process in bytes: since the last reset on Linux, since its
+    start elsewhere.
+    """
     with suppress(OSError, ValueError, StopIteration):
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
@@ -219,10 +255,15 @@ def processor_name() -> str:
 
 
 def machine_name() -> str:
-    """What the last bits of a forward pass on the CPU depend on: the processor, the version of torch, and its threads."""
+    """What the last bits of a forward pass on the CPU depend on: the processor, the version of
+    torch, and its threads.
+    """
     import torch
 
-    return f"{processor_name()}, torch {torch.__version__}, {count_of(torch.get_num_threads(), 'thread')}"
+    return (
+        f"{processor_name()}, torch {torch.__version__}, "
+        f"{count_of(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def cpu_fields() -> dict[str, str]:

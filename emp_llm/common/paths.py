@@ -1,4 +1,6 @@
-"""Names of files in model folders and output folders, and the folders for cached results and for data that users edit."""
+"""Names of files in model folders and output folders, and the folders for cached results and for
+data that users edit.
+"""
 
 import os
 from importlib import resources
@@ -13,34 +15,67 @@ PACKED_SUFFIX = ".packed.safetensors"
 SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
 # In a card that is replaced; without it, the card is its user's.
-CARD_MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
+CARD_MARK = (
+    "<!-- emp-llm writes this card again at every push. Delete this line to keep your own "
+    "changes. -->"
+)
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
 SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model itself wrote
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
-SUMS_NAME = Path(EXTRAS) / "sums.safetensors"  # what a calibration has collected for Taylor scores, experts or layers
+# What a calibration has collected for Taylor scores, experts or layers.
+SUMS_NAME = Path(EXTRAS) / "sums.safetensors"
 ROTATION_NAME = Path(EXTRAS) / "rotation.json"  # of a rotated dense model
-# Other formats of weights, and pickles. A copy of such a file would add the dense model to a pruned one.
+# Other formats of weights, and pickles. A copy of such a file would add the dense model to a pruned
+# one.
 OTHER_WEIGHTS = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".safetensors", ".npz", ".npy"),
+    *(
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".gguf",
+        ".ot",
+        ".safetensors",
+        ".npz",
+        ".npy",
+    ),
     *(".tflite", ".pdparams", ".mlmodel", ".nemo", ".keras", ".pkl", ".pickle", ".joblib"),
 )
 
 
 def is_hidden(relative: PurePath) -> bool:
-    """Whether a path in a model folder is hidden, or lies in a hidden folder: it is of git, of a download or of the user."""
+    """Whether a path in a model folder is hidden, or lies in a hidden folder: it is of git, of a
+    download or of the user.
+    """
     return any(part.startswith(".") for part in relative.parts)
 
 
 def cache_folder() -> Path:
     """$EMP_LLM_CACHE, else emp_llm in $XDG_CACHE_HOME or ~/.cache. The folder may not exist yet."""
     root = os.environ.get("EMP_LLM_CACHE")
-    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emp_llm"
+    return (
+        Path(root)
+        if root
+        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emp_llm"
+    )
 
 
 def data_folder(name: str) -> Path:
-    """The path of `calibration/`, `eval/` or `slurm/` (of `scripts/`). The wheel holds them in `emp_llm/data`."""
+    """The path of `calibration/`, `eval/` or `slurm/` (of `scripts/`). The wheel holds them in
+    `emp_llm/data`.
+    """
     packaged = Path(str(resources.files("emp_llm"))) / "data" / name
     checkout = Path(__file__).parents[2]
-    return packaged if packaged.is_dir() else checkout / "scripts" / name if name == "slurm" else checkout / name
+    return (
+        packaged
+        if packaged.is_dir()
+        else checkout / "scripts" / name
+        if name == "slurm"
+        else checkout / name
+    )

@@ -1,4 +1,5 @@
-"""What a command tells while it works: nothing, as usual, or more; and the progress of long work, of the first rank only.
+"""What a command tells while it works: nothing, as usual, or more; and the progress of long work,
+of the first rank only.
 
 Progress is a bar on a terminal; elsewhere, a line in the log every 30 seconds.
 """
@@ -29,7 +30,8 @@ class _Shown:
 
 @contextmanager
 def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
-    """Inside this context, emp-llm logs more or less than usual; if neither is asked for, nothing changes.
+    """Inside this context, emp-llm logs more or less than usual; if neither is asked for, nothing
+    changes.
 
     Args:
         name: of the command, for the log.
@@ -37,7 +39,8 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
         quiet: log warnings only, and show no progress.
     """
     package = logging.getLogger("emp_llm")
-    level, was_quiet = package.level, _Shown.quiet
+    level = package.level
+    was_quiet = _Shown.quiet
     if quiet:
         package.setLevel(logging.WARNING)
         _Shown.quiet = True
@@ -47,10 +50,17 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     try:
         if verbose:
             memory = format_bytes(available_memory())
-            logger.debug("emp-llm %s: %s CPU cores, %s of memory available.", name, available_cores(), memory)
+            logger.debug(
+                "emp-llm %s: %s CPU cores, %s of memory available.", name, available_cores(), memory
+            )
         yield
         if verbose:
-            logger.debug("emp-llm %s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
+            logger.debug(
+                "emp-llm %s: finished in %.1f s, %s.",
+                name,
+                time.perf_counter() - start,
+                memory_words(),
+            )
     finally:
         package.setLevel(level)
         _Shown.quiet = was_quiet
@@ -73,17 +83,23 @@ class Bar:
 
 
 class _Lines(Bar):
-    """A bar that logs a line from time to time: the share that is done, the rate since the last line, the remaining time."""
+    """A bar that logs a line from time to time: the share that is done, the rate since the last
+    line, the remaining time.
+    """
 
     def __init__(self, total: float, title: str, unit: str) -> None:
-        self._total, self._title, self._unit = total, title, unit
+        self._total = total
+        self._title = title
+        self._unit = unit
         self._done = self._last_done = 0.0
         self._start = self._last_time = time.monotonic()
 
     def __exit__(self, kind: Any = None, *_: object) -> None:
         if kind is None:
             seconds = time.monotonic() - self._start
-            logger.debug("%s: %s%s in %.1f s.", self._title, _size(self._total), self._unit, seconds)
+            logger.debug(
+                "%s: %s%s in %.1f s.", self._title, _size(self._total), self._unit, seconds
+            )
 
     def update(self, n: float = 1) -> None:
         self._done += n
@@ -95,10 +111,23 @@ class _Lines(Bar):
 
         rate = (self._done - self._last_done) / seconds
         speed = f"{tqdm.format_sizeof(rate)}{self._unit}/s"
-        left = f", {tqdm.format_interval((self._total - self._done) / rate)} left" if rate > 0 else ""
+        left = (
+            (f", {tqdm.format_interval((self._total - self._done) / rate)} left")
+            if rate > 0
+            else ""
+        )
         percent = 100 * self._done / (self._total or 1)
-        logger.info("%s: %d %% of %s%s, %s%s", self._title, percent, _size(self._total), self._unit, speed, left)
-        self._last_time, self._last_done = now, self._done
+        logger.info(
+            "%s: %d %% of %s%s, %s%s",
+            self._title,
+            percent,
+            _size(self._total),
+            self._unit,
+            speed,
+            left,
+        )
+        self._last_time = now
+        self._last_done = self._done
 
 
 def _size(number: float) -> str:
@@ -111,7 +140,8 @@ def _size(number: float) -> str:
 @contextmanager
 def progress_of(stage: str) -> Iterator[None]:
     """Put the name of a stage in front of the titles of all progress in this context."""
-    before, _Shown.stage = _Shown.stage, stage
+    before = _Shown.stage
+    _Shown.stage = stage
     try:
         yield
     finally:
@@ -122,7 +152,9 @@ def load_packages() -> None:
     """Import torch and transformers, which takes seconds, and show it."""
     missing = [name for name in _PACKAGES if name not in sys.modules]
     if missing:
-        with progress_bar(len(missing), "load torch and transformers", "package", leave=False) as bar:
+        with progress_bar(
+            len(missing), "load torch and transformers", "package", leave=False
+        ) as bar:
             for name in missing:
                 import_module(name)
                 bar.update(1)
@@ -139,8 +171,8 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
     Args:
         total: number of units.
         title: name of the activity.
-        unit: "B" (bytes), "W" (weights), "tok" (tokens), "req" (requests), " blocks"; large numbers are shown in thousands,
-            millions and so on.
+        unit: "B" (bytes), "W" (weights), "tok" (tokens), "req" (requests), " blocks"; large numbers
+            are shown in thousands, millions and so on.
         leave: the finished bar stays on the terminal.
     """
     if not ranks().main or _Shown.quiet:
@@ -150,13 +182,21 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
         return _Lines(total, title, unit)
     from tqdm import tqdm
 
-    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=total >= 1000 or unit == " blocks", leave=leave)
+    bar: Any = tqdm(
+        total=total,
+        desc=title,
+        unit=unit,
+        unit_scale=total >= 1000 or unit == " blocks",
+        leave=leave,
+    )
     return bar  # type: ignore[no-any-return]
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """A stage of a run: its name in the progress, and a line with its time and memory for --verbose."""
+    """A stage of a run: its name in the progress, and a line with its time and memory for
+    --verbose.
+    """
     start = time.perf_counter()
     logger.debug("%s: begins.", name)
     with progress_of(name):

@@ -1,4 +1,6 @@
-"""Ranks: the processes of one job, started by `emp-llm run`, torchrun or accelerate. A single process is rank 0 of 1."""
+"""Ranks: the processes of one job, started by `emp-llm run`, torchrun or accelerate. A single
+process is rank 0 of 1.
+"""
 
 import atexit
 import os
@@ -23,7 +25,10 @@ SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
 _DAY = 24 * 3600  # ranks wait for each other at the end of their parts, for hours in a long job
 _MEETING = timedelta(minutes=10)
 # A lost connection, and a silent one, in the words of gloo and NCCL.
-_BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process exited|ncclRemoteError")
+_BROKEN = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|remote process "
+    r"exited|ncclRemoteError"
+)
 _SILENT = re.compile(r"Timed out waiting|[Tt]imeout")
 _END = "emp_llm/end"  # where the first rank that fails leaves its message for the others
 _LETTERS = 1000  # of that message
@@ -111,15 +116,17 @@ class Ranks:
 def ranks() -> Ranks:
     """The ranks of this job.
 
-    A process joins the others at its first collective call. So wrong input is reported by every rank, and no rank loses its
-    connection to one that has ended already.
+    A process joins the others at its first collective call. So wrong input is reported by every
+    rank, and no rank loses its connection to one that has ended already.
     """
     return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @contextmanager
 def rank_losses() -> Iterator[None]:
-    """A collective call that breaks or times out because another rank is gone raises RankLost, with the cause."""
+    """A collective call that breaks or times out because another rank is gone raises RankLost,
+    with the cause.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -132,23 +139,36 @@ def rank_losses() -> Iterator[None]:
 
 def tell_ranks(code: int, message: str) -> None:
     """Leave the cause of this rank's end for the others, unless one has done so before."""
-    if _is_joined() and code != LOST_CODE:  # a consequence is no cause, and the store may be out of reach
+    # A consequence is no cause, and the store may be out of reach.
+    if _is_joined() and code != LOST_CODE:
         cause = " ".join(message.split())[:_LETTERS]
         with suppress(RuntimeError):  # the store is gone
-            _joined().compare_set(_END, "", f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}")
+            _joined().compare_set(
+                _END,
+                "",
+                f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}",
+            )
 
 
 def _loss(text: str) -> RankLost:
-    """What to tell of a loss, from the error of the collective call and from what the lost rank has left."""
+    """What to tell of a loss, from the error of the collective call and from what the lost rank
+    has left.
+    """
     if not _BROKEN.search(text):
-        return RankLost(f"Another rank has not been heard from for {_patience()} s; it or its network is gone. {RESUMES}")
+        return RankLost(
+            f"Another rank has not been heard from for {_patience()} s; it or its "
+            f"network is gone. {RESUMES}"
+        )
     with suppress(RuntimeError):
         store = _joined()
         store.set_timeout(timedelta(seconds=5))
         if store.check([_END]):
             code, _, message = store.get(_END).decode(errors="replace").partition(" ")
-            return RankLost(message, 2 if code == "2" else LOST_CODE)  # wrong input is wrong for all
-    return RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {RESUMES}")
+            # Wrong input is wrong for all.
+            return RankLost(message, 2 if code == "2" else LOST_CODE)
+    return RankLost(
+        f"The connection to another rank is lost: it was killed, or it crashed. {RESUMES}"
+    )
 
 
 def _patience() -> int:
@@ -164,7 +184,8 @@ def _is_joined() -> bool:
 def _joined() -> Any:
     """Join the other ranks, and return the store in which they met.
 
-    Objects travel by gloo, also between GPUs: it reports a lost rank as an error, where NCCL aborts the process.
+    Objects travel by gloo, also between GPUs: it reports a lost rank as an error, where NCCL aborts
+    the process.
     """
     import torch
     from torch import distributed
@@ -175,7 +196,9 @@ def _joined() -> Any:
     try:
         store, rank, count = next(rendezvous("env://", timeout=_MEETING))
         patience = timedelta(seconds=_patience())
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=patience)
+        distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=count, timeout=patience
+        )
     except distributed.DistError as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise RankLost(f"The ranks did not meet at {address} ({cause}). {RESUMES}") from error

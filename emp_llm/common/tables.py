@@ -17,7 +17,9 @@ def table(rows: Rows) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        cells = [row[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+        ]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
@@ -49,7 +51,9 @@ def _bars_escaped(text: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Text on one line that Markdown shows as it is: no link, HTML, code, heading or cell comes of it."""
+    """Text on one line that Markdown shows as it is: no link, HTML, code, heading or cell comes
+    of it.
+    """
     return _MARKUP.sub(r"\\\g<0>", printable_text(text))
 
 
@@ -69,7 +73,9 @@ def csv_table(rows: Iterable[Sequence[object]]) -> str:
     An apostrophe keeps spreadsheets from computing a text as a formula.
     """
     text = StringIO()
-    cells = ([str(cell).lower() if isinstance(cell, bool) else cell for cell in row] for row in rows)
+    cells = (
+        [str(cell).lower() if isinstance(cell, bool) else cell for cell in row] for row in rows
+    )
     safe = ([_safe(cell) if isinstance(cell, str) else cell for cell in row] for row in cells)
     csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")

@@ -1,4 +1,6 @@
-"""The check of a run: what pruning cost, on a few sequences of the text that the calibration did not see."""
+"""The check of a run: what pruning cost, on a few sequences of the text that the calibration did
+not see.
+"""
 
 import logging
 from pathlib import Path
@@ -18,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class Check:
-    """Measures the perplexity of the dense and of the pruned model. A failure is logged, and ends no run.
+    """Measures the perplexity of the dense and of the pruned model. A failure is logged, and ends
+    no run.
 
     Args:
         data: of the run; its `further` sequences are measured.
@@ -27,8 +30,14 @@ class Check:
         quantization: of both.
     """
 
-    def __init__(self, data: Any, config: Any, models: OneModel, quantization: Quantization | None = None) -> None:
-        reads = isinstance(data, CalibrationText) and not config.get("is_encoder_decoder") and headless_class(config) is None
+    def __init__(
+        self, data: Any, config: Any, models: OneModel, quantization: Quantization | None = None
+    ) -> None:
+        reads = (
+            isinstance(data, CalibrationText)
+            and not config.get("is_encoder_decoder")
+            and headless_class(config) is None
+        )
         self._tokens = data.further if reads else None
         self._models = models
         self._quantization = quantization
@@ -41,7 +50,11 @@ class Check:
     def record(self, folder: Path) -> CheckRecord | None:
         """Measure the pruned model; None if one of both was not measured. A collective call."""
         pruned = None if self._dense is None else self._measured(folder)
-        return None if self._dense is None or pruned is None else CheckRecord(dense=self._dense, pruned=pruned)
+        return (
+            None
+            if self._dense is None or pruned is None
+            else CheckRecord(dense=self._dense, pruned=pruned)
+        )
 
     def _measured(self, folder: Path) -> PerplexityRecord | None:
         if self._tokens is None:
@@ -52,4 +65,5 @@ class Check:
         except UserError as error:
             logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
             return None
-        return msgspec.structs.replace(found, seconds=0.0)  # the stage has the time; equal runs have equal reports
+        # The stage has the time; equal runs have equal reports.
+        return msgspec.structs.replace(found, seconds=0.0)

@@ -1,11 +1,13 @@
-"""The results of several models as one table. The first is the baseline; the others show their change from it.
+"""The results of several models as one table. The first is the baseline; the others show their
+change from it.
 
-Accuracies are in percent with their standard errors, and their changes in points. Changes of other measures are in percent. A
-change has a paired standard error if both models were judged on the same examples. A model of the paper has a column with the
-published values.
+Accuracies are in percent with their standard errors, and their changes in points. Changes of other
+measures are in percent. A change has a paired standard error if both models were judged on the same
+examples. A model of the paper has a column with the published values.
 
-Two models that were judged on the same examples, or on the same blocks of a text, agree on most of them. The paired standard
-error counts only where they differ, and is smaller than that of two independent samples.
+Two models that were judged on the same examples, or on the same blocks of a text, agree on most of
+them. The paired standard error counts only where they differ, and is smaller than that of two
+independent samples.
 """
 
 import math
@@ -43,13 +45,16 @@ class Answers:
 
 @dataclass(frozen=True)
 class Value:
-    """A measured number and its standard error: an accuracy in percent, any other in the measure's own unit.
+    """A measured number and its standard error: an accuracy in percent, any other in the measure's
+    own unit.
 
     Attributes:
         value, stderr: the number and its error.
         partial: whether a limit left out examples or text.
-        answers: to the examples of each task; the value is the weighted sum of their accuracies. Empty if unknown.
-        losses: of a perplexity, mean loss and number of tokens of each block of the text; empty if unknown.
+        answers: to the examples of each task; the value is the weighted sum of their accuracies.
+            Empty if unknown.
+        losses: of a perplexity, mean loss and number of tokens of each block of the text; empty if
+            unknown.
     """
 
     value: float
@@ -60,7 +65,9 @@ class Value:
 
 
 def values_of(measures: Measures) -> dict[str, Value]:
-    """Row name -> value: the perplexity, the tasks, and the mean `acc` of the tasks that have one."""
+    """Row name -> value: the perplexity, the tasks, and the mean `acc` of the tasks that have
+    one.
+    """
     values: dict[str, Value] = {}
     if measures.perplexity is not None:
         entry = measures.perplexity
@@ -82,10 +89,14 @@ def losses_of(entry: PerplexityRecord) -> tuple[tuple[float, int], ...]:
 
 
 def _mean(accuracies: list[Value]) -> Value:
-    """The mean of the accuracies of tasks. Its standard error is that of tasks without common examples."""
+    """The mean of the accuracies of tasks. Its standard error is that of tasks without common
+    examples.
+    """
     count = len(accuracies)
     errors = [value.stderr for value in accuracies if value.stderr is not None]
-    answers = [replace(each, weight=each.weight / count) for value in accuracies for each in value.answers]
+    answers = [
+        replace(each, weight=each.weight / count) for value in accuracies for each in value.answers
+    ]
     return Value(
         value=sum(value.value for value in accuracies) / count,
         stderr=math.hypot(*errors) / count if len(errors) == count else None,
@@ -95,8 +106,12 @@ def _mean(accuracies: list[Value]) -> Value:
 
 
 def in_percent(name: str) -> bool:
-    """Whether a measure is an accuracy or another share of the examples: shown in percent, with changes in points."""
-    return name.startswith("mean acc of ") or any(word in (*_ACCURACIES, "%") for word in name.split(" ")[1:])
+    """Whether a measure is an accuracy or another share of the examples: shown in percent, with
+    changes in points.
+    """
+    return name.startswith("mean acc of ") or any(
+        word in (*_ACCURACIES, "%") for word in name.split(" ")[1:]
+    )
 
 
 def formatted(value: float, digits: int = 3) -> str:
@@ -105,7 +120,9 @@ def formatted(value: float, digits: int = 3) -> str:
 
 
 def value_cell(name: str, value: Value | None) -> str:
-    """A measure as a cell: an accuracy with its standard error; a star marks a partial one, "-" a missing one."""
+    """A measure as a cell: an accuracy with its standard error; a star marks a partial one, "-"
+    a missing one.
+    """
     if value is None:
         return "-"
     number = formatted(value.value, 2 if in_percent(name) else 3)
@@ -114,16 +131,21 @@ def value_cell(name: str, value: Value | None) -> str:
 
 
 def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
-    """The rows of one task of a suite; a group has its own row if it reports one, else the rows of its members.
+    """The rows of one task of a suite; a group has its own row if it reports one, else the rows of
+    its members.
 
-    A metric of which more is better, with a standard error and a value between 0 and 1, is a share of the examples, such as
-    exact_match, f1 or pass@1: its name ends with "%".
+    A metric of which more is better, with a standard error and a value between 0 and 1, is a share
+    of the examples, such as exact_match, f1 or pass@1: its name ends with "%".
     """
-    shown = {task: record.results[task]} if _metrics(record.results.get(task, {})) else record.results
+    shown = (
+        {task: record.results[task]} if _metrics(record.results.get(task, {})) else record.results
+    )
     values = {}
     for name, metrics in shown.items():
         counts = record.n_samples.get(name)
-        partial = any(c.effective < c.original for c in ([counts] if counts else record.n_samples.values()))
+        partial = any(
+            c.effective < c.original for c in ([counts] if counts else record.n_samples.values())
+        )
         for key in _metrics(metrics):
             metric, _, kind = key.partition(",")
             stderr = metrics.get(f"{metric}_stderr,{kind}")
@@ -135,32 +157,46 @@ def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
             label = f"{name} {metric}{' %' if share and metric not in _ACCURACIES else ''}"
             label += f" ({kind})" if kind != "none" else ""
             number = math.inf if metrics[key] is None else scale * metrics[key]
-            values[label] = Value(number, error, partial, _answers(record, name, name == task, key, number / scale))
+            values[label] = Value(
+                number, error, partial, _answers(record, name, name == task, key, number / scale)
+            )
     return values
 
 
-def _answers(record: TaskRecord, name: str, whole: bool, key: str, value: float) -> tuple[Answers, ...]:
-    """The answers behind a metric of a task, or of the whole group: to its tasks, weighted by size or equally, as lm-eval did.
+def _answers(
+    record: TaskRecord, name: str, whole: bool, key: str, value: float
+) -> tuple[Answers, ...]:
+    """The answers behind a metric of a task, or of the whole group: to its tasks, weighted by size
+    or equally, as lm-eval did.
 
     Empty if the record has none, or if their accuracy is not the metric's value.
     """
     members = [name] if name in record.n_samples else list(record.n_samples) if whole else []
-    held = [record.answers[member] for member in members if member in record.answers and key in record.answers[member].correct]
+    held = [
+        record.answers[member]
+        for member in members
+        if member in record.answers and key in record.answers[member].correct
+    ]
     if not held or len(held) < len(members):
         return ()
     total = sum(each.examples for each in held)
     for weights in ([each.examples / total for each in held], [1 / len(held)] * len(held)):
         answers = tuple(
-            Answers(each.sha256, each.examples, each.bits(key), weight) for each, weight in zip(held, weights, strict=True)
+            Answers(each.sha256, each.examples, each.bits(key), weight)
+            for each, weight in zip(held, weights, strict=True)
         )
-        accuracy = math.fsum(each.weight * each.correct.bit_count() / each.examples for each in answers)
+        accuracy = math.fsum(
+            each.weight * each.correct.bit_count() / each.examples for each in answers
+        )
         if math.isclose(accuracy, value, rel_tol=1e-9, abs_tol=1e-12):
             return answers
     return ()
 
 
 def _metrics(metrics: dict[str, Any]) -> list[str]:
-    """The keys to show: acc and acc_norm if the task reports acc, else every number. A perplexity of None is infinite."""
+    """The keys to show: acc and acc_norm if the task reports acc, else every number. A
+    perplexity of None is infinite.
+    """
     keys = [
         key
         for key, value in metrics.items()
@@ -181,12 +217,14 @@ UNPAIRED = "‡"  # marks an unpaired standard error
 
 @dataclass(frozen=True)
 class Change:
-    """A change and its standard error: of an accuracy in points, of any other measure in percent of the base.
+    """A change and its standard error: of an accuracy in points, of any other measure in percent of
+    the base.
 
     Attributes:
         value: NaN if it is unknown.
         stderr: None if it is unknown.
-        paired: False for the error of two independent samples, True for that of the same examples or blocks, and without one.
+        paired: False for the error of two independent samples, True for that of the same examples
+            or blocks, and without one.
     """
 
     value: float
@@ -195,10 +233,11 @@ class Change:
 
 
 def change_of(name: str, value: Value, base: Value) -> Change:
-    """The change of a measure from a base, with the paired standard error if both were judged on the same examples.
+    """The change of a measure from a base, with the paired standard error if both were judged on
+    the same examples.
 
-    Without it, the error of a difference of accuracies is the root of the sum of both squared errors, sqrt(a^2 + b^2); that of
-    any other measure is unknown.
+    Without it, the error of a difference of accuracies is the root of the sum of both squared
+    errors, sqrt(a^2 + b^2); that of any other measure is unknown.
 
     Args:
         name: of the measure.
@@ -209,7 +248,8 @@ def change_of(name: str, value: Value, base: Value) -> Change:
     if math.isfinite(change) and math.isfinite(base.value):
         paired = paired_error_of_losses(value.losses, base.losses)
         if paired is not None:
-            # The perplexity is exp of the loss, so its error is that of the loss times the perplexity, to first order.
+            # The perplexity is exp of the loss, so its error is that of the loss times the
+            # perplexity, to first order.
             return Change(change, 100 * paired * value.value / base.value)
         paired = paired_error_of_answers(value.answers, base.answers)
         if paired is not None:
@@ -222,15 +262,17 @@ def change_of(name: str, value: Value, base: Value) -> Change:
 def paired_error_of_answers(first: Sequence[Answers], second: Sequence[Answers]) -> float | None:
     """Paired standard error of the difference of two accuracies, as a fraction.
 
-    With d_i = a_i - b_i in {-1, 0, 1} for the two answers to example i of n, the error of the mean of d is sd(d) / sqrt(n), and
-    sd(d)^2 = (sum d_i^2 - (sum d_i)^2 / n) / (n - 1). Of several tasks, the difference is a weighted sum of the tasks'
-    differences. Its error is sqrt(sum w_t^2 error_t^2), for tasks without common examples.
+    With d_i = a_i - b_i in {-1, 0, 1} for the two answers to example i of n, the error of the mean
+    of d is sd(d) / sqrt(n), and sd(d)^2 = (sum d_i^2 - (sum d_i)^2 / n) / (n - 1). Of several
+    tasks, the difference is a weighted sum of the tasks' differences. Its error is sqrt(sum w_t^2
+    error_t^2), for tasks without common examples.
 
     Args:
         first, second: the answers to each task.
 
     Returns:
-        The error; None if there are no answers, they are not to the same examples, or a task has a single example.
+        The error; None if there are no answers, they are not to the same examples, or a task has a
+        single example.
     """
     asked, others = ([replace(each, correct=0) for each in answers] for answers in (first, second))
     if not first or asked != others:
@@ -239,18 +281,22 @@ def paired_error_of_answers(first: Sequence[Answers], second: Sequence[Answers])
     for a, b in zip(first, second, strict=True):
         if a.examples < 2:
             return None
-        gained, lost = (a.correct & ~b.correct).bit_count(), (b.correct & ~a.correct).bit_count()
+        gained = (a.correct & ~b.correct).bit_count()
+        lost = (b.correct & ~a.correct).bit_count()
         variance = (gained + lost - (gained - lost) ** 2 / a.examples) / (a.examples - 1)
         squares += a.weight**2 * variance / a.examples
     return math.sqrt(squares)
 
 
-def paired_error_of_losses(first: Sequence[tuple[float, int]], second: Sequence[tuple[float, int]]) -> float | None:
-    """Paired standard error of the difference of two mean losses on the same blocks of a text, each weighted by its tokens.
+def paired_error_of_losses(
+    first: Sequence[tuple[float, int]], second: Sequence[tuple[float, int]]
+) -> float | None:
+    """Paired standard error of the difference of two mean losses on the same blocks of a text, each
+    weighted by its tokens.
 
-    With the differences d_i of the n blocks' losses, their weighted mean d and the tokens w_i of each block, it is
-    sqrt(n / (n - 1) * sum (w_i (d_i - d))^2) / sum w_i; for equal blocks sd(d_i) / sqrt(n). In nats: also the error of the
-    difference of the logarithms of the perplexities.
+    With the differences d_i of the n blocks' losses, their weighted mean d and the tokens w_i of
+    each block, it is sqrt(n / (n - 1) * sum (w_i (d_i - d))^2) / sum w_i; for equal blocks sd(d_i)
+    / sqrt(n). In nats: also the error of the difference of the logarithms of the perplexities.
 
     Args:
         first, second: mean loss and number of tokens of each block.
@@ -271,8 +317,9 @@ def paired_error_of_losses(first: Sequence[tuple[float, int]], second: Sequence[
 def change_between(name: str, base: float, value: float) -> float:
     """A measure's change from a base: an accuracy's in points, any other's in percent.
 
-    Values that differ by rounding only, by less than 1e-9 of themselves, have no difference: 0. A change from an infinite base
-    is -100 %, and one to an infinite value is infinite. NaN: the base is zero, or both are infinite.
+    Values that differ by rounding only, by less than 1e-9 of themselves, have no difference: 0. A
+    change from an infinite base is -100 %, and one to an infinite value is infinite. NaN: the base
+    is zero, or both are infinite.
     """
     if math.isclose(value, base, rel_tol=_ROUNDING):
         return math.nan if math.isinf(base) else 0.0
@@ -290,7 +337,8 @@ def signed(number: float) -> str:
 
 
 def change_text(name: str, change: Change) -> str:
-    """A change as a cell: "+1.25 ± 0.30" points of an accuracy, "-3.10 ± 0.20 %" of any other; "-" for NaN.
+    """A change as a cell: "+1.25 ± 0.30" points of an accuracy, "-3.10 ± 0.20 %" of any other; "-"
+    for NaN.
 
     A mark shows that the standard error is unpaired.
     """
@@ -312,8 +360,25 @@ def shown_change(name: str, base: Value | None, value: Value | None) -> str:
 _BLOCK = 2048
 _RUINED = 2  # times the perplexity of the dense model, from which a table says what to try
 # The paper's recipes have the defaults of these fields.
-_FIELDS = ("beta", "order", "sparsity", "pattern", "match", "group", "targets", "ignore", "score", "count_by", "shares")
-_TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test", "bos": "auto"}
+_FIELDS = (
+    "beta",
+    "order",
+    "sparsity",
+    "pattern",
+    "match",
+    "group",
+    "targets",
+    "ignore",
+    "score",
+    "count_by",
+    "shares",
+)
+_TEXT = {
+    "dataset": "Salesforce/wikitext",
+    "config": "wikitext-2-raw-v1",
+    "split": "test",
+    "bos": "auto",
+}
 
 
 @dataclass(frozen=True)
@@ -332,7 +397,9 @@ class PublishedRow:
 
 
 def published_row(model: Results) -> PublishedRow | None:
-    """The paper's values for a model and its recipe; None if the paper has no such model or recipe."""
+    """The paper's values for a model and its recipe; None if the paper has no such model or
+    recipe.
+    """
     pruned = model.pruned
     if model.made_by.quantization is not None:
         return None
@@ -342,7 +409,9 @@ def published_row(model: Results) -> PublishedRow | None:
     row = None if name is None else results[name].get(method)
     if row is None:
         return None
-    if pruned is not None and any(getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS):
+    if pruned is not None and any(
+        getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS
+    ):
         return None
     accuracies = row["accuracy_percent"]
     values = {f"{task} acc": value for task, value in accuracies.items()}
@@ -357,7 +426,8 @@ def published_row(model: Results) -> PublishedRow | None:
 
 
 UNPAIRED_NOTE = (
-    f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"
+    f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' "
+    "answers to the same examples"
 )
 
 
@@ -376,7 +446,9 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
     head = ["", labels[0]]
     for label in labels[1:]:
         head += [label, "change"]
-    rows = [head + [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]]
+    rows = [
+        head + [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]
+    ]
     for name in dict.fromkeys(name for values in measured for name in values):
         base = measured[0].get(name)
         row = [name, value_cell(name, base)]
@@ -384,37 +456,63 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
             row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
         for known in filter(None, published):
             value = known.values.get(name)
-            row.append("-" if value is None else f"{value:.2f} †" if in_percent(name) else f"{value:.3f}")
+            row.append(
+                "-" if value is None else f"{value:.2f} †" if in_percent(name) else f"{value:.3f}"
+            )
         rows.append(row)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
     return gap.join([form_table(rows), *notes])
 
 
-def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str, Value]]) -> list[str]:
+def change_notes(
+    names: list[str], base: dict[str, Value], others: list[dict[str, Value]]
+) -> list[str]:
     """Footnotes on the standard errors of the changes in a table."""
     changes = [
-        change_of(name, values[name], base[name]) for values in others for name in names if name in base and name in values
+        change_of(name, values[name], base[name])
+        for values in others
+        for name in names
+        if name in base and name in values
     ]
     notes = []
     if any(each.stderr is not None and each.paired for each in changes):
-        notes.append("changes ± paired standard error: both models judged on the same examples and blocks of text")
+        notes.append(
+            "changes ± paired standard error: both models judged on the same examples and "
+            "blocks of text"
+        )
     if not all(each.paired for each in changes):
         notes.append(UNPAIRED_NOTE)
     return notes
 
 
 def _notes(
-    models: list[Results], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow]
+    models: list[Results],
+    labels: list[str],
+    measured: list[dict[str, Value]],
+    published: list[PublishedRow],
 ) -> list[str]:
     notes = []
-    dense, *others = (None if each.perplexity is None else each.perplexity.perplexity for each in models)
+    dense, *others = (
+        None if each.perplexity is None else each.perplexity.perplexity for each in models
+    )
     for model, label, after in zip(models[1:], labels[1:], others, strict=True):
-        if dense and after and models[0].pruned is None and model.pruned is not None and after > _RUINED * dense:
+        if (
+            dense
+            and after
+            and models[0].pruned is None
+            and model.pruned is not None
+            and after > _RUINED * dense
+        ):
             notes.append(
-                f"{label}: its perplexity is {after / dense:.1f} times that of {labels[0]}. Remove less (a lower --sparsity, a "
-                "larger --beta), use a method that calibrates, or add --refit"
+                f"{label}: its perplexity is {after / dense:.1f} times that of {labels[0]}. Remove "
+                "less (a lower --sparsity, a larger --beta), use a method that calibrates, or add "
+                "--refit"
             )
-    removed = {label: each.pruned.sparsity_of_targets for label, each in zip(labels, models, strict=True) if each.pruned}
+    removed = {
+        label: each.pruned.sparsity_of_targets
+        for label, each in zip(labels, models, strict=True)
+        if each.pruned
+    }
     if removed and max(removed.values()) - min(removed.values()) > 0.01:
         shares = ", ".join(f"{label} {percent_cell(share)} %" for label, share in removed.items())
         notes.append(f"the models differ in their zeros: {shares} of the targets")
@@ -423,7 +521,11 @@ def _notes(
     first = models[0].measures
     text = models[0].made_by.text
     bos = "" if text is None else text.bos_note
-    extent = [f"{count_of(first.perplexity.tokens, 'token')}{bos}"] if first.perplexity is not None else []
+    extent = (
+        [f"{count_of(first.perplexity.tokens, 'token')}{bos}"]
+        if first.perplexity is not None
+        else []
+    )
     if first.tasks:
         counts = [count for record in first.tasks.values() for count in record.n_samples.values()]
         extent.append(f"{count_of(sum(count.effective for count in counts), 'example')} by lm-eval")
@@ -433,18 +535,34 @@ def _notes(
         notes.append("accuracies in percent ± standard error; their changes in points")
     notes += change_notes(names, measured[0], measured[1:])
     for known in published:
-        zeros = f" ({known.sparsity_percent:g} % of the MLP linears removed)" if known.sparsity_percent else ""
+        zeros = (
+            (f" ({known.sparsity_percent:g} % of the MLP linears removed)")
+            if known.sparsity_percent
+            else ""
+        )
         notes.append(f"paper: {known.name}{zeros}")
     if published and any(each.measures.tasks for each in models):
-        notes.append("† measured by another protocol than lm-eval's: compare the changes from the dense model, not the values")
+        notes.append(
+            "† measured by another protocol than lm-eval's: compare the changes from the "
+            "dense model, not the values"
+        )
     return notes
 
 
 def _labels(models: list[Results]) -> list[str]:
-    """The models' names with their quantisation: the shortest that are distinct, by folder, path, or revision on the Hub."""
-    bits = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
+    """The models' names with their quantisation: the shortest that are distinct, by folder,
+    path, or revision on the Hub.
+    """
+    bits = [
+        f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models
+    ]
     at = [f"@{each.revision[:8]}" if each.revision else "" for each in models]
-    short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
+    short = [
+        f"{PurePath(each.model).name or each.model}{suffix}"
+        for each, suffix in zip(models, bits, strict=True)
+    ]
     long = [f"{each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
-    full = [f"{each.model}{mark}{suffix}" for each, mark, suffix in zip(models, at, bits, strict=True)]
+    full = [
+        f"{each.model}{mark}{suffix}" for each, mark, suffix in zip(models, at, bits, strict=True)
+    ]
     return next((labels for labels in (short, long) if len(set(labels)) == len(labels)), full)

@@ -1,4 +1,5 @@
-"""Measures a suite on a model: the perplexity of its text, then each of its tasks. One evaluation for all commands.
+"""Measures a suite on a model: the perplexity of its text, then each of its tasks. One evaluation
+for all commands.
 
 The unfinished evaluation of a finished checkpoint lies in its folder:
 
@@ -71,7 +72,11 @@ class PreparedSuite:
 
 
 def prepare_suite(
-    suite: Suite, folder: Path, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
+    suite: Suite,
+    folder: Path,
+    tokenizer: Any,
+    batch_size: int | str = BATCH_SIZE,
+    harness: Harness | None = None,
 ) -> PreparedSuite:
     """Read all data of a suite, so that what is missing is said before a model runs.
 
@@ -83,8 +88,8 @@ def prepare_suite(
         harness: holds the suite's tasks, if they are loaded already.
 
     Raises:
-        UserError: the model has no head for tokens; a text, task or data set is missing; lm-eval is not installed, or cannot
-            use the tokenizer.
+        UserError: the model has no head for tokens; a text, task or data set is missing; lm-eval is
+            not installed, or cannot use the tokenizer.
     """
     check_head(folder)
     if suite.tasks:
@@ -93,14 +98,22 @@ def prepare_suite(
     begin = None if suite.corpus is None else begin_token(suite.corpus.bos, tokenizer)
     tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
     if tokens is not None and (folder / "config.json").is_file():
-        check_ids(tokens, read_json(folder / "config.json"), f"suite {suite.name}, by the tokenizer of {folder}")
+        check_ids(
+            tokens,
+            read_json(folder / "config.json"),
+            f"suite {suite.name}, by the tokenizer of {folder}",
+        )
     harness = harness or Harness(suite.tasks) if suite.tasks else None
     return PreparedSuite(suite, tokenizer, batch_size, tokens, begin, harness)
 
 
 def missing(suite: Suite, measures: Measures) -> list[str | None]:
-    """The parts of a suite that are not measured yet: None for the perplexity, then the names of tasks."""
-    text: list[str | None] = [None] if suite.corpus is not None and measures.perplexity is None else []
+    """The parts of a suite that are not measured yet: None for the perplexity, then the names of
+    tasks.
+    """
+    text: list[str | None] = (
+        [None] if suite.corpus is not None and measures.perplexity is None else []
+    )
     return text + [task.name for task in suite.tasks if task.name not in measures.tasks]
 
 
@@ -120,22 +133,30 @@ def measure(
     Returns:
         `measures`.
     """
-    measures, suite, wrapped = measures or Measures(), prepared.suite, None
+    measures = measures or Measures()
+    suite = prepared.suite
+    wrapped = None
     for part in missing(suite, measures):
         if part is not None and prepared.harness is not None:
-            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
+            wrapped = wrapped or prepared.harness.model(
+                model, prepared.tokenizer, prepared.batch_size
+            )
             measures.tasks[part] = record = prepared.harness.run(part, wrapped)
             logger.debug("%s: measured in %.1f s.", part, record.seconds)
         elif suite.corpus is not None and prepared.tokens is not None:
             length = block_length(suite.corpus, model.config)
-            measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit, begin=prepared.begin)
+            measures.perplexity = perplexity(
+                model, prepared.tokens, length, limit=suite.limit, begin=prepared.begin
+            )
             logger.debug("perplexity: measured in %.1f s.", measures.perplexity.seconds)
         if after_each is not None:
             after_each(measures)
     return measures
 
 
-def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: Results, path: Path) -> None:
+def evaluate_model(
+    model: "PreTrainedModel", prepared: PreparedSuite, results: Results, path: Path
+) -> None:
     """Measure what results lack of a suite, and save them after every part.
 
     Args:
@@ -150,18 +171,26 @@ def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: R
             try:
                 results.save(path)
             except OSError as error:
-                raise UserError(f"--output {path}: cannot be written ({error.strerror}).") from error
+                raise UserError(
+                    f"--output {path}: cannot be written ({error.strerror})."
+                ) from error
 
     measures = results.measures
     if measures.parts:
-        logger.info("%s: resuming after %s of the suite.", path, count_of(measures.parts, "finished part"))
+        logger.info(
+            "%s: resuming after %s of the suite.", path, count_of(measures.parts, "finished part")
+        )
     save(measure(model, prepared, measures, save), complete=True)
 
 
-def evaluation_record(prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None) -> EvaluationRecord:
+def evaluation_record(
+    prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None
+) -> EvaluationRecord:
     """The record of an evaluation in a report."""
     definition = msgspec.structs.asdict(prepared.suite.record())
-    return EvaluationRecord(**definition, batch_size=prepared.batch_size, dense=dense, pruned=pruned)
+    return EvaluationRecord(
+        **definition, batch_size=prepared.batch_size, dense=dense, pruned=pruned
+    )
 
 
 def mark_pending(files: Path, signature: dict[str, Any]) -> None:
@@ -180,10 +209,14 @@ def pending_matches(output: Path, signature: dict[str, Any]) -> bool:
 def measures_of_baseline(
     baseline: Path | None, source: LocalModel, prepared: PreparedSuite, loading: LoadingOptions
 ) -> Measures | None:
-    """Earlier results of the dense model; None without a baseline. UserError if they are of another model, suite or dtype."""
+    """Earlier results of the dense model; None without a baseline. UserError if they are of
+    another model, suite or dtype.
+    """
     if baseline is None:
         return None
-    wanted = new_results(source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+    wanted = new_results(
+        source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map
+    )
     return dense_measures(baseline, wanted.made_by)
 
 
@@ -197,13 +230,15 @@ def evaluate_checkpoint(
     stopwatch: Stopwatch,
     dense: Measures | None = None,
 ) -> RunReport:
-    """Evaluate the dense and the pruned model of a finished checkpoint, and add the results to its report.
+    """Evaluate the dense and the pruned model of a finished checkpoint, and add the results to its
+    report.
 
     Args:
         output: folder of the checkpoint.
         source: the dense model.
         report: of the checkpoint; it is saved again.
-        dense: earlier results of the dense model, from `measures_of_baseline`, used instead of measuring it.
+        dense: earlier results of the dense model, from `measures_of_baseline`, used instead of
+            measuring it.
 
     Raises:
         UserError: another run evaluates the checkpoint.
@@ -215,7 +250,9 @@ def evaluate_checkpoint(
             models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
             for name in ("dense", "pruned")[len(measured) :]:
                 model = models_of[name]
-                results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+                results = new_results(
+                    model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map
+                )
                 path = folder / f"{name}.json"
                 try:
                     results = open_results(path, results)
@@ -236,6 +273,10 @@ def evaluate_checkpoint(
                 shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
         if ranks().main:
-            logger.warning("the checkpoint in %s is complete, but not its evaluation; the same command resumes it.", output)
+            logger.warning(
+                "the checkpoint in %s is complete, but not its evaluation; the same "
+                "command resumes it.",
+                output,
+            )
         raise
     return report

@@ -1,6 +1,7 @@
 """lm-eval, unmodified: its tasks, and its Hugging Face wrapper around a loaded model.
 
-The numbers equal those of its command line, run for one task at a time (it mixes the questions of several tasks in a batch):
+The numbers equal those of its command line, run for one task at a time (it mixes the questions of
+several tasks in a batch):
 
     lm_eval run --model hf --model_args pretrained=DIR --tasks NAME --batch_size N
 """
@@ -37,25 +38,33 @@ logger = logging.getLogger(__name__)
 
 
 def parse_batch_size(given: str | int) -> int | str:
-    """A `--batch-size`: a number of at least 1, or "auto", which lets lm-eval choose; UserError for anything else."""
+    """A `--batch-size`: a number of at least 1, or "auto", which lets lm-eval choose; UserError
+    for anything else.
+    """
     text = str(given)
     if text == "auto":
         return text
     if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
-        raise UserError(f"--batch-size {quotable(text)!r}: expected a number of at least 1, or auto.")
+        raise UserError(
+            f"--batch-size {quotable(text)!r}: expected a number of at least 1, or auto."
+        )
     return int(text)
 
 
 def check_tokenizer(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
-    """Raise UserError for a tokenizer without a token to begin a text with, or without the chat template that a task needs."""
+    """Raise UserError for a tokenizer without a token to begin a text with, or without the chat
+    template that a task needs.
+    """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token; name one in its config."
+            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token; "
+            "name one in its config."
         )
     if any(task.chat_template for task in tasks) and not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template. Leave out --apply-chat-template, and "
-            "chat_template in the suite, or add chat_template.jinja to the model's folder."
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template. Leave out "
+            "--apply-chat-template, and chat_template in the suite, or add chat_template.jinja to "
+            "the model's folder."
         )
 
 
@@ -63,16 +72,24 @@ class Harness:
     """The tasks of a suite with their data.
 
     Raises:
-        UserError: lm-eval is not installed or has no such task, or the data of a task cannot be loaded.
+        UserError: lm-eval is not installed or has no such task, or the data of a task cannot be
+            loaded.
     """
 
     def __init__(self, tasks: tuple[Task, ...]) -> None:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise UserError(f"The tasks of a suite need lm-eval ({reason(error)}): pip install 'emp-llm[eval]'") from error
-        folders = [str(folder) for folder in dict.fromkeys(task.folder for task in tasks) if folder is not None]
-        # Reading lm-eval's 14,000 task files takes seconds. They are read only if a task is not in the user's folders.
+            raise UserError(
+                f"The tasks of a suite need lm-eval ({reason(error)}): pip install 'emp-llm[eval]'"
+            ) from error
+        folders = [
+            str(folder)
+            for folder in dict.fromkeys(task.folder for task in tasks)
+            if folder is not None
+        ]
+        # Reading lm-eval's 14,000 task files takes seconds. They are read only if a task is not in
+        # the user's folders.
         with _quiet():
             self._manager = TaskManager(include_path=folders, include_defaults=False)
             if not all(task.name in self._manager.all_subtasks for task in tasks):
@@ -90,7 +107,8 @@ class Harness:
             try:
                 with _quiet():
                     self._loaded[name] = dict(self._manager.load([name]))
-            except Exception as error:  # data sets, their readers and the network raise dozens of kinds
+            # Data sets, their readers and the network raise dozens of kinds.
+            except Exception as error:
                 data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
                 lost[f"task {name}: {f'its data set {data}' if data else 'it'}"] = reason(error)
                 continue
@@ -99,30 +117,50 @@ class Harness:
                     told = "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
                     logger.warning(told, each.task_name, task.num_fewshot)
                 if getattr(each, "UNSAFE_CODE", False):
-                    raise UserError(f"task {name}: it runs code that the model writes. Run it with lm_eval, in a sandbox.")
+                    raise UserError(
+                        f"task {name}: it runs code that the model writes. Run it with "
+                        "lm_eval, in a sandbox."
+                    )
         if lost:
             offline = constants.HF_HUB_OFFLINE
-            remedy = " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if offline else ""
-            raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{remedy}")
+            remedy = (
+                (" HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network.")
+                if offline
+                else ""
+            )
+            raise UserError(
+                f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{remedy}"
+            )
 
     def examples(self) -> dict[str, int]:
         """Number of examples by task; a group is listed by its members."""
-        return {name: len(task.eval_docs) for loaded in self._loaded.values() for name, task in loaded["tasks"].items()}
+        return {
+            name: len(task.eval_docs)
+            for loaded in self._loaded.values()
+            for name, task in loaded["tasks"].items()
+        }
 
     def model(self, model: PreTrainedModel, tokenizer: Any, batch_size: int | str) -> Any:
-        """lm-eval's wrapper around a loaded model. It takes the batch size: `simple_evaluate` ignores its own argument."""
+        """lm-eval's wrapper around a loaded model. It takes the batch size: `simple_evaluate`
+        ignores its own argument.
+        """
         from lm_eval.models.huggingface import HFLM
 
         with _quiet():
             backend = "seq2seq" if reads_twice(model) else "causal"
-            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend=backend)
-        wrapped._device = input_device(model)  # the `device` of an offloaded model is not that of its inputs
+            wrapped = HFLM(
+                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend=backend
+            )
+        # The `device` of an offloaded model is not that of its inputs.
+        wrapped._device = input_device(model)
         if ranks().count > 1:
-            # lm-eval divides the questions among ranks by these attributes. It sets them only for models that it loads on GPUs.
+            # lm-eval divides the questions among ranks by these attributes. It sets them only for
+            # models that it loads on GPUs.
             from accelerate import Accelerator
 
             wrapped.accelerator = Accelerator()
-            wrapped._rank, wrapped._world_size = ranks().index, ranks().count
+            wrapped._rank = ranks().index
+            wrapped._world_size = ranks().count
         return wrapped
 
     def run(self, name: str, wrapped: Any) -> TaskRecord:
@@ -137,11 +175,14 @@ class Harness:
         """
         from lm_eval import simple_evaluate
 
-        task, loaded, start = self._tasks[name], self._loaded[name], time.perf_counter()
+        task = self._tasks[name]
+        loaded = self._loaded[name]
+        start = time.perf_counter()
         chosen = list(loaded.get("groups", {}).values())
         inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
         chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
-        # Its warnings, such as for inputs longer than the model's context, are for the user; its remarks on options are not.
+        # Its warnings, such as for inputs longer than the model's context, are for the user; its
+        # remarks on options are not.
         with _quiet(logging.WARNING), _run_by_us(name):
             found = simple_evaluate(
                 model=wrapped,
@@ -151,16 +192,25 @@ class Harness:
                 apply_chat_template=task.chat_template,
                 fewshot_as_multiturn=task.chat_template,  # as lm-eval's command line does
                 # It logs the targets of examples, and fails where a task defines none.
-                log_samples=all(getattr(each.config, "doc_to_target", None) is not None for each in loaded["tasks"].values()),
+                log_samples=all(
+                    getattr(each.config, "doc_to_target", None) is not None
+                    for each in loaded["tasks"].values()
+                ),
                 task_manager=self._manager,
             )
-        report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has a report
-        return msgspec.convert(report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord)
+        # Only the first rank has a report.
+        report: dict[str, Any] = ranks().share(found and _kept(found))
+        return msgspec.convert(
+            report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord
+        )
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
     """The parts of lm-eval's report that a results file keeps."""
-    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    kept: dict[str, Any] = {
+        key: found[key]
+        for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")
+    }
     kept = json.loads(json.dumps(kept | {"groups": sorted(found.get("groups", {}))}, default=str))
     for metrics in kept["results"].values():
         for key, value in metrics.items():
@@ -174,17 +224,23 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersRecord | None:
-    """The answers of a task, for every metric that is the share of correct ones; None if there is no such metric.
+    """The answers of a task, for every metric that is the share of correct ones; None if there is
+    no such metric.
 
     Args:
-        samples: lm-eval's log of the task: an entry for each example and filter, in the order of the ranks.
+        samples: lm-eval's log of the task: an entry for each example and filter, in the order of
+            the ranks.
         metrics: its results.
     """
     ordered = sorted({(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples})
     correct = {}
     for key, value in metrics.items():
         metric, _, chosen = key.partition(",")
-        given = {each["doc_id"]: each[metric] for each in samples if each["filter"] == chosen and metric in each}
+        given = {
+            each["doc_id"]: each[metric]
+            for each in samples
+            if each["filter"] == chosen and metric in each
+        }
         answers = [given.get(number) for number, *_ in ordered]
         if not answers or not all(np.isscalar(answer) and answer in (0, 1) for answer in answers):
             continue
@@ -196,13 +252,24 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
 
 
 class _TaskBar:
-    """Stands in for tqdm inside lm-eval: progress of ours under the name of the task, as lines where there is no terminal."""
+    """Stands in for tqdm inside lm-eval: progress of ours under the name of the task, as lines
+    where there is no terminal.
+    """
 
-    def __init__(self, task: str, items: Iterable[Any] = (), total: int | None = None, desc: str = "", **_: Any) -> None:
+    def __init__(
+        self,
+        task: str,
+        items: Iterable[Any] = (),
+        total: int | None = None,
+        desc: str = "",
+        **_: Any,
+    ) -> None:
         asks = desc.startswith("Running")
         count = total or (len(items) if isinstance(items, Sized) else 0)
         bar = progress_bar(count, task if asks else f"{task}: preparing", "req", leave=asks)
-        self._items, self.update, self.close = items, bar.update, bar.close
+        self._items = items
+        self.update = bar.update
+        self.close = bar.close
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:
@@ -213,7 +280,9 @@ class _TaskBar:
 
 @contextmanager
 def _quiet(level: int = logging.ERROR) -> Iterator[None]:
-    """lm-eval without the remarks meant for its own command line, and without its progress bars where we draw none."""
+    """lm-eval without the remarks meant for its own command line, and without its progress bars
+    where we draw none.
+    """
     with ExitStack() as stack:
         for name, wanted in (("lm_eval", level), ("lm_eval.evaluator", logging.ERROR)):
             log = logging.getLogger(name)
@@ -228,10 +297,11 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
 def _run_by_us(task: str) -> Iterator[None]:
     """lm-eval while it runs a task, with our progress.
 
-    For its own log, it asks git and the machine for facts after every task; git complains outside of a repository, and the
-    facts about the machine take most of a second.
+    For its own log, it asks git and the machine for facts after every task; git complains outside
+    of a repository, and the facts about the machine take most of a second.
     """
-    own_math = vars(math) | {"exp": lambda loss: math.inf if loss > 709 else math.exp(loss)}  # of a ruined model
+    # Of a ruined model.
+    own_math = vars(math) | {"exp": lambda loss: math.inf if loss > 709 else math.exp(loss)}
     replaced: list[tuple[str, str, Any]] = [
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),

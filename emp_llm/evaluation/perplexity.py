@@ -17,7 +17,7 @@ from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, run_on_text
-from emp_llm.models.modules import reads_twice
+from emp_llm.models.modules import mean_losses, reads_twice
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.records.corpus import Corpus
@@ -49,45 +49,58 @@ def perplexity(
     limit: int | None = None,
     begin: int | None = None,
 ) -> PerplexityRecord:
-    """Perplexity: exp of the mean next-token loss over consecutive blocks; the last block may be shorter.
+    """Perplexity: exp of the mean next-token loss over consecutive blocks; the last block may be
+    shorter.
 
-    Each block's mean loss is weighted by its number of tokens. Under several ranks each measures a share of the batches; all
-    ranks return the same record, and its numbers equal those of a single rank to the last bit.
+    Each block's mean loss is weighted by its number of tokens. Under several ranks each measures a
+    share of the batches; all ranks return the same record, and its numbers equal those of a single
+    rank to the last bit.
 
     Args:
         model: a causal language model in evaluation mode.
         tokens: int64, shape (tokens,).
         block_length: tokens in a block; no block sees another.
-        batch_size: blocks per forward pass; None: as many as keep the logits below 2^28 numbers, at most 16.
+        batch_size: blocks per forward pass; None: as many as keep the logits below 2^28 numbers, at
+            most 16.
         limit: number of blocks to measure, from the first; None: all.
-        begin: the token at the beginning of each block, of whose length it is a part; it is given, not predicted. None: blocks
-            begin with the text.
+        begin: the token at the beginning of each block, of whose length it is a part; it is given,
+            not predicted. None: blocks begin with the text.
 
     Returns:
-        The perplexity and its parts: log-softmax in float32, sums in float64. A last block of a single token predicts nothing
-        and is left out. A mean loss above 709, too large for exp, is an infinite perplexity (None in the record).
+        The perplexity and its parts: log-softmax in float32, sums in float64. A last block of a
+        single token predicts nothing and is left out. A mean loss above 709, too large for exp, is
+        an infinite perplexity (None in the record).
 
     Raises:
         UserError: there are fewer than two tokens, or the loss is not finite.
     """
     if reads_twice(model):
         raise UserError(
-            f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an encoder-decoder on --tasks."
+            f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an "
+            "encoder-decoder on --tasks."
         )
     every = sequences(tokens, block_length, begin)
     blocks = [block for block in every[:limit] if block.numel() > 1]
     if not blocks:
-        raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()} in blocks of {block_length}.")
+        raise UserError(
+            f"perplexity needs a text of at least 2 tokens, got {tokens.numel()} in "
+            f"blocks of {block_length}."
+        )
     if batch_size is None:
         vocabulary = max(1, int(getattr(model.config.get_text_config(), "vocab_size", 1) or 1))
         batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
     full = [block for block in blocks if block.numel() == block_length]
-    batches = [torch.stack(full[first : first + batch_size]) for first in range(0, len(full), batch_size)]
+    batches = [
+        torch.stack(full[first : first + batch_size]) for first in range(0, len(full), batch_size)
+    ]
     batches += [block[None] for block in blocks[len(full) :]]
     start = time.perf_counter()
     losses = _losses(model, batches)
     weight = sum(batch.numel() for batch in batches)
-    mean = sum(float(each.sum()) * batch.shape[1] for each, batch in zip(losses, batches, strict=True)) / weight
+    mean = (
+        sum(float(each.sum()) * batch.shape[1] for each, batch in zip(losses, batches, strict=True))
+        / weight
+    )
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
     seconds = round(time.perf_counter() - start, 3)
@@ -104,7 +117,9 @@ def perplexity(
 
 
 def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
-    """The mean loss of each block, batch by batch; each rank computes its share of the batches, and all ranks return all."""
+    """The mean loss of each block, batch by batch; each rank computes its share of the batches,
+    and all ranks return all.
+    """
     own = ranks().part(range(len(batches)))
     logits = _logits(model, [batches[number] for number in own])
     # No name keeps the logits of a batch while the next ones are computed.
@@ -116,7 +131,9 @@ def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
 
 
 def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the logits of each batch. An offloaded model runs block by block over all batches: its weights are read once."""
+    """Yield the logits of each batch. An offloaded model runs block by block over all batches:
+    its weights are read once.
+    """
     if batches and is_offloaded(model):
         runner = BlockwiseModel(model)
         try:
@@ -128,26 +145,10 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
         else:
             yield from runner.forward(batches)
             return
-    with torch.no_grad(), progress_bar(sum(batch.numel() for batch in batches), "perplexity", "tok") as bar:
+    with (
+        torch.no_grad(),
+        progress_bar(sum(batch.numel() for batch in batches), "perplexity", "tok") as bar,
+    ):
         for batch in batches:
             yield run_on_text(model, model, batch).logits
             bar.update(batch.numel())
-
-
-@torch.no_grad()
-def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
-    """Mean next-token loss of each sequence: float64, shape (batch,). A few positions are converted to float32 at a time.
-
-    Args:
-        logits: shape (batch, tokens, vocabulary).
-        batch: token ids, shape (batch, tokens).
-    """
-    piece = 256
-    logits = logits[:, :-1]
-    labels = batch[:, 1:].to(logits.device)
-    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
-    for first in range(0, labels.shape[1], piece):
-        log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
-        picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
-        sums -= picked.double().sum((1, 2))
-    return (sums / labels.shape[1]).cpu()

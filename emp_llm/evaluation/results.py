@@ -1,6 +1,8 @@
-"""Results of a suite on a model: the file that is written after every task, and results that are read again.
+"""Results of a suite on a model: the file that is written after every task, and results that are
+read again.
 
-Earlier results resume an evaluation, stand in a table, or take the place of a new measurement; they must be of the same suite.
+Earlier results resume an evaluation, stand in a table, or take the place of a new measurement; they
+must be of the same suite.
 """
 
 import hashlib
@@ -26,8 +28,17 @@ from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
 from emp_llm.records.run_report import RunReport
 
 logger = logging.getLogger(__name__)
-# The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.
-_FILES = ("config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+# The numbers depend on these files as well as on the weights: the config, and the tokenizer in any
+# of its forms.
+_FILES = (
+    "config.json",
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def new_results(
@@ -39,14 +50,21 @@ def new_results(
     quantization: Quantization | None = None,
     runtime: str = "dense",
 ) -> Results:
-    """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
+    """Results of a suite and a model with nothing measured yet; UserError if the folder is not a
+    checkpoint.
+    """
     import torch  # a data-free prune prints its table without it
 
     record = suite.record()
     identity = None
     if ranks().main:  # `Checkpoint` refuses a packed folder, which only the sparse runtime runs
-        identity = folder_identity(source.folder) if runtime == "sparse" else identity_of(Checkpoint(source.folder))
-    identity, digest = ranks().share(identity), _files_digest(source.folder)
+        identity = (
+            folder_identity(source.folder)
+            if runtime == "sparse"
+            else identity_of(Checkpoint(source.folder))
+        )
+    identity = ranks().share(identity)
+    digest = _files_digest(source.folder)
     try:
         pruned = pruned_by(read_report(source.folder))
     except UserError:  # it has no report that can be read
@@ -77,7 +95,11 @@ def new_results(
 
 def folder_identity(folder: Path) -> str | None:
     """The identity of a model folder; of a packed one, that of its original."""
-    return PackedFolder(folder).identity if (folder / PACK_NAME).is_file() else identity_of(Checkpoint(folder))
+    return (
+        PackedFolder(folder).identity
+        if (folder / PACK_NAME).is_file()
+        else identity_of(Checkpoint(folder))
+    )
 
 
 def open_results(path: Path, results: Results, overwrite: bool = False) -> Results:
@@ -85,20 +107,27 @@ def open_results(path: Path, results: Results, overwrite: bool = False) -> Resul
 
     Args:
         path: the file; it need not exist.
-        results: from `new_results`. If the file holds results of the same model and suite, their measurements are added.
+        results: from `new_results`. If the file holds results of the same model and suite, their
+            measurements are added.
         overwrite: measure everything again, whatever the file holds.
 
     Raises:
-        UserError: the file holds other results (the first field that differs is named), or cannot be written.
+        UserError: the file holds other results (the first field that differs is named), or cannot
+            be written.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
+        raise UserError(
+            f"--output {path}: a file cannot be written there; name a file in a folder."
+        )
     if path.exists() and not overwrite:
         older = read_results(path, "--output")
         field = describe_difference(older.made_by.as_dict(), results.made_by.as_dict())
         if field is not None:
-            raise UserError(f"--output {path}: it holds other results ({field}). Name another file, or add --overwrite.")
+            raise UserError(
+                f"--output {path}: it holds other results ({field}). Name another "
+                "file, or add --overwrite."
+            )
         results.command = older.command
         results.take(older.measures)
         results.complete = older.complete
@@ -116,13 +145,17 @@ def read_results(path: Path, option: str) -> Results:
 
 def _files_digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted(
+        {file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}
+    ):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def results_of_report(report: RunReport) -> list[Results]:
-    """The results of the dense and of the pruned model of a run that evaluated them; one that is not measured is left out."""
+    """The results of the dense and of the pruned model of a run that evaluated them; one that is
+    not measured is left out.
+    """
     evaluation = report.evaluation
     if evaluation is None:
         return []
@@ -139,7 +172,14 @@ def results_of_report(report: RunReport) -> list[Results]:
     found = []
     for pruned, measures in ((None, evaluation.dense), (pruned_by(report), evaluation.pruned)):
         if measures is not None:
-            found.append(Results(model=report.source.model, pruned=pruned, suite=evaluation.suite, made_by=made_by))
+            found.append(
+                Results(
+                    model=report.source.model,
+                    pruned=pruned,
+                    suite=evaluation.suite,
+                    made_by=made_by,
+                )
+            )
             found[-1].take(measures)
     return found
 
@@ -148,7 +188,8 @@ def results_of_report(report: RunReport) -> list[Results]:
 
 
 def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
-    """Earlier results for a table. Differences that can change the last digits are logged as a warning.
+    """Earlier results for a table. Differences that can change the last digits are logged as a
+    warning.
 
     Args:
         path: a results file.
@@ -156,15 +197,21 @@ def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
         wanted: the suite that the table is of.
 
     Raises:
-        UserError: it is not a results file, its results are of another suite or limit, or they are not complete.
+        UserError: it is not a results file, its results are of another suite or limit, or they are
+            not complete.
     """
     results = _complete_results(path, option)
     found = _difference(results.made_by, wanted, "text", "tasks", "limit")
     if found is not None:
-        raise UserError(f"{option} {path}: its results are of another suite or limit ({found}); use the same ones.")
+        raise UserError(
+            f"{option} {path}: its results are of another suite or limit ({found}); "
+            "use the same ones."
+        )
     found = _difference(results.made_by, wanted, "batch_size", "dtype", "device", "versions")
     if found is not None:
-        logger.warning("warning: %s was measured differently (%s), so the last digits may differ.", path, found)
+        logger.warning(
+            "warning: %s was measured differently (%s), so the last digits may differ.", path, found
+        )
     return results
 
 
@@ -172,7 +219,8 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
     """Earlier measurements of a dense model, used instead of measuring it.
 
     Args:
-        baseline: a results file of `evaluate`, or the output folder of a prune that evaluated the dense model.
+        baseline: a results file of `evaluate`, or the output folder of a prune that evaluated the
+            dense model.
         wanted: everything that a new measurement would depend on.
 
     Raises:
@@ -181,12 +229,16 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
     if baseline.is_dir():
         dense = [each for each in results_of_report(read_report(baseline)) if each.pruned is None]
         if not dense:
-            raise UserError(f"--baseline {baseline}: its {REPORT_NAME} holds no evaluation of the dense model; name another.")
+            raise UserError(
+                f"--baseline {baseline}: its {REPORT_NAME} holds no evaluation of the "
+                "dense model; name another."
+            )
         results = dense[0]
     else:
         results = _complete_results(baseline, "--baseline")
     made_by = results.made_by
-    found, remedy = None, "Leave out --baseline to measure the dense model now."
+    found = None
+    remedy = "Leave out --baseline to measure the dense model now."
     differs = _difference(made_by, wanted, "text", "tasks", "limit", "dtype", "quantization")
     digest = made_by.model.sha256_of_config_and_tokenizer  # a folder records none
     if differs is not None:
@@ -204,11 +256,16 @@ def _complete_results(path: Path, option: str) -> Results:
     """The results in a file; UserError if the suite is not measured to its end."""
     results = read_results(path, option)
     if not results.complete:
-        raise UserError(f"{option} {path}: that run has not finished; run its command again to resume it.")
+        raise UserError(
+            f"{option} {path}: that run has not finished; run its command again to resume it."
+        )
     return results
 
 
 def _difference(held: MadeBy, wanted: MadeBy, *fields: str) -> str | None:
     """The first of some fields that differs, in words; None if all are equal."""
-    before, now = held.as_dict(), wanted.as_dict()
-    return describe_difference({field: before[field] for field in fields}, {field: now[field] for field in fields})
+    before = held.as_dict()
+    now = wanted.as_dict()
+    return describe_difference(
+        {field: before[field] for field in fields}, {field: now[field] for field in fields}
+    )

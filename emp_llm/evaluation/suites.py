@@ -1,7 +1,7 @@
 """Suites: the text and the tasks that a model is evaluated on, as files in `eval/`.
 
-A suite file has a [perplexity] table (a text, as in a calibration recipe; `seqlen` is the length of a block), [[tasks]] tables
-(names of lm-eval tasks with their settings), or both:
+A suite file has a [perplexity] table (a text, as in a calibration recipe; `seqlen` is the length of
+a block), [[tasks]] tables (names of lm-eval tasks with their settings), or both:
 
     [[tasks]]
     names = ["arc_easy", "my_task"]
@@ -41,7 +41,8 @@ class Task:
         num_fewshot: examples shown before each question; None: the task's own number.
         limit: number of examples; None: all.
         folder: a folder with lm-eval task files, searched before lm-eval's own.
-        chat_template: ask through the tokenizer's chat template, each example before the question a turn of its own.
+        chat_template: ask through the tokenizer's chat template, each example before the question a
+            turn of its own.
     """
 
     name: str
@@ -51,7 +52,9 @@ class Task:
     chat_template: bool = False
 
     def record(self) -> SuiteTask:
-        """For a results file: a folder is recorded by its name and content, so that a moved suite is the same suite."""
+        """For a results file: a folder is recorded by its name and content, so that a moved
+        suite is the same suite.
+        """
         return SuiteTask(
             name=self.name,
             num_fewshot=self.num_fewshot,
@@ -68,7 +71,8 @@ class Suite:
 
     Attributes:
         name: as the user gave it.
-        corpus: the text of the perplexity; `corpus.seqlen` is the length of a block. None: no perplexity.
+        corpus: the text of the perplexity; `corpus.seqlen` is the length of a block. None: no
+            perplexity.
         tasks: in the order in which they run.
         limit: largest number of examples of a task, and of blocks of the text; None: all.
     """
@@ -82,10 +86,15 @@ class Suite:
         names = [task.name for task in self.tasks]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise UserError(f"{self.name}: task {twice!r} is named twice; results are kept by name, so name it once.")
+            raise UserError(
+                f"{self.name}: task {twice!r} is named twice; results are kept by "
+                "name, so name it once."
+            )
 
     def limited(self, limit: int | None) -> "Suite":
-        """The same suite with at most `limit` examples of every task and `limit` blocks of its text."""
+        """The same suite with at most `limit` examples of every task and `limit` blocks of its
+        text.
+        """
         if limit is None:
             return self
         if limit < 1:
@@ -97,7 +106,9 @@ class Suite:
         """The same suite, whose text begins as the model in a folder needs it."""
         if self.corpus is None:
             return self
-        return replace(self, corpus=for_model(self.corpus, read_json(folder / "config.json"), tokenizer))
+        return replace(
+            self, corpus=for_model(self.corpus, read_json(folder / "config.json"), tokenizer)
+        )
 
     def record(self) -> SuiteRecord:
         """The definition of the suite, for a results file."""
@@ -106,7 +117,12 @@ class Suite:
             text = self.corpus.record()
             if self.corpus.file is not None and Path(self.corpus.file).is_file():
                 text.sha256 = _digest(Path(self.corpus.file))
-        return SuiteRecord(suite=self.name, limit=self.limit, text=text, tasks=[task.record() for task in self.tasks])
+        return SuiteRecord(
+            suite=self.name,
+            limit=self.limit,
+            text=text,
+            tasks=[task.record() for task in self.tasks],
+        )
 
 
 class TaskTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -131,8 +147,8 @@ def find_suite(name: str) -> Suite:
     """A suite of `eval/` by name, or the user's own suite file by path.
 
     Args:
-        name: of the suite; ",field=value" after it changes a field of its text ("perplexity,seqlen=512"), and ",limit=N" is
-            as `limited`.
+        name: of the suite; ",field=value" after it changes a field of its text
+            ("perplexity,seqlen=512"), and ",limit=N" is as `limited`.
 
     Raises:
         UserError: there is no such suite, or the file is not a suite.
@@ -145,35 +161,51 @@ def find_suite(name: str) -> Suite:
     path = known.get(base, Path(base))
     if path.suffix != ".toml":
         hint = did_you_mean(base, known)
-        raise UserError(f"{base!r} is neither a suite ({', '.join(known)}) nor a .toml file of your own.{hint}")
+        raise UserError(
+            f"{base!r} is neither a suite ({', '.join(known)}) nor a .toml file of your own.{hint}"
+        )
     file = converted(read_toml(path), SuiteFile, str(path))
     corpus = None
     if file.perplexity is not None:
         corpus = with_changes(corpus_of(file.perplexity, path), changes)
         if corpus.image is not None:
-            raise UserError(f"{path}: a perplexity is of text alone; leave image={corpus.image} out.")
+            raise UserError(
+                f"{path}: a perplexity is of text alone; leave image={corpus.image} out."
+            )
     elif changes:
-        raise UserError(f"{name!r}: the suite has no text, so no field of one can be changed; leave out {changes!r}.")
+        raise UserError(
+            f"{name!r}: the suite has no text, so no field of one can be changed; "
+            f"leave out {changes!r}."
+        )
     tasks: list[Task] = []
     for table in file.tasks:
         folder = None if table.folder is None else path.parent / table.folder
         if folder is not None and not folder.is_dir():
-            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
-        tasks += [Task(task, table.num_fewshot, table.limit, folder, table.chat_template) for task in table.names]
+            raise UserError(
+                f"{path}: folder {table.folder!r}: {folder} is not a folder; name the "
+                "folder with the task files."
+            )
+        tasks += [
+            Task(task, table.num_fewshot, table.limit, folder, table.chat_template)
+            for task in table.names
+        ]
     if corpus is None and not tasks:
         raise UserError(f"{path}: it is empty; a suite has [perplexity], [[tasks]] or both.")
     return Suite(name, corpus, tuple(tasks)).limited(None if limit is None else int(limit[1]))
 
 
 def suite_of(options: SuiteOptions) -> Suite:
-    """The suite of a command: that of --suite, or one of --tasks alone; the default is "perplexity".
+    """The suite of a command: that of --suite, or one of --tasks alone; the default is
+    "perplexity".
 
     Raises:
         UserError: the suite is invalid, or the options conflict.
     """
     if options.tasks is None:
         if options.num_fewshot is not None:
-            raise UserError("--num-fewshot needs --tasks; in a suite file, num_fewshot belongs to [[tasks]].")
+            raise UserError(
+                "--num-fewshot needs --tasks; in a suite file, num_fewshot belongs to [[tasks]]."
+            )
         suite = find_suite(options.suite or "perplexity")
     else:
         if options.suite is not None:
@@ -183,14 +215,24 @@ def suite_of(options: SuiteOptions) -> Suite:
         given = options.tasks.split(",") if isinstance(options.tasks, str) else options.tasks
         names = [name.strip() for name in given if name.strip()]
         if not names:
-            raise UserError("--tasks names no task; give names of lm-eval tasks, separated by commas.")
+            raise UserError(
+                "--tasks names no task; give names of lm-eval tasks, separated by commas."
+            )
         shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
-        suite = Suite(",".join([*names, *shots]), None, tuple(Task(name, options.num_fewshot) for name in names))
+        suite = Suite(
+            ",".join([*names, *shots]),
+            None,
+            tuple(Task(name, options.num_fewshot) for name in names),
+        )
     suite = suite.limited(options.limit)
     if options.apply_chat_template:
         if not suite.tasks:
-            raise UserError("--apply-chat-template is for tasks, and this suite has none; leave it out.")
-        suite = replace(suite, tasks=tuple(replace(task, chat_template=True) for task in suite.tasks))
+            raise UserError(
+                "--apply-chat-template is for tasks, and this suite has none; leave it out."
+            )
+        suite = replace(
+            suite, tasks=tuple(replace(task, chat_template=True) for task in suite.tasks)
+        )
     return suite
 
 

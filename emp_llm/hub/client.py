@@ -1,4 +1,6 @@
-"""Calls to the Hub: repeated after transient errors, and explained in a sentence where the user can mend the cause."""
+"""Calls to the Hub: repeated after transient errors, and explained in a sentence where the user
+can mend the cause.
+"""
 
 import json
 import logging
@@ -27,23 +29,40 @@ from emp_llm.common.errors import UserError, reason
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The base class of the HTTP library's errors, whichever library this version of the client uses; and JSONDecodeError, which the
-# client raises if a proxy answers with a page of its own.
-HUB_ERRORS: tuple[type[Exception], ...] = (HfHubHTTPError.__mro__[1], ConnectionError, TimeoutError, json.JSONDecodeError)
+# The base class of the HTTP library's errors, whichever library this version of the client uses;
+# and JSONDecodeError, which the client raises if a proxy answers with a page of its own.
+HUB_ERRORS: tuple[type[Exception], ...] = (
+    HfHubHTTPError.__mro__[1],
+    ConnectionError,
+    TimeoutError,
+    json.JSONDecodeError,
+)
 
-_WAITS = (1, 2, 4, 8, 16)  # seconds before each retry; some calls of the client have retries of their own in addition
+# Seconds before each retry; some calls of the client have retries of their own in addition.
+_WAITS = (1, 2, 4, 8, 16)
 _LONGEST_WAIT = 600  # seconds, however long the Hub asks for
-_TRANSIENT = (408, 409, 412, 425, 429, 500, 502, 503, 504)  # 409 and 412: someone else changed the branch
-_LOG_IN = "you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with write access."
-_BAD_TOKEN = "the Hub does not accept your token. Make a new one and log in with it: hf auth login --force"
+# 409 and 412: someone else changed the branch.
+_TRANSIENT = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+_LOG_IN = (
+    "you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with "
+    "write access."
+)
+_BAD_TOKEN = (
+    "the Hub does not accept your token. Make a new one and log in with it: hf auth login --force"
+)
 _RESUME = "Run the same command to resume."
 _REFUSED_FILES = "LFS batch API returned errors:"
 _SENTENCES: dict[type[Exception], str] = {
-    GatedRepoError: "you have no access to it yet. Ask for it on its Hub page, then log in: hf auth login",
+    GatedRepoError: "you have no access to it yet. Ask for it on its Hub page, then log in: hf "
+    "auth login",
     RevisionNotFoundError: "the Hub has no such branch or revision of it.",
-    RepositoryNotFoundError: "no such folder here, and no such repository on the Hub (or it is private).",
+    RepositoryNotFoundError: "no such folder here, and no such repository on the Hub (or it is "
+    "private).",
     HFValidationError: "no such folder, and not a Hub id (owner/name).",
-    LocalEntryNotFoundError: ("no such folder here, not (or not all of it) in the Hub cache, and the Hub cannot be reached."),
+    LocalEntryNotFoundError: (
+        "no such folder here, not (or not all of it) in the Hub cache, and "
+        "the Hub cannot be reached."
+    ),
     LocalTokenNotFoundError: _LOG_IN,
     NotASafetensorsRepoError: "it holds no model.safetensors, and no index of shards.",
     OfflineModeIsEnabled: "HF_HUB_OFFLINE is set; unset it.",
@@ -51,7 +70,8 @@ _SENTENCES: dict[type[Exception], str] = {
 }
 _CHANGED = f"it changed during the push{{answer}}. See who else pushes to it. {_RESUME}"
 _STATUSES = {
-    403: "your token may not write there{answer}. Name a repository of your own, or use a token with write access.",
+    403: "your token may not write there{answer}. Name a repository of your own, or use a token "
+    "with write access.",
     409: _CHANGED,
     412: _CHANGED,
     429: f"the Hub has had too many requests from you. Wait some minutes. {_RESUME}",
@@ -59,8 +79,11 @@ _STATUSES = {
 
 
 def _leave_out_query(record: logging.LogRecord) -> bool:
-    """A filter of the client's log, which names the addresses of uploads: their query is a signature."""
-    record.msg, record.args = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", r"\1", record.getMessage()), None
+    """A filter of the client's log, which names the addresses of uploads: their query is a
+    signature.
+    """
+    record.msg = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", r"\1", record.getMessage())
+    record.args = None
     return True
 
 
@@ -84,18 +107,32 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
         except Exception as error:
             cause = _hub_error_behind(error)
             status = _status_of(cause)
-            if cause is None or isinstance(cause, OfflineModeIsEnabled) or status not in (None, *_TRANSIENT):
+            if (
+                cause is None
+                or isinstance(cause, OfflineModeIsEnabled)
+                or status not in (None, *_TRANSIENT)
+            ):
                 raise
-            asked = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
+            asked = (
+                cause.response.headers.get("Retry-After", "")
+                if isinstance(cause, HfHubHTTPError)
+                else ""
+            )
             wait = min(int(asked), _LONGEST_WAIT) if re.fullmatch("[0-9]{1,9}", asked) else wait
-            logger.warning("the Hub %s; next try in %g s.", f"answered {status}" if status else "did not answer", wait)
+            logger.warning(
+                "the Hub %s; next try in %g s.",
+                f"answered {status}" if status else "did not answer",
+                wait,
+            )
             time.sleep(wait)
     return call()
 
 
 @contextmanager
 def hub_errors_explained(name: str) -> Iterator[None]:
-    """Raise UserError, which begins with the repository's name, for errors that the user can mend; others pass through."""
+    """Raise UserError, which begins with the repository's name, for errors that the user can
+    mend; others pass through.
+    """
     try:
         yield
     except Exception as error:
@@ -106,7 +143,9 @@ def hub_errors_explained(name: str) -> Iterator[None]:
 
 
 def unreachable(error: BaseException) -> str:
-    """A sentence: the Hub does not answer. The query of an address, which may be a signature, is left out."""
+    """A sentence: the Hub does not answer. The query of an address, which may be a signature, is
+    left out.
+    """
     return f"the Hub at {constants.ENDPOINT} cannot be reached ({reason(error).partition('?')[0]})."
 
 
@@ -118,9 +157,13 @@ def _explanation(error: Exception) -> str | None:
     if isinstance(error, PermissionError) and type(error).__module__.startswith("hf_xet"):
         return _BAD_TOKEN
     text = str(error).strip()
-    if type(error) is ValueError and text.startswith(_REFUSED_FILES):  # for one, the account's storage is full
+    # For one, the account's storage is full.
+    if type(error) is ValueError and text.startswith(_REFUSED_FILES):
         words = text.removeprefix(_REFUSED_FILES).strip().partition("\n")[0]
-        return f"the Hub refuses a large file ({words[:200]}). When that is solved, the same command resumes."
+        return (
+            f"the Hub refuses a large file ({words[:200]}). When that is solved, the same "
+            "command resumes."
+        )
     cause = _hub_error_behind(error)
     if cause is None:
         return None
@@ -132,7 +175,9 @@ def _explanation(error: Exception) -> str | None:
     if status >= 500:
         return f"the Hub keeps answering {status}. Try later. {_RESUME}"
     words = (getattr(cause, "server_message", None) or "").strip().partition("\n")[0].rstrip(".")
-    return _STATUSES.get(status, f"the Hub answered {status}{{answer}}.").format(answer=f" ({words[:200]})" if words else "")
+    return _STATUSES.get(status, f"the Hub answered {status}{{answer}}.").format(
+        answer=f" ({words[:200]})" if words else ""
+    )
 
 
 def _status_of(error: BaseException | None) -> int | None:

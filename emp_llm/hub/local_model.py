@@ -1,4 +1,6 @@
-"""Finds a model by its name: a folder on this machine, or a repository on the Hub, which is downloaded into the cache."""
+"""Finds a model by its name: a folder on this machine, or a repository on the Hub, which is
+downloaded into the cache.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +32,21 @@ class LocalModel:
 
 
 def find_model(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, headers_suffice: bool = False
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    headers_suffice: bool = False,
 ) -> LocalModel:
     """A local folder, or the snapshot of a Hub repository; the missing part of it is downloaded.
 
     Args:
         name: a folder or a Hub id, which may end in @REVISION.
-        headers_suffice: do not download weights. The result is `hollow` if they are not in the cache.
+        headers_suffice: do not download weights. The result is `hollow` if they are not in the
+            cache.
 
     Raises:
-        UserError: no such folder or repository, no access to it, no network, or no safetensors in it.
+        UserError: no such folder or repository, no access to it, no network, or no safetensors in
+            it.
     """
     local = _local_folder(name, revision)
     if local is not None:
@@ -55,13 +62,15 @@ def find_model(
 
 
 def find_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
-    """The folder of a model's config.json: a local folder, or a folder of the Hub cache, where only config.json need be.
+    """The folder of a model's config.json: a local folder, or a folder of the Hub cache, where only
+    config.json need be.
 
     Args:
         trust_remote_code: also download the repository's code.
 
     Raises:
-        UserError: no such folder or repository, no access to it, no network, or no config.json in it.
+        UserError: no such folder or repository, no access to it, no network, or no config.json in
+            it.
     """
     folder = _local_folder(name, revision)
     if folder is None:
@@ -90,5 +99,8 @@ def _local_folder(name: str, revision: str | None) -> Path | None:
     if path.is_file() and (gguf := why_not_gguf(path, [path.name])) is not None:
         raise UserError(gguf)
     if not path.is_dir():
-        raise UserError(f"{path}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
+        raise UserError(
+            f"{path}: no such model folder. Give a folder with safetensors, or a Hub "
+            "id (owner/name)."
+        )
     return path.resolve()

@@ -1,9 +1,11 @@
-"""Healing: the kept weights of a pruned model learn the dense model's next-token probabilities. Zeros stay zero.
+"""Healing: the kept weights of a pruned model learn the dense model's next-token probabilities.
+Zeros stay zero.
 
     min over the kept weights of mean_t KL(p_dense(. | x_<=t) || p_pruned(. | x_<=t))
 
-on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam in float32, products in bfloat16
-where the processor has instructions for them, a checkpoint at every measurement of the loss on held-out sequences.
+on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam in
+float32, products in bfloat16 where the processor has instructions for them, a checkpoint at every
+measurement of the loss on held-out sequences.
 """
 
 import copy
@@ -44,13 +46,12 @@ from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import available_memory, cpu_fields, out_of_memory
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.perplexity import mean_losses
 from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.loading import headless_class, load_model
-from emp_llm.models.modules import weight_of
+from emp_llm.models.modules import mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
@@ -59,10 +60,17 @@ from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
 from emp_llm.update.blocks import SEQUENCES, heal_blocks, rate_of, rated
 from emp_llm.update.moved import MovedWeights, in_dtype
-from emp_llm.update.update import check_apart, check_update, healing_bytes, healing_memory, updatable
+from emp_llm.update.update import (
+    check_apart,
+    check_update,
+    healing_bytes,
+    healing_memory,
+    updatable,
+)
 
 logger = logging.getLogger(__name__)
-logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # it warns of checkpoints written within a second
+# It warns of checkpoints written within a second.
+logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _START = "start"  # the folder of the weights that the training begins with
 _RISE = 1.02  # of the held-out loss; a high rate lifts it by less for a while
@@ -75,19 +83,27 @@ _HELD_OUT = 16  # one sequence of this many
 
 
 def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = None) -> None:
-    """Raise UserError if weights cannot be trained: because of the model's config, the text, or how targets are stored."""
+    """Raise UserError if weights cannot be trained: because of the model's config, the text, or
+    how targets are stored.
+    """
     if targets is not None:
         check_update(targets, "--heal", "Leave out --heal")
     if config.get("is_encoder_decoder"):
-        raise UserError("--heal is for decoders, and this model has an encoder too. Leave out --heal.")
+        raise UserError(
+            "--heal is for decoders, and this model has an encoder too. Leave out --heal."
+        )
     if (name := headless_class(config)) is not None:
-        raise UserError(f"--heal learns the probabilities of tokens, and {name} has no head for them. Leave out --heal.")
+        raise UserError(
+            f"--heal learns the probabilities of tokens, and {name} has no head for "
+            "them. Leave out --heal."
+        )
     if not isinstance(data, CalibrationText):
         raise UserError("--heal trains on text alone; leave out image= in --calibration.")
     if len(data.tokens) <= SEQUENCES:
         raise UserError(
-            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} are needed: {SEQUENCES} for a "
-            "step, and one that is held out. Give more --samples, or a lower --seqlen."
+            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
+            f"are needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, "
+            "or a lower --seqlen."
         )
 
 
@@ -105,13 +121,16 @@ def heal_model(
     batch_size: int = SEQUENCES,
     seed: int = 0,
 ) -> HealingRecord:
-    """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token probabilities.
+    """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token
+    probabilities.
 
     Args:
-        model: pruned; of transformers, whole in memory, of any floating-point dtype. A copy of it in float32 is trained.
+        model: pruned; of transformers, whole in memory, of any floating-point dtype. A copy of it
+            in float32 is trained.
         dense: the model that was pruned, unchanged.
         data, tokenizer, samples, seqlen, seed: the text, as for `prune_model`, but no batches.
-        masks: what stays zero: of `prune_model` (`report.masks`), `masks_of`, or a pruned checkpoint.
+        masks: what stays zero: of `prune_model` (`report.masks`), `masks_of`, or a pruned
+            checkpoint.
         weights: what moves: the parameters of the masks, or all linear layers and norms in blocks.
         steps: of four sequences. The last tenth of them hardly changes anything.
         batch_size: sequences per forward pass.
@@ -120,7 +139,8 @@ def heal_model(
         The divergence on held-out sequences during the training, which chose the weights.
 
     Raises:
-        UserError: a model is not whole in memory, the masks are of another model, or the text is missing or too short.
+        UserError: a model is not whole in memory, the masks are of another model, or the text is
+            missing or too short.
     """
     if weights not in ("targets", "all"):
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
@@ -129,11 +149,13 @@ def heal_model(
     sizes = [each.config.get_text_config().vocab_size for each in (dense, model)]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"the dense model predicts {sizes[0]:,} tokens and the pruned one {sizes[1]:,}. Give the model that was pruned; "
-            "resize_token_embeddings makes a padded vocabulary as long as the other."
+            f"the dense model predicts {sizes[0]:,} tokens and the pruned one {sizes[1]:,}. Give "
+            "the model that was pruned; resize_token_embeddings makes a padded vocabulary as long "
+            "as the other."
         )
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text, found = text_to_heal(data, tokenizer, how, model, dense), find_masks(masks, model)
+    text = text_to_heal(data, tokenizer, how, model, dense)
+    found = find_masks(masks, model)
     moving = list(found)
     if weights == "all":
         architecture = architecture_of(model, ModelWeights(model))
@@ -141,7 +163,9 @@ def heal_model(
         moving = [*dict.fromkeys([*found, *layers]), *_norms(model, architecture)]
     healed = copy.deepcopy(model).float()
     with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("heal"):
-        record = train(healed, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed)
+        record = train(
+            healed, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed
+        )
     if record.best:
         for name in moving:
             values = model.get_parameter(name).data
@@ -150,20 +174,30 @@ def heal_model(
     return record
 
 
-def text_to_heal(data: Any, tokenizer: Any, how: CalibrationOptions, *models: PreTrainedModel) -> CalibrationText:
+def text_to_heal(
+    data: Any, tokenizer: Any, how: CalibrationOptions, *models: PreTrainedModel
+) -> CalibrationText:
     """The text for models in memory; UserError if one of them cannot be healed by it."""
     text = data_in_memory(data, tokenizer, how, models[0].config)
     check_healable(models[0].config.to_dict(), text)
     assert isinstance(text, CalibrationText)
     if any(is_offloaded(model) for model in models):
-        raise UserError("healing needs both models whole in memory, and a part of one is offloaded.")
+        raise UserError(
+            "healing needs both models whole in memory, and a part of one is offloaded."
+        )
     return text
 
 
 def heal_folder(
-    out: OutputFolder, dense: Path, recipe: Recipe, data: CalibrationText, options: Any, about: CalibrationRecord
+    out: OutputFolder,
+    dense: Path,
+    recipe: Recipe,
+    data: CalibrationText,
+    options: Any,
+    about: CalibrationRecord,
 ) -> HealingRecord:
-    """Train the weights of a pruned checkpoint in a work folder, and write them in place. A collective call.
+    """Train the weights of a pruned checkpoint in a work folder, and write them in place. A
+    collective call.
 
     A call that was interrupted resumes from its last checkpoint, and writes the same bytes.
 
@@ -178,38 +212,67 @@ def heal_folder(
     Raises:
         UserError: the models do not fit in memory, or the checkpoints of the training on the disk.
     """
-    checkpoint, trust = Checkpoint(out.files), options.trust_remote_code
+    checkpoint = Checkpoint(out.files)
+    trust = options.trust_remote_code
     architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust)
     everything = recipe.heal_weights == "all"
     chosen = (
-        architecture.select("all-linear") if everything else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+        architecture.select("all-linear")
+        if everything
+        else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
     )
-    targets, device_map = updatable(chosen), options.device_map
+    targets = updatable(chosen)
+    device_map = options.device_map
     if device_map == "auto" and not torch.cuda.is_available():
         needed = healing_memory(checkpoint, targets, recipe, data.tokens.shape[1])
         if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
             out.note(healed_by_blocks=needed > available_memory())
         if ranks().share(out.get("healed_by_blocks")):
-            logger.info("healing block by block, because the whole model takes %s of memory.", format_bytes(needed))
+            logger.info(
+                "healing block by block, because the whole model takes %s of memory.",
+                format_bytes(needed),
+            )
             device_map = "disk"
     model = load_model(out.files, device_map, "float32", trust)
-    dtype = "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
+    dtype = (
+        "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
+    )
     teacher = load_model(dense, device_map, dtype, trust)
     assert recipe.heal_steps is not None
     by_blocks = is_offloaded(model) or is_offloaded(teacher)
     if ranks().main:
-        out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, recipe, by_blocks))
+        out.check_space(
+            checkpoint.output_bytes + healing_bytes(checkpoint, targets, recipe, by_blocks)
+        )
     if by_blocks:
-        if everything or ranks().count > 1 or (recipe.structure is not None and not recipe.structure.keep_shapes):
+        if (
+            everything
+            or ranks().count > 1
+            or (recipe.structure is not None and not recipe.structure.keep_shapes)
+        ):
             raise UserError(
-                "--heal: the pruned model in float32 and the dense model do not fit in memory together, and healing block by "
-                "block runs in one process, without --heal-weights all, and not after --structure. Use a larger machine."
+                "--heal: the pruned model in float32 and the dense model do not fit in memory "
+                "together, and healing block by block runs in one process, without --heal-weights "
+                "all, and not after --structure. Use a larger machine."
             )
-        check_apart(checkpoint.config, "--heal of a model that does not fit in memory", "Use a larger machine")
+        check_apart(
+            checkpoint.config,
+            "--heal of a model that does not fit in memory",
+            "Use a larger machine",
+        )
         del model
         moved = MovedWeights(out.work / "healing")
         with stage("heal"), in_evaluation_mode(teacher):
-            record = heal_blocks(teacher, targets, checkpoint, data.tokens, _held_out(len(data.tokens)), moved, recipe, options)
+            record = heal_blocks(
+                teacher,
+                targets,
+                checkpoint,
+                data.tokens,
+                _held_out(len(data.tokens)),
+                moved,
+                recipe,
+                options,
+            )
         for target in targets:
             weight = moved.rows(target, 0, target.matrix.rows)
             if weight is not None:
@@ -217,18 +280,26 @@ def heal_folder(
     else:
         norms = _norms(model, architecture) if everything else []
         moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
-        masks, how = stored_masks(checkpoint, chosen, model), (recipe.heal_steps, options.batch_size, options.seed)
+        masks = stored_masks(checkpoint, chosen, model)
+        how = (recipe.heal_steps, options.batch_size, options.seed)
         if ranks().main and out.get("healed") and _last(out.work / "healing") is None:
-            raise UserError(f"{out.work}: some weights are healed, and the training that healed them is lost. Delete it.")
+            raise UserError(
+                f"{out.work}: some weights are healed, and the training that healed "
+                "them is lost. Delete it."
+            )
         with stage("heal"):
             record = train(model, teacher, data.tokens, masks, moving, out.work / "healing", *how)
         if ranks().main and record.best:
-            out.note(healed=True)  # from here on, the weights are no longer those that the training began with
+            # From here on, the weights are no longer those that the training began with.
+            out.note(healed=True)
             for target in targets:
                 _overwrite(target.matrix, weight_of(model, target.layer))
             for name in norms:
                 stored = checkpoint.tensors[architecture.stored_names[name]]
-                _overwrite(Matrix(replace(stored, shape=(1, stored.numel))), model.get_parameter(name).data[None])
+                _overwrite(
+                    Matrix(replace(stored, shape=(1, stored.numel))),
+                    model.get_parameter(name).data[None],
+                )
     record.origin = fit_origin(data, options, about, record.by)
     record.origin.seed = options.seed  # of the order of the sequences
     return record
@@ -254,17 +325,21 @@ def train(
     batch_size: int = SEQUENCES,
     seed: int = 0,
 ) -> HealingRecord:
-    """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls. A collective call.
+    """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
+    A collective call.
 
     Args:
-        model: pruned, whole in memory, float32. If no step is better than none (`best` is 0), its weights are of no use.
+        model: pruned, whole in memory, float32. If no step is better than none (`best` is 0), its
+            weights are of no use.
         dense: gives the probabilities; unchanged.
-        tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it chooses the step whose
-            weights are kept.
+        tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
+            chooses the step whose weights are kept.
         masks: weights that stay zero.
         moving: names of the parameters that move.
-        folder: for the checkpoints; an interrupted call with the same arguments resumes from the last one.
-        steps, batch_size, seed: number of steps of four sequences, sequences at a time on a GPU, and the seed of their order.
+        folder: for the checkpoints; an interrupted call with the same arguments resumes from the
+            last one.
+        steps, batch_size, seed: number of steps of four sequences, sequences at a time on a GPU,
+            and the seed of their order.
 
     Raises:
         UserError: memory runs out.
@@ -275,7 +350,8 @@ def train(
     groups = [rated(model.get_parameter(name).requires_grad_(True), rate) for name in moving]
     every = max(1, steps // _MEASURES)
     on_cpu = model.device.type == "cpu"
-    own = 1 if on_cpu else max(1, min(batch_size, SEQUENCES // ranks().count))  # more take memory there, and no less time
+    # More take memory there, and no less time.
+    own = 1 if on_cpu else max(1, min(batch_size, SEQUENCES // ranks().count))
     times = max(1, SEQUENCES // (own * ranks().count))
     how = TrainingArguments(
         output_dir=str(folder),
@@ -300,7 +376,10 @@ def train(
         use_cpu=on_cpu,
     )
     examples = [{"input_ids": each} for each in tokens]
-    remedy = "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by block with --device-map disk."
+    remedy = (
+        "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
+        "block with --device-map disk."
+    )
     with closing(progress_bar(steps, "heal", "step")) as bar, out_of_memory(lambda: remedy):
         trainer = _Healer(
             model,
@@ -317,22 +396,29 @@ def train(
         trainer.remove_callback(PrinterCallback)
         last = ranks().share(_last(folder) if ranks().main else None)
         if ranks().main:
-            trainer._save(str(folder / _START))  # the model has these weights, also where the training resumes
+            # The model has these weights, also where the training resumes.
+            trainer._save(str(folder / _START))
         if last is not None:
             trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
-        if trainer.state.global_step >= steps or _has_ended(trainer.state):  # it was interrupted after its end
+        # It was interrupted after its end.
+        if trainer.state.global_step >= steps or _has_ended(trainer.state):
             if trainer.state.best_global_step is not None:
                 trainer._load_best_model()
         else:
             trainer.train(resume_from_checkpoint=last)
-    curve, perplexity = _curve(trainer.state), _curve(trainer.state, "perplexity")
+    curve = _curve(trainer.state)
+    perplexity = _curve(trainer.state, "perplexity")
     best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
     return HealingRecord(
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * own * times * ranks().count * tokens.shape[1],
         best=best,
         curve=list(curve.items()),
-        perplexity={"dense": _curve(trainer.state, "dense")[0], "before": perplexity[0], "after": perplexity[best]},
+        perplexity={
+            "dense": _curve(trainer.state, "dense")[0],
+            "before": perplexity[0],
+            "after": perplexity[best],
+        },
     )
 
 
@@ -341,8 +427,12 @@ class _Healer(Trainer):  # type: ignore[misc]
 
     dense: PreTrainedModel
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """The mean over the tokens of KL(dense || pruned), in nats. Layers behave as in evaluation: no dropout."""
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
+        """The mean over the tokens of KL(dense || pruned), in nats. Layers behave as in
+        evaluation: no dropout.
+        """
         model.eval()
         ids = inputs["input_ids"]
         with torch.no_grad():
@@ -351,8 +441,12 @@ class _Healer(Trainer):  # type: ignore[misc]
         loss = _divergence(found, wanted.to(found.device)) / ids.numel()
         return (loss, (found, wanted)) if return_outputs else loss
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The divergence of a batch, and the mean loss of each of its sequences: of this model, and of the dense one."""
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The divergence of a batch, and the mean loss of each of its sequences: of this model,
+        and of the dense one.
+        """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             divergence, both = self.compute_loss(model, inputs, return_outputs=True)
@@ -370,7 +464,9 @@ class _Healer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Only the weights that move are saved, under the names that they have in memory."""
-        moving = {name: each.data for name, each in self.model.named_parameters() if each.requires_grad}
+        moving = {
+            name: each.data for name, each in self.model.named_parameters() if each.requires_grad
+        }
         Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
         save_file(moving, Path(output_dir or self.args.output_dir) / _SAVED)
 
@@ -379,11 +475,14 @@ class _Healer(Trainer):  # type: ignore[misc]
             self.model.get_parameter(name).data.copy_(values)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(_checkpoint(self.args.output_dir, self.state.best_global_step)))
+        self._load_from_checkpoint(
+            str(_checkpoint(self.args.output_dir, self.state.best_global_step))
+        )
 
 
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
-    """The sum over the tokens of KL(wanted || found) in nats, of logits of shape (sequences, tokens, vocabulary).
+    """The sum over the tokens of KL(wanted || found) in nats, of logits of shape (sequences,
+    tokens, vocabulary).
 
     Memory holds float32 copies of a few positions at a time, also for the gradient.
     """
@@ -400,7 +499,9 @@ def _divergence_of_piece(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Shows progress. Where the held-out loss rises, the training goes back to the best weights, with a lower rate."""
+    """Shows progress. Where the held-out loss rises, the training goes back to the best weights,
+    with a lower rate.
+    """
 
     trainer: _Healer
 
@@ -420,7 +521,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     def _go_back(self, step: int, cut: float) -> None:
         """Take the weights after a step, forget the optimiser's moments, and divide its rate."""
         folder = Path(self.trainer.args.output_dir)
-        self.trainer._load_from_checkpoint(str(_checkpoint(folder, step) if step else folder / _START))
+        self.trainer._load_from_checkpoint(
+            str(_checkpoint(folder, step) if step else folder / _START)
+        )
         optimizer = self.trainer.optimizer
         optimizer.state.clear()
         wrapped: Any = self.trainer.lr_scheduler
@@ -443,7 +546,9 @@ def _rises(losses: list[float], times: float = _RISE) -> bool:
 def _has_ended(state: Any) -> bool:
     """Whether the held-out loss rose so often in turn that a lower rate will not help."""
     losses = _losses(state)
-    return len(losses) > _PATIENCE and all(_rises(losses[: len(losses) - n]) for n in range(_PATIENCE))
+    return len(losses) > _PATIENCE and all(
+        _rises(losses[: len(losses) - n]) for n in range(_PATIENCE)
+    )
 
 
 def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:
@@ -456,13 +561,25 @@ def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.op
 
 
 def _perplexities(held: Any) -> dict[str, float]:
-    """Of this model and of the dense one, from the losses of held-out sequences, float32, shape (sequences, 2)."""
-    return dict(zip(("perplexity", "dense"), torch.from_numpy(held.predictions).double().mean(0).exp().tolist(), strict=True))
+    """Of this model and of the dense one, from the losses of held-out sequences, float32, shape
+    (sequences, 2).
+    """
+    return dict(
+        zip(
+            ("perplexity", "dense"),
+            torch.from_numpy(held.predictions).double().mean(0).exp().tolist(),
+            strict=True,
+        )
+    )
 
 
 def _curve(state: Any, what: str = "loss") -> dict[int, float]:
     """Step -> what was measured on the held-out sequences."""
-    return {entry["step"]: entry[f"eval_{what}"] for entry in state.log_history if f"eval_{what}" in entry}
+    return {
+        entry["step"]: entry[f"eval_{what}"]
+        for entry in state.log_history
+        if f"eval_{what}" in entry
+    }
 
 
 def healing_warnings(healing: HealingRecord) -> list[str]:
@@ -470,7 +587,8 @@ def healing_warnings(healing: HealingRecord) -> list[str]:
     if healing.best:
         return []
     return [
-        "healing did not bring the model nearer to the dense one on held-out sequences, so the weights are those before it."
+        "healing did not bring the model nearer to the dense one on held-out sequences, so the "
+        "weights are those before it."
     ]
 
 
@@ -481,7 +599,9 @@ def _held_out(sequences: int) -> int:
 
 def _norms(model: nn.Module, architecture: Architecture) -> list[str]:
     """The parameters of normalisations in the blocks of a model."""
-    names = ((name, model.get_submodule(name.rpartition(".")[0])) for name in architecture.block_shapes)
+    names = (
+        (name, model.get_submodule(name.rpartition(".")[0])) for name in architecture.block_shapes
+    )
     return [name for name, module in names if "norm" in type(module).__name__.lower()]
 
 
@@ -504,7 +624,9 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _last(folder: Path) -> str | None:
-    """The newest checkpoint of an interrupted training that is intact, and whose best one is. Newer ones are deleted."""
+    """The newest checkpoint of an interrupted training that is intact, and whose best one is.
+    Newer ones are deleted.
+    """
     if folder.exists() and not folder.is_dir():
         folder.unlink()
     numbers = ((path.name.partition("-")[2], path) for path in folder.glob("checkpoint-*"))
@@ -514,7 +636,10 @@ def _last(folder: Path) -> str | None:
             best = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME)).best_global_step
             if best in (None, step) or _is_intact(_checkpoint(folder, best)):
                 return str(path)
-        logger.warning("healing: %s is damaged or incomplete, so the training does not resume from it.", path.name)
+        logger.warning(
+            "healing: %s is damaged or incomplete, so the training does not resume from it.",
+            path.name,
+        )
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -527,4 +652,7 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     fields = cpu_fields()
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & {*fields.get("flags", "").split(), *fields.get("Features", "").split()})
+    return bool(
+        {"avx512_bf16", "amx_bf16", "bf16"}
+        & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
+    )

@@ -25,7 +25,8 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class Masks(Mapping[str, Tensor]):
-    """The masks of a model's parameters: parameter name -> bool tensor of the parameter's shape, true where a weight stays.
+    """The masks of a model's parameters: parameter name -> bool tensor of the parameter's shape,
+    true where a weight stays.
 
     A weight whose bits are all zero counts as removed.
 
@@ -43,7 +44,10 @@ class Masks(Mapping[str, Tensor]):
         for name, mask in (masks or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-                raise UserError(f"the mask of {name} is {kind}; a mask is a boolean tensor, true where a weight stays.")
+                raise UserError(
+                    f"the mask of {name} is {kind}; a mask is a boolean tensor, true "
+                    "where a weight stays."
+                )
             self.put(name, mask.detach().cpu().numpy())
 
     def put(self, name: str, mask: NDArray[Any]) -> None:
@@ -67,19 +71,29 @@ class Masks(Mapping[str, Tensor]):
         """Set the removed weights of a model to zero, in place. No other weight changes.
 
         Raises:
-            UserError: the model lacks a parameter, or it has another shape, is quantised or not in memory. Nothing is changed.
+            UserError: the model lacks a parameter, or it has another shape, is quantised or not in
+                memory. Nothing is changed.
         """
         for weight, removed in self._removed(model):
             set_to_zero(weight, removed)
 
     def broken(self, model: nn.Module) -> int:
-        """The number of removed weights that are not zero in a model. Errors are those of `apply`."""
-        return sum(int(weight.ne(0).logical_and_(removed).sum()) for weight, removed in self._removed(model))
+        """The number of removed weights that are not zero in a model. Errors are those of
+        `apply`.
+        """
+        return sum(
+            int(weight.ne(0).logical_and_(removed).sum())
+            for weight, removed in self._removed(model)
+        )
 
     def save(self, path: Path | str) -> None:
-        """Write the masks to a safetensors file: one bit per weight, the first in the lowest bit of the first byte."""
+        """Write the masks to a safetensors file: one bit per weight, the first in the lowest bit
+        of the first byte.
+        """
         metadata = {_KEY: json.dumps({"format": _FORMAT, "shapes": self._shapes}, sort_keys=True)}
-        write_bytes(Path(path), save({name: bits.cpu() for name, bits in self._bits.items()}, metadata))
+        write_bytes(
+            Path(path), save({name: bits.cpu() for name, bits in self._bits.items()}, metadata)
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> "Masks":
@@ -89,7 +103,8 @@ class Masks(Mapping[str, Tensor]):
             UserError: the file is missing or damaged, or holds no masks.
         """
         check_type("path", path, str, Path)
-        path, masks = Path(path), cls()
+        path = Path(path)
+        masks = cls()
         if not path.is_file():
             raise UserError(f"{path}: no such file of masks.")
         try:
@@ -100,24 +115,39 @@ class Masks(Mapping[str, Tensor]):
                 for name in file.keys():  # noqa: SIM118
                     shape = tuple(int(size) for size in info["shapes"][name])
                     bits = file.get_tensor(name)
-                    if bits.dtype != torch.uint8 or bits.shape != (-(-int(np.prod(shape)) // 8),) or min(shape, default=0) < 0:
+                    if (
+                        bits.dtype != torch.uint8
+                        or bits.shape != (-(-int(np.prod(shape)) // 8),)
+                        or min(shape, default=0) < 0
+                    ):
                         raise ValueError(f"the mask of {name} does not have its shape")
                     masks._bits[name], masks._shapes[name] = bits, shape
         except UserError:
             raise
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise UserError(f"{path}: not a readable file of masks ({reason(error)}).") from error
         return masks
 
     def _removed(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """(weight, removed) of each parameter: its values, and a boolean mask of its shape."""
         model = plain_model(model)
-        weights = {name: self._weight(model, name) for name in self._bits}  # all are checked before any is changed
+        # All are checked before any is changed.
+        weights = {name: self._weight(model, name) for name in self._bits}
         for name, weight in weights.items():
             bits = self._bits[name]
             if bits.device != weight.device:
                 bits = self._bits[name] = bits.to(weight.device)
-            places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+            places = torch.tensor(
+                [1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device
+            )
             removed = (bits[:, None] & places).eq(0).view(-1)[: weight.numel()]
             yield weight, removed.view(weight.shape)
 
@@ -126,13 +156,17 @@ class Masks(Mapping[str, Tensor]):
         if weight is None:
             weight = resident_parameter(model, f"{name}.weight")
         if weight is None:
-            raise UserError(f"{type(model).__name__} has no parameter {name}; these masks are of another model.")
+            raise UserError(
+                f"{type(model).__name__} has no parameter {name}; these masks are of another model."
+            )
         check_whole(name, weight, self._shapes[name])
         return weight
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """A model without what torch.compile, DataParallel and DistributedDataParallel put around it; UserError if it is none."""
+    """A model without what torch.compile, DataParallel and DistributedDataParallel put around
+    it; UserError if it is none.
+    """
     check_type("model", model, nn.Module)
     while True:
         inside = getattr(model, "_orig_mod", model.module if isinstance(model, _PARALLEL) else None)
@@ -145,15 +179,20 @@ def check_merged(model: nn.Module) -> None:
     """Raise UserError if a model has adapters beside its weights."""
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise UserError(
-            "The model has adapters that are not merged, and their weights are not sparse. Merge them first: "
-            "reapply_mask(model.merge_and_unload(), DIR)"
+            "The model has adapters that are not merged, and their weights are not sparse. Merge "
+            "them first: reapply_mask(model.merge_and_unload(), DIR)"
         )
 
 
 def check_whole(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Raise UserError unless a weight is in memory as it was stored."""
-    if weight.device.type == "meta" or tuple(weight.shape) != shape or not weight.is_floating_point():
+    if (
+        weight.device.type == "meta"
+        or tuple(weight.shape) != shape
+        or not weight.is_floating_point()
+    ):
         raise UserError(
-            f"{name}: its weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it must be floating point "
-            f"{list(shape)} in memory. Load the model without quantisation, offloading to disk and sharding over processes."
+            f"{name}: its weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it "
+            f"must be floating point {list(shape)} in memory. Load the model without quantisation, "
+            "offloading to disk and sharding over processes."
         )

@@ -1,4 +1,6 @@
-"""The report of a model that was pruned in memory, and the files that make its saved folder a finished checkpoint."""
+"""The report of a model that was pruned in memory, and the files that make its saved folder a
+finished checkpoint.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +58,13 @@ class ModelReport:
     def save(self, folder: Path | str) -> None:
         """Complete the folder of the saved model: add the report, the norms and the manifest.
 
-        Save the pruned model and its tokenizer first: `model.save_pretrained(folder)`. Then `report`, `verify`, `reapply_mask`,
-        `pack` and `push` take the folder. The manifest does not identify the dense model; `verify --source` compares tensors.
+        Save the pruned model and its tokenizer first: `model.save_pretrained(folder)`. Then
+        `report`, `verify`, `reapply_mask`, `pack` and `push` take the folder. The manifest does not
+        identify the dense model; `verify --source` compares tensors.
 
         Raises:
-            UserError: the folder holds no model, another one, or one whose removed weights are not zero.
+            UserError: the folder holds no model, another one, or one whose removed weights are not
+                zero.
         """
         folder = Path(folder)
         checkpoint = Checkpoint(folder)
@@ -86,19 +90,24 @@ class ModelReport:
         masks: dict[str, NDArray[Any]] = {}
         with checkpoint.open_files() as files:
             for target in targets:
-                name, matrix = target.layer.parameter, target.matrix
+                name = target.layer.parameter
+                matrix = target.matrix
                 if name not in self.masks:
                     raise UserError(
-                        f"{checkpoint.folder}: its layer {target.name} was not pruned; save the pruned model there."
+                        f"{checkpoint.folder}: its layer {target.name} was not pruned; save the "
+                        "pruned model there."
                     )
                 if name not in masks:
                     masks = {name: self.masks[name].numpy()}  # one at a time
                 kept = rows_in(masks[name], target.layer)
                 if kept.shape != (matrix.rows, matrix.columns):
-                    raise UserError(f"{checkpoint.folder}: {target.name} has another shape; save the pruned model there.")
+                    raise UserError(
+                        f"{checkpoint.folder}: {target.name} has another shape; save "
+                        "the pruned model there."
+                    )
                 words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
                 if bool(words[~kept].any()):
                     raise UserError(
-                        f"{checkpoint.folder}: {target.name} has weights that the masks remove; save the pruned model there "
-                        "first, with model.save_pretrained."
+                        f"{checkpoint.folder}: {target.name} has weights that the masks remove; "
+                        "save the pruned model there first, with model.save_pretrained."
                     )

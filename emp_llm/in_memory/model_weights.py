@@ -1,4 +1,6 @@
-"""The weights of a model in memory, seen as a checkpoint: the pruner reads them by name and offset, as it reads files."""
+"""The weights of a model in memory, seen as a checkpoint: the pruner reads them by name and
+offset, as it reads files.
+"""
 
 import math
 import re
@@ -23,26 +25,32 @@ from emp_llm.models.layers import MIXES_TOKENS, Layer
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
 from emp_llm.models.offload import resident_parameter
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # in the names of wrapped parts
+# In the names of wrapped parts.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
 class ModelWeights(Checkpoint):
-    """The parameters of a model, under the names and with the shapes that they have in a saved checkpoint.
+    """The parameters of a model, under the names and with the shapes that they have in a saved
+    checkpoint.
 
     Args:
         model: of `plain_model`, on any devices; parts may be offloaded to the CPU.
 
     Raises:
-        UserError: adapters are not merged, a part is wrapped, or a weight is on the meta device or on disk.
+        UserError: adapters are not merged, a part is wrapped, or a weight is on the meta device or
+            on disk.
     """
 
     def __init__(self, model: nn.Module) -> None:
         check_merged(model)
         for name, _ in model.named_modules():
             if name.rpartition(".")[2] in _WRAPPED:
-                raise UserError(f"{name}: this part of the model is compiled or wrapped. Give the model as it was before.")
+                raise UserError(
+                    f"{name}: this part of the model is compiled or wrapped. Give the "
+                    "model as it was before."
+                )
         self.folder = Path(name_of(model))
         self.shards = []
         self._states = {}
@@ -52,17 +60,22 @@ class ModelWeights(Checkpoint):
         self.tensors = {}
         for name, like in _stored_like(model, self._values).items():
             dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
-            self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, like.nbytes)
+            self.tensors[name] = StoredTensor(
+                name, Path(name), dtype, tuple(like.shape), 0, like.nbytes
+            )
 
     def locate(self, structure: Architecture) -> None:
         """Note where the stored tensors of a model's layers are in its parameters."""
         for name, stored in structure.stored_names.items():
             if name in self._values:
-                self._places[Path(stored)] = partial(_in_shape, self._values[name], self.tensors[stored].shape)
+                self._places[Path(stored)] = partial(
+                    _in_shape, self._values[name], self.tensors[stored].shape
+                )
         for layer in structure.layers:
             if layer.expert is None:
                 continue
-            matrix, values = structure.experts[layer.name], self._values[layer.expert.parameter]
+            matrix = structure.experts[layer.name]
+            values = self._values[layer.expert.parameter]
             if matrix.expert is not None:  # all experts are stored in one tensor
                 self._places[matrix.stored.shard] = partial(_in_shape, values, matrix.stored.shape)
             else:
@@ -75,7 +88,9 @@ class ModelWeights(Checkpoint):
         """Raise UserError if a parameter has changed since the model was given."""
         for name, values in self._values.items():
             if values._version != self._versions[name]:
-                raise UserError(f"{name}: it changed while it was read. Do not train the model meanwhile.")
+                raise UserError(
+                    f"{name}: it changed while it was read. Do not train the model meanwhile."
+                )
 
 
 def name_of(model: nn.Module) -> str:
@@ -88,12 +103,15 @@ def is_convolution(model: nn.Module, layer: Layer) -> bool:
     return layer.expert is None and isinstance(model.get_submodule(layer.name), _CONVOLUTIONS)
 
 
-def architecture_of(model: nn.Module, weights: ModelWeights, blocks: str | None = None) -> Architecture:
+def architecture_of(
+    model: nn.Module, weights: ModelWeights, blocks: str | None = None
+) -> Architecture:
     """The layers of a model in memory.
 
     Args:
-        model: of transformers, or any module. The linear layers of a module without blocks are its MLP, except those whose
-            names say that they mix tokens; its convolutions are linear layers too, with a row for each filter.
+        model: of transformers, or any module. The linear layers of a module without blocks are its
+            MLP, except those whose names say that they mix tokens; its convolutions are linear
+            layers too, with a row for each filter.
         weights: its weights.
         blocks: name of the list of decoder blocks; None: detected.
 
@@ -112,7 +130,8 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
     """The structure of any module."""
     try:
         layers = [
-            replace(layer, tower="language") for layer in model_layers(model, block_lists(model, blocks))
+            replace(layer, tower="language")
+            for layer in model_layers(model, block_lists(model, blocks))
         ]  # all of it is the user's model
     except UserError:
         if blocks is not None:
@@ -122,11 +141,15 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
     names = {name: name for name in weights.tensors}
     in_block = [layer.parameter for layer in layers if layer.block is not None]
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
-    return Architecture(weights, layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes)
+    return Architecture(
+        weights, layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes
+    )
 
 
 def _of_named_kind(layer: Layer) -> Layer:
-    """A layer of a module without blocks: attention if its name says that it mixes tokens, else MLP."""
+    """A layer of a module without blocks: attention if its name says that it mixes tokens, else
+    MLP.
+    """
     if layer.kind == "embedding":
         return layer
     mixes = MIXES_TOKENS.search(re.sub(r"\.\d+", "", layer.name))
@@ -134,13 +157,17 @@ def _of_named_kind(layer: Layer) -> Layer:
 
 
 def _with_convolutions(model: nn.Module, weights: ModelWeights, layers: list[Layer]) -> list[Layer]:
-    """Layers and the convolutions of a module, in its order. A convolution's weight becomes a matrix, a row for each filter."""
+    """Layers and the convolutions of a module, in its order. A convolution's weight becomes a
+    matrix, a row for each filter.
+    """
     found = {layer.name: layer for layer in layers}
     for name, module in model.named_modules():
         stored = weights.tensors.get(f"{name}.weight")
         if isinstance(module, _CONVOLUTIONS) and stored is not None:
             found[name] = Layer(name, "mlp", None)
-            weights.tensors[stored.name] = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
+            weights.tensors[stored.name] = replace(
+                stored, shape=(stored.shape[0], math.prod(stored.shape[1:]))
+            )
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -148,29 +175,40 @@ def _values_of(model: nn.Module, name: str) -> Tensor:
     values = resident_parameter(model, name)
     if values is None or values.device.type == "meta":
         raise UserError(
-            f"{name}: its values are not in memory (device meta). Load the model without offloading to disk, or prune its "
-            "folder with emp-llm prune."
+            f"{name}: its values are not in memory (device meta). Load the model without "
+            "offloading to disk, or prune its folder with emp-llm prune."
         )
     if str(values.dtype).startswith("torch.float8"):
         raise UserError(
-            f"{name}: it is {values.dtype}, with scales beside it. Prune the model's folder with emp-llm prune, and load the "
-            "result."
+            f"{name}: it is {values.dtype}, with scales beside it. Prune the model's folder with "
+            "emp-llm prune, and load the result."
         )
     return values
 
 
 def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stored name -> meta tensor of its shape and dtype, as `save_pretrained` would write them."""
-    own = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
-    if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
+    own = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for name, value in values.items()
+    }
+    if (
+        not isinstance(model, PreTrainedModel)
+        or getattr(model.config, "quantization_config", None) is not None
+    ):
         return own
     stored: dict[str, Tensor] = revert_weight_conversion(model, own)
-    converted = {tensor.dtype for tensor in stored.values()} - {tensor.dtype for tensor in own.values()}
-    return own if converted else stored  # a model dequantised while loading would be quantised again
+    converted = {tensor.dtype for tensor in stored.values()} - {
+        tensor.dtype for tensor in own.values()
+    }
+    # A model dequantised while loading would be quantised again.
+    return own if converted else stored
 
 
 def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A parameter as it is stored: as it is, flat after its first dimension, or with its last two dimensions exchanged."""
+    """A parameter as it is stored: as it is, flat after its first dimension, or with its last
+    two dimensions exchanged.
+    """
     if values.dim() > len(shape):
         return values.reshape(shape)
     return values if tuple(values.shape) == shape else values.transpose(-1, -2)
@@ -183,7 +221,9 @@ def _expert_matrix(values: Tensor, layer: Layer, matrix: Matrix) -> Tensor:
 
 
 class _Parameters(FilePool):
-    """Stored tensors as open files. One of them at a time is copied, if it is not in order on the CPU already."""
+    """Stored tensors as open files. One of them at a time is copied, if it is not in order on
+    the CPU already.
+    """
 
     def __init__(self, places: dict[Path, Callable[[], Tensor]]) -> None:
         super().__init__()

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
+from emp_llm.calibration.data import (
+    IN_MEMORY,
+    CalibrationRows,
+    CalibrationText,
+    check_images,
+    data_in_memory,
+    holds_images,
+)
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
@@ -66,31 +73,34 @@ def prune_model(
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
 ) -> ModelReport:
-    """Prune a model in memory, in place. The masks are those of the command for the same weights, recipe and calibration.
+    """Prune a model in memory, in place. The masks are those of the command for the same weights,
+    recipe and calibration.
 
     Everything is decided before the first weight changes.
 
     Args:
-        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers or
-            convolutions (by magnitude; a filter is a row); also inside of torch.compile or DataParallel; or a model folder or
-            Hub id, which is loaded.
-        recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP layers.
-        data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
-            conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
-            DataLoader).
+        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module
+            with linear layers or convolutions (by magnitude; a filter is a row); also inside of
+            torch.compile or DataParallel; or a model folder or Hub id, which is loaded.
+        recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP
+            layers.
+        data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a
+            text file, texts, conversations, rows of a data set, also with images, token ids of
+            shape (samples, length), or batches (a DataLoader).
         tokenizer: the model's, or its folder; for texts. Rows with images need the processor.
         activations: norms to use in place of `data`, or their file.
-        samples, seqlen, seed: number and length of the calibration sequences, and the seed of a shuffled text.
+        samples, seqlen, seed: number and length of the calibration sequences, and the seed of a
+            shuffled text.
         batch_size: sequences per forward pass; a DataLoader has its own.
         propagate: calibrate each block on the outputs of "dense" or of "pruned" blocks.
 
     Returns:
-        The report, with the pruned model as `report.model`. `report.save(folder)` completes a folder that
-        `model.save_pretrained(folder)` wrote.
+        The report, with the pruned model as `report.model`. `report.save(folder)` completes a
+        folder that `model.save_pretrained(folder)` wrote.
 
     Raises:
-        UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
-            unchanged.
+        UserError: options conflict, no layer matches, weights are not in memory, or the data cannot
+            be used. The model is unchanged.
     """
     recipe = _recipe_of(recipe, how)
     report, moved = _decide(model, recipe, data, tokenizer, **how)
@@ -103,11 +113,23 @@ def prune_model(
     if dense is not None:
         from emp_llm.in_memory.healing import heal_model, healing_warnings
 
-        text: Any = {name: how[name] for name in ("samples", "seqlen", "batch_size", "seed") if name in how}
+        text: Any = {
+            name: how[name] for name in ("samples", "seqlen", "batch_size", "seed") if name in how
+        }
         if tokenizer is None and isinstance(model, str | Path):
             tokenizer = find_model(str(model)).folder
-        which, steps = recipe.heal_weights or "targets", recipe.heal_steps or 1
-        healing = heal_model(report.model, dense, data, tokenizer, masks=report.masks, weights=which, steps=steps, **text)
+        which = recipe.heal_weights or "targets"
+        steps = recipe.heal_steps or 1
+        healing = heal_model(
+            report.model,
+            dense,
+            data,
+            tokenizer,
+            masks=report.masks,
+            weights=which,
+            steps=steps,
+            **text,
+        )
         report.record.healing = healing
         report.record.warnings += healing_warnings(healing)
     return report
@@ -120,28 +142,42 @@ def masks_of(
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
 ) -> Masks:
-    """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are those of `prune_model`.
+    """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are
+    those of `prune_model`.
 
     Returns:
-        Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
+        Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them,
+        `reapply_mask` takes them.
     """
-    recipe = _recipe_of(recipe, how).but(heal=False, heal_steps=None, heal_weights=None)  # the masks do not depend on it
+    # The masks do not depend on it.
+    recipe = _recipe_of(recipe, how).but(heal=False, heal_steps=None, heal_weights=None)
     if recipe.refit and recipe.name not in SEARCHES:  # nor on it
-        recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
+        recipe = recipe.but(
+            refit=False, refit_weighting=None, refit_target=None, refit_damping=None
+        )
     return _decide(model, recipe, data, tokenizer, **how)[0].masks
 
 
 def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
-    """A recipe of weights, given as such or as the name of a method; UserError if it, or a name in `how`, is wrong."""
+    """A recipe of weights, given as such or as the name of a method; UserError if it, or a name
+    in `how`, is wrong.
+    """
     for name in how.keys() - CalibrationArguments.__annotations__.keys():
         if name in options_of(Recipe):
             method = given if isinstance(given, str) else "emp-wanda"
-            raise UserError(f"{name} belongs to the recipe. Give Recipe(method={method!r}, {name}=...) as the second argument.")
-        raise UserError(f"{name} is no argument. There are {', '.join(CalibrationArguments.__annotations__)}.")
+            raise UserError(
+                f"{name} belongs to the recipe. Give Recipe(method={method!r}, "
+                f"{name}=...) as the second argument."
+            )
+        raise UserError(
+            f"{name} is no argument. There are {', '.join(CalibrationArguments.__annotations__)}."
+        )
     recipe = given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
     recipe.check()
     if recipe.structure is not None:
-        raise UserError("structure is for checkpoints: save the model, and use the command prune. Leave it out.")
+        raise UserError(
+            "structure is for checkpoints: save the model, and use the command prune. Leave it out."
+        )
     return recipe
 
 
@@ -157,7 +193,9 @@ def _decide(
     seed: int = 0,
     propagate: Propagate = "dense",
 ) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
-    """Decide the masks of a model, and the weights that move, by target; the model stays unchanged."""
+    """Decide the masks of a model, and the weights that move, by target; the model stays
+    unchanged.
+    """
     options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
@@ -169,16 +207,21 @@ def _decide(
     model: Any = given_model
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
-        model, tokenizer = load_model(folder), tokenizer or folder
+        model = load_model(folder)
+        tokenizer = tokenizer or folder
     if not isinstance(model, nn.Module):
-        raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
+        raise UserError(
+            f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id."
+        )
     model = plain_model(model)
 
     # Which weights, by which scores.
-    weights, stopwatch = ModelWeights(model), Stopwatch()
+    weights = ModelWeights(model)
+    stopwatch = Stopwatch()
     images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
     chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
-    targets, recipe = chosen.targets, matched(recipe, chosen.targets)
+    targets = chosen.targets
+    recipe = matched(recipe, chosen.targets)
     first = resident_parameter(model, targets[0].layer.parameter)
     if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
         logger.warning("%s", pruned_before(name_of(model), recipe))
@@ -199,28 +242,43 @@ def _decide(
         check_update(targets, "--heal", "Leave out --heal")
         text_to_heal(data, tokenizer, text, model)
 
-    # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
-    norms, propagated = None, None
+    # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next
+    # is calibrated.
+    norms = None
+    propagated = None
     if recipe.needs_activations:
         if propagate == "pruned":
             propagated = Pruner(scores, counts_of(scores))
         with stopwatch("calibrate"):
             if activations is not None:
-                norms = Activations.load(Path(activations)) if isinstance(activations, str | Path) else activations
+                norms = (
+                    Activations.load(Path(activations))
+                    if isinstance(activations, str | Path)
+                    else activations
+                )
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
-    elif not recipe.moves and any(each is not None for each in (data, activations, samples, seqlen)):
-        logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
+    elif not recipe.moves and any(
+        each is not None for each in (data, activations, samples, seqlen)
+    ):
+        logger.warning(
+            "warning: the calibration data has no effect: method %s needs none.", recipe.method
+        )
 
     # How many weights of each group stay, which ones, and their values.
     counts = counts_of(scores) if propagated is None else propagated.counts
-    pruner, moved = Pruner(scores, counts), None
+    pruner = Pruner(scores, counts)
+    moved = None
     if recipe.updates:
         sequences = data_in_memory(data, tokenizer, text, model.config)
         if not isinstance(sequences, CalibrationText):
-            raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
-        moved, mask_of = MovedWeights(), pruner.masks()
+            raise UserError(
+                "data: batches cannot run block by block, as a fit of weights does; "
+                "give texts or token ids."
+            )
+        moved = MovedWeights()
+        mask_of = pruner.masks()
         with stopwatch(recipe.search or "refit"), in_evaluation_mode(model):
             update_model(
                 model,
@@ -237,7 +295,14 @@ def _decide(
 
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     about = None if norms is None else norms.about
-    record = report_of(ModelSource(model=name_of(model), revision=revision), recipe, pruner, outcomes, chosen.coverage, about)
+    record = report_of(
+        ModelSource(model=name_of(model), revision=revision),
+        recipe,
+        pruner,
+        outcomes,
+        chosen.coverage,
+        about,
+    )
     record.stages = stage_records(stopwatch.record)
     starving = starving_rows(pruner, outcomes)
     if starving is not None:
@@ -245,39 +310,61 @@ def _decide(
         record.warnings.insert(0, starving)
     found: dict[str, Tensor] = {}
     if moved is not None:
-        record.fits, found = moved.records(), moved.weights()
+        record.fits = moved.records()
+        found = moved.weights()
         record.warnings = [*update_warnings(record.fits, targets, recipe), *record.warnings]
-    return ModelReport(record, masks, norms, model), [(each, found[each.name]) for each in targets if each.name in found]
+    return ModelReport(record, masks, norms, model), [
+        (each, found[each.name]) for each in targets if each.name in found
+    ]
 
 
 def _check_text(model: nn.Module, data: Any, images: bool, flag: str, runs: str) -> None:
-    """Raise UserError unless there is a model of transformers, and a text to move its weights by."""
+    """Raise UserError unless there is a model of transformers, and a text to move its weights
+    by.
+    """
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{flag} runs a model of transformers {runs}; {type(model).__name__} is none.")
+        raise UserError(
+            f"{flag} runs a model of transformers {runs}; {type(model).__name__} is none."
+        )
     if data is None:
-        raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
+        raise UserError(
+            f"{flag} fits weights to calibration data; give data=, such as texts or "
+            "token ids, or leave it out."
+        )
     if images:
         raise UserError(f"{flag} runs {runs}, on text alone; give data without images.")
 
 
 def _calibrated(
-    model: nn.Module, chosen: Chosen, recipe: Recipe, data: Any, tokenizer: Any, text: CalibrationOptions, masker: Pruner | None
+    model: nn.Module,
+    chosen: Chosen,
+    recipe: Recipe,
+    data: Any,
+    tokenizer: Any,
+    text: CalibrationOptions,
+    masker: Pruner | None,
 ) -> Activations:
     """The norms of a calibration on the user's data."""
     if data is None:
         raise UserError(
-            f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, a DataLoader or the name of "
-            "a recipe; or use a magnitude method."
+            f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, "
+            "a DataLoader or the name of a recipe; or use a magnitude method."
         )
-    filters = next((target.name for target in chosen.targets if is_convolution(model, target.layer)), None)
+    filters = next(
+        (target.name for target in chosen.targets if is_convolution(model, target.layer)), None
+    )
     if filters is not None:
         raise UserError(
-            f"{filters} is a convolution, which has no norms of input features. Use a magnitude method, or targets without it."
+            f"{filters} is a convolution, which has no norms of input features. Use a magnitude "
+            "method, or targets without it."
         )
     ours = isinstance(model, PreTrainedModel)
     if chosen.with_images:
         if not ours:
-            raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
+            raise UserError(
+                "data: rows with images are for models of transformers; give batches "
+                "to other modules."
+            )
         check_images(chosen.architecture, text, "dense" if masker is None else "pruned")
     sequences = data_in_memory(data, tokenizer, text, model.config if ours else None)
     layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
@@ -288,17 +375,26 @@ def _calibrated(
     about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
     if sequences is None or not ours:
         if masker is not None:
-            raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
+            raise UserError(
+                "propagate='pruned' runs a model of transformers block by block; give "
+                "texts or token ids."
+            )
+        batches = data
+        if isinstance(sequences, CalibrationText):
+            batches = list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
-        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
+        return replace(
+            norms,
+            about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens),
+        )
     assert isinstance(sequences, CalibrationText | CalibrationRows)
     return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)
 
 
 def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:
     """The masks by parameter, and the outcome of each target."""
-    masks, shapes = Masks(), {name: parameter.shape for name, parameter in model.named_parameters()}
+    masks = Masks()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfinished: dict[str, Any] = {}  # the mask of one parameter, unpacked
 
     def put(target: Target, chunk: Chunk) -> None:
@@ -307,7 +403,9 @@ def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tupl
             for done in list(unfinished):  # the targets of a parameter are consecutive
                 masks.put(done, unfinished.pop(done))
             unfinished[name] = np.ones(shapes[name], dtype=np.bool_)
-        rows_in(unfinished[name], target.layer)[chunk.first : chunk.first + len(chunk.words)] = chunk.words != 0
+        rows_in(unfinished[name], target.layer)[chunk.first : chunk.first + len(chunk.words)] = (
+            chunk.words != 0
+        )
 
     outcomes = pruner.decide(put, moved)
     for name, mask in unfinished.items():

@@ -1,4 +1,6 @@
-"""Keeps a model sparse: restores the zeros of a pruned checkpoint, once or after every step of an optimizer."""
+"""Keeps a model sparse: restores the zeros of a pruned checkpoint, once or after every step of
+an optimizer.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,20 +31,26 @@ Source = Path | str | Mapping[str, Tensor]
 
 
 def masks_in(
-    folder: Path | str, model: PreTrainedModel, targets: str | list[str] | None = None, blocks: str | None = None
+    folder: Path | str,
+    model: PreTrainedModel,
+    targets: str | list[str] | None = None,
+    blocks: str | None = None,
 ) -> Masks:
-    """The masks of a pruned checkpoint, for a model in memory. A weight is removed if no bit of it is set; -0.0 is kept.
+    """The masks of a pruned checkpoint, for a model in memory. A weight is removed if no bit of it
+    is set; -0.0 is kept.
 
     Args:
         folder: the pruned checkpoint, or its packed folder, with weights or a mask alone.
-        model: loaded from the checkpoint, or from a model derived from it; on any device, of any floating-point dtype. LoRA
-            adapters must be merged, and weights whole (not quantised, offloaded to disk or sharded over processes).
-        targets: name suffixes, a regular expression, or "mlp" or "all-linear"; None: the layers of the run that pruned it.
+        model: loaded from the checkpoint, or from a model derived from it; on any device, of any
+            floating-point dtype. LoRA adapters must be merged, and weights whole (not quantised,
+            offloaded to disk or sharded over processes).
+        targets: name suffixes, a regular expression, or "mlp" or "all-linear"; None: the layers of
+            the run that pruned it.
         blocks: name of the list of decoder blocks; None: that of the run.
 
     Raises:
-        UserError: the folder is no checkpoint or one of another model, its targets are unknown, or a weight of the model is not
-            whole.
+        UserError: the folder is no checkpoint or one of another model, its targets are unknown, or
+            a weight of the model is not whole.
     """
     check_type("model", model, PreTrainedModel)
     folder = Path(folder)
@@ -55,23 +63,34 @@ def masks_in(
 
 
 def stored_masks(
-    checkpoint: Checkpoint, targets: list[Target], model: PreTrainedModel, packed: PackedFolder | None = None
+    checkpoint: Checkpoint,
+    targets: list[Target],
+    model: PreTrainedModel,
+    packed: PackedFolder | None = None,
 ) -> Masks:
-    """The masks of some targets of a checkpoint, for a model in memory; arguments and errors are those of `masks_in`."""
+    """The masks of some targets of a checkpoint, for a model in memory; arguments and errors are
+    those of `masks_in`.
+    """
     by_tensor: dict[str, list[Target]] = defaultdict(list)
     parameters: dict[str, NDArray[np.bool_]] = {}
     for target in targets:
         layer = target.layer
-        check_whole(layer.name, weight_of(model, layer), (target.matrix.rows, target.matrix.columns))
+        check_whole(
+            layer.name, weight_of(model, layer), (target.matrix.rows, target.matrix.columns)
+        )
         by_tensor[target.matrix.stored.name].append(target)
         if layer.parameter not in parameters:
-            parameters[layer.parameter] = np.ones(model.get_parameter(layer.parameter).shape, dtype=np.bool_)
+            parameters[layer.parameter] = np.ones(
+                model.get_parameter(layer.parameter).shape, dtype=np.bool_
+            )
     for name, of_tensor in by_tensor.items():
         stored = checkpoint.tensors[name]
         kept = _stored_mask(packed, stored).reshape(stored.shape)
         for target in of_tensor:
             matrix = kept if target.matrix.expert is None else kept[target.matrix.expert]
-            rows_in(parameters[target.layer.parameter], target.layer)[:] = matrix.T if target.matrix.transposed else matrix
+            rows_in(parameters[target.layer.parameter], target.layer)[:] = (
+                matrix.T if target.matrix.transposed else matrix
+            )
     masks = Masks()
     for name, mask in parameters.items():
         masks.put(name, mask)
@@ -79,9 +98,14 @@ def stored_masks(
 
 
 def find_masks(
-    masks: Source, model: PreTrainedModel, targets: str | list[str] | None = None, blocks: str | None = None
+    masks: Source,
+    model: PreTrainedModel,
+    targets: str | list[str] | None = None,
+    blocks: str | None = None,
 ) -> Masks:
-    """Masks as a user gives them: a pruned or packed folder, a file of `Masks.save`, or masks in memory."""
+    """Masks as a user gives them: a pruned or packed folder, a file of `Masks.save`, or masks in
+    memory.
+    """
     for name, value in {"targets": targets, "blocks": blocks}.items():
         if value is not None:
             options_of(Recipe)[name].checked(value)
@@ -96,24 +120,31 @@ def find_masks(
 
 
 def reapply_mask(
-    model: PreTrainedModel, masks: Source, targets: str | list[str] | None = None, blocks: str | None = None
+    model: PreTrainedModel,
+    masks: Source,
+    targets: str | list[str] | None = None,
+    blocks: str | None = None,
 ) -> int:
-    """Set every weight of a model to zero, in place, that masks remove or that is zero in the targets of a pruned checkpoint.
+    """Set every weight of a model to zero, in place, that masks remove or that is zero in the
+    targets of a pruned checkpoint.
 
     Call it after merging adapters or editing weights.
 
     Args:
-        model: on any device, of any floating-point dtype; adapters merged, and weights whole, as `masks_in` says.
-        masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors by parameter name, true
-            where a weight stays.
-        targets: for a folder: names of layers (see `masks_in`); None: those of the run that pruned it.
+        model: on any device, of any floating-point dtype; adapters merged, and weights whole, as
+            `masks_in` says.
+        masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors
+            by parameter name, true where a weight stays.
+        targets: for a folder: names of layers (see `masks_in`); None: those of the run that pruned
+            it.
         blocks: for a folder: name of the list of decoder blocks; None: that of the run.
 
     Returns:
         The number of these weights that were not zero before.
 
     Raises:
-        UserError: the masks cannot be read or are of another model, or a weight is not whole. Nothing is changed.
+        UserError: the masks cannot be read or are of another model, or a weight is not whole.
+            Nothing is changed.
     """
     found = find_masks(masks, model, targets, blocks)
     broken = found.broken(model)
@@ -122,16 +153,23 @@ def reapply_mask(
 
 
 class SparsityCallback(TrainerCallback):  # type: ignore[misc]
-    """Keeps a model as sparse as a pruned checkpoint, or as masks, while `transformers.Trainer` trains it.
+    """Keeps a model as sparse as a pruned checkpoint, or as masks, while `transformers.Trainer`
+    trains it.
 
-    Each step of the optimizer changes the removed weights too; the callback sets them to zero again, before anything is saved
-    or evaluated: `Trainer(..., callbacks=[SparsityCallback("pruned")])`. LoRA freezes the base and needs no callback; call
-    `reapply_mask(model.merge_and_unload(), "pruned")` after the training. The masks take one bit of memory for every weight of
-    the targets. Arguments and errors are those of `reapply_mask`; errors are raised when the training begins.
+    Each step of the optimizer changes the removed weights too; the callback sets them to zero
+    again, before anything is saved or evaluated:
+    `Trainer(..., callbacks=[SparsityCallback("pruned")])`. LoRA freezes the base and needs no
+    callback; call `reapply_mask(model.merge_and_unload(), "pruned")` after the training. The masks
+    take one bit of memory for every weight of the targets. Arguments and errors are those of
+    `reapply_mask`; errors are raised when the training begins.
     """
 
-    def __init__(self, masks: Source, targets: str | list[str] | None = None, blocks: str | None = None) -> None:
-        self._source, self._targets, self._blocks = masks, targets, blocks
+    def __init__(
+        self, masks: Source, targets: str | list[str] | None = None, blocks: str | None = None
+    ) -> None:
+        self._source = masks
+        self._targets = targets
+        self._blocks = blocks
         self._masks: Masks | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
@@ -150,7 +188,10 @@ def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -
     if (folder / REPORT_NAME).is_file():
         recipe = read_report(folder).recipe
     elif targets is None:
-        raise UserError(f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for example targets='mlp'.")
+        raise UserError(
+            f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for "
+            "example targets='mlp'."
+        )
     else:
         recipe = Recipe()
     if targets is not None:

@@ -1,4 +1,6 @@
-"""Models: blocks, layers, experts, their names in the checkpoint, targets; loading, offload, one block at a time.
+"""Models: blocks, layers, experts, their names in the checkpoint, targets; loading, offload, one
+block at a time.
 
-No code is specific to a model family. `layers`, `architecture` and `placement` import neither torch nor transformers.
+No code is specific to a model family. `layers`, `architecture` and `placement` import neither torch
+nor transformers.
 """

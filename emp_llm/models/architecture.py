@@ -1,8 +1,9 @@
-"""The layers of a model, where a checkpoint stores them, and the choice of targets. Imports neither torch nor transformers.
+"""The layers of a model, where a checkpoint stores them, and the choice of targets. Imports neither
+torch nor transformers.
 
-architecture = Architecture.of_checkpoint(checkpoint)      # of the checkpoint, only config.json and headers are read
-targets = architecture.select("mlp")                       # each a layer of the model and its stored matrix
-coverage = architecture.coverage(targets)
+architecture = Architecture.of_checkpoint(checkpoint)      # of the checkpoint, only config.json and
+headers are read targets = architecture.select("mlp")                       # each a layer of the
+model and its stored matrix coverage = architecture.coverage(targets)
 """
 
 import logging
@@ -17,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of, within
+from emp_llm.models.layers import (
+    MIXES_TOKENS,
+    ROUTER_NAMES,
+    Kind,
+    Layer,
+    Shape,
+    Tower,
+    named_tower,
+    tower_of,
+    within,
+)
 from emp_llm.records.run_report import TargetsRecord
 
 if TYPE_CHECKING:
@@ -53,11 +64,19 @@ class Target:
 
 
 def healed_tensors(architecture: "Architecture", recipe: "Recipe") -> set[str]:
-    """The stored tensors of a dense model that healing by a recipe may change; none if it does not heal."""
+    """The stored tensors of a dense model that healing by a recipe may change; none if it does
+    not heal.
+    """
     if recipe.heal_weights == "all":
-        stored = {architecture.stored_names[name] for name in architecture.block_shapes if name in architecture.stored_names}
+        stored = {
+            architecture.stored_names[name]
+            for name in architecture.block_shapes
+            if name in architecture.stored_names
+        }
         return stored | {matrix.stored.name for matrix in architecture.experts.values()}
-    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower) if recipe.heal else []
+    targets = (
+        architecture.select(recipe.targets, recipe.ignore, recipe.tower) if recipe.heal else []
+    )
     return {target.matrix.stored.name for target in targets}
 
 
@@ -70,7 +89,10 @@ def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_part
     share = coverage.unreachable_share_of_blocks
     if targets not in ("mlp", "all-linear") or share < 0.01:
         return
-    problem = f"{100 * share:.0f} % of the weights in decoder blocks cannot be pruned ({shortened_list(coverage.unreachable)})"
+    problem = (
+        f"{100 * share:.0f} % of the weights in decoder blocks cannot be pruned "
+        f"({shortened_list(coverage.unreachable)})"
+    )
     if share > 0.5 and not allow_partial:
         raise UserError(f"{problem}. To prune only the others, add --allow-partial.")
     logger.warning("warning: %s; they stay dense.", problem)
@@ -81,16 +103,20 @@ class Architecture:
     """The layers of a model and their weights in a checkpoint.
 
     Attributes:
-        checkpoint: only its folder, config and tensors are used, so headers without weights suffice.
+        checkpoint: only its folder, config and tensors are used, so headers without weights
+            suffice.
         layers: in the model's order.
         stored_names: parameter -> stored tensor, for parameters stored one to one.
         block_shapes: parameter -> shape in the model, for the parameters of decoder blocks.
         shapes: parameter -> shape in the model, if the model's class is known.
         experts: name of an expert's layer -> its stored matrix.
-        towers: name of a module outside the language tower -> its tower; empty for a model of text alone.
+        towers: name of a module outside the language tower -> its tower; empty for a model of text
+            alone.
         language: name of the module of the language tower; empty if it is the whole model.
-        main: the tower of the decoder blocks: of the language model, or of the list that --blocks names.
-        unused: stored tensors that are no part of the model: of layers that predict a second token, of other heads.
+        main: the tower of the decoder blocks: of the language model, or of the list that --blocks
+            names.
+        unused: stored tensors that are no part of the model: of layers that predict a second token,
+            of other heads.
     """
 
     checkpoint: Checkpoint
@@ -106,22 +132,30 @@ class Architecture:
 
     @classmethod
     def of_checkpoint(
-        cls, checkpoint: Checkpoint, blocks: str | None = None, trust_remote_code: bool = False, names_suffice: bool = False
+        cls,
+        checkpoint: Checkpoint,
+        blocks: str | None = None,
+        trust_remote_code: bool = False,
+        names_suffice: bool = False,
     ) -> "Architecture":
-        """The architecture of a checkpoint: from conventional names, else from the class of config.json, built without weights.
+        """The architecture of a checkpoint: from conventional names, else from the class of
+        config.json, built without weights.
 
-        Importing transformers takes several times as long as pruning a small model. Most published models follow the
-        conventions of Llama, and then names and shapes tell the same as the class; `scripts/check_conventional.py` compares
-        the two ways for every class of transformers.
+        Importing transformers takes several times as long as pruning a small model. Most published
+        models follow the conventions of Llama, and then names and shapes tell the same as the
+        class; `scripts/check_conventional.py` compares the two ways for every class of
+        transformers.
 
         Args:
             checkpoint: the model.
             blocks: name of the list of decoder blocks; None: detected.
             trust_remote_code: run code from the model's folder.
-            names_suffice: for a model without a known class, derive the layers from the names in the checkpoint.
+            names_suffice: for a model without a known class, derive the layers from the names in
+                the checkpoint.
 
         Raises:
-            UserError: transformers has no class for the model, or the checkpoint lacks some of its weights.
+            UserError: transformers has no class for the model, or the checkpoint lacks some of its
+                weights.
         """
         known = conventional(checkpoint, blocks)
         if known is not None:
@@ -129,7 +163,9 @@ class Architecture:
         from emp_llm.models.loading import NoModelClassError, build_skeleton
 
         try:
-            return cls.of_model(checkpoint, build_skeleton(checkpoint.folder, trust_remote_code), blocks)
+            return cls.of_model(
+                checkpoint, build_skeleton(checkpoint.folder, trust_remote_code), blocks
+            )
         except NoModelClassError as error:
             if not names_suffice:
                 raise
@@ -137,7 +173,9 @@ class Architecture:
             return by_names(checkpoint)
 
     @classmethod
-    def of_model(cls, checkpoint: Checkpoint, model: "nn.Module", blocks: str | None = None) -> "Architecture":
+    def of_model(
+        cls, checkpoint: Checkpoint, model: "nn.Module", blocks: str | None = None
+    ) -> "Architecture":
         """The architecture of a model of transformers, with or without weights, and its checkpoint.
 
         Args:
@@ -153,15 +191,19 @@ class Architecture:
 
         towers = block_lists(model, blocks)
         stored = find_names(model, checkpoint, find_stacks(model, towers))
-        head = head_parameter(model) if headless_class(checkpoint.config) is not None else None  # a reward model has none
+        # A reward model has none.
+        head = head_parameter(model) if headless_class(checkpoint.config) is not None else None
         missing = [name for name in stored.missing if name != head]
         if missing:
             raise UserError(
                 f"{checkpoint.folder}: {count_of(len(missing), 'weight')} of the model "
-                f"{'is' if len(missing) == 1 else 'are'} missing: {shortened_list(missing)}. The checkpoint is "
-                "incomplete; download it again."
+                f"{'is' if len(missing) == 1 else 'are'} missing: {shortened_list(missing)}. The "
+                "checkpoint is incomplete; download it again."
             )
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
         order = {name: number for number, name in enumerate(shapes)}
         layers = model_layers(model, towers) + [layer for layer, _ in stored.experts]
         return cls(
@@ -181,22 +223,36 @@ class Architecture:
             unused=stored.unused,
         )
 
-    def select(self, targets: str | list[str], ignore: str | list[str] | None = None, tower: str = "language") -> list[Target]:
+    def select(
+        self,
+        targets: str | list[str],
+        ignore: str | list[str] | None = None,
+        tower: str = "language",
+    ) -> list[Target]:
         """The targets that match a specification, in the model's order.
 
         Args:
-            targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by commas; or a regular
-                expression for the whole module name. Heads and embeddings match only if their name is written out.
+            targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by
+                commas; or a regular expression for the whole module name. Heads and embeddings
+                match only if their name is written out.
             ignore: name suffixes or a regular expression of modules to leave out.
             tower: the part of a multimodal model, "language", "vision" or "all".
 
         Raises:
-            UserError: nothing matches, the model has no such tower, a regular expression is invalid, or a weight is not stored
-                as a 16-, 32- or 64-bit floating-point matrix.
+            UserError: nothing matches, the model has no such tower, a regular expression is
+                invalid, or a weight is not stored as a 16-, 32- or 64-bit floating-point matrix.
         """
         self._check_tower(tower)
-        matching = [layer for layer in self.layers if in_scope(layer, targets) and not (ignore and is_named(layer, ignore))]
-        embeddings = {self.stored_names.get(layer.parameter) for layer in self.layers if layer.kind == "embedding"}
+        matching = [
+            layer
+            for layer in self.layers
+            if in_scope(layer, targets) and not (ignore and is_named(layer, ignore))
+        ]
+        embeddings = {
+            self.stored_names.get(layer.parameter)
+            for layer in self.layers
+            if layer.kind == "embedding"
+        }
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:
             matrix = self._matrix(layer) if self._in(tower, layer.tower) else None
@@ -204,10 +260,18 @@ class Architecture:
                 continue
             place = matrix.stored.name, matrix.expert
             if place in target_at:
-                logger.warning("%s shares its weight with %s; it is pruned once.", layer.name, target_at[place].name)
+                logger.warning(
+                    "%s shares its weight with %s; it is pruned once.",
+                    layer.name,
+                    target_at[place].name,
+                )
                 continue
             if layer.kind == "head" and matrix.stored.name in embeddings:
-                logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
+                logger.warning(
+                    "warning: %s is tied to the embeddings (%s); both change.",
+                    layer.name,
+                    matrix.stored.name,
+                )
             target_at[place] = Target(layer, matrix)
         if target_at:
             return list(target_at.values())
@@ -215,24 +279,36 @@ class Architecture:
         if matching:
             elsewhere = shortened_list([layer.name for layer in matching])
             if all(self._in(tower, layer.tower) for layer in matching):
-                raise UserError(f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}.")
-            raise UserError(f"{asked} match no layer of the {tower} tower, only {elsewhere}. Add --tower all.")
+                raise UserError(
+                    f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}."
+                )
+            raise UserError(
+                f"{asked} match no layer of the {tower} tower, only {elsewhere}. Add --tower all."
+            )
         roles = sorted({layer.role for layer in self.layers if layer.block is not None})
         unreachable = self._unreachable(self._in_blocks("all"))
         raise UserError(
-            f"{asked} match nothing in {self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
-            + (f" These weights belong to no layer: {shortened_list(unreachable)}." if unreachable else "")
+            f"{asked} match nothing in {self.checkpoint.folder}. The layers of its blocks are: "
+            f"{', '.join(roles) or 'none'}."
+            + (
+                f" These weights belong to no layer: {shortened_list(unreachable)}."
+                if unreachable
+                else ""
+            )
         )
 
     def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
-        """The share of the model, or of its chosen tower, that these targets cover; nothing is pruned yet."""
+        """The share of the model, or of its chosen tower, that these targets cover; nothing is
+        pruned yet.
+        """
         inside = [target.matrix.numel for target in targets if target.layer.block is not None]
         blocks = self._in_blocks(tower)
         in_blocks = sum(weights for _, weights in blocks.values())
         unreachable = self._unreachable(blocks)
         weights_there = sum(blocks[name][1] for name in unreachable)
         dense = sorted(self._dense_towers(tower).items(), key=lambda item: -item[1])
-        weights, parameters = sum(target.matrix.numel for target in targets), self.checkpoint.parameters
+        weights = sum(target.matrix.numel for target in targets)
+        parameters = self.checkpoint.parameters
         return TargetsRecord(
             matrices=len(targets),
             matrices_outside=len(targets) - len(inside),
@@ -250,15 +326,20 @@ class Architecture:
 
     @property
     def further_blocks(self) -> dict[str, str]:
-        """The unused tensors that end like those of a decoder block, and that end, from the longest one on.
+        """The unused tensors that end like those of a decoder block, and that end, from the longest
+        one on.
 
-        They are of layers that predict a second token: model.layers.N behind the last one, mtp.layers.0, mtp.block, ...
+        They are of layers that predict a second token: model.layers.N behind the last one,
+        mtp.layers.0, mtp.block, ...
         """
         ends = {within_block(name) for name in self.checkpoint.tensors.keys() - set(self.unused)}
         found = {}
         for name in self.unused:
             parts = name.split(".")
-            end = next((end for n in range(1, len(parts) - 1) if (end := ".".join(parts[n:])) in ends), None)
+            end = next(
+                (end for n in range(1, len(parts) - 1) if (end := ".".join(parts[n:])) in ends),
+                None,
+            )
             if end is not None:
                 found[name] = end
         return found
@@ -269,25 +350,40 @@ class Architecture:
         return any(layer.tower == "vision" for layer in self.layers)
 
     def _in(self, choice: str, tower: Tower) -> bool:
-        """Whether a choice of towers includes a tower. "language" means the tower of --blocks, if that names another."""
+        """Whether a choice of towers includes a tower. "language" means the tower of --blocks,
+        if that names another.
+        """
         return choice == "all" or tower == (self.main if choice == "language" else choice)
 
     def _in_blocks(self, tower: str) -> dict[str, tuple[int, int]]:
-        """Name -> numbers of matrices and of weights, for each parameter of the decoder blocks that holds matrices."""
+        """Name -> numbers of matrices and of weights, for each parameter of the decoder blocks
+        that holds matrices.
+        """
         layers = Counter(layer.parameter for layer in self.layers if layer.block is not None)
         tables = {layer.parameter for layer in self.layers if layer.kind == "embedding"}
         return {
             name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
             for name, shape in self.block_shapes.items()
-            if len(shape) >= 2 and min(shape) > 1 and "bias" not in name.rpartition(".")[2] and name not in tables
+            if len(shape) >= 2
+            and min(shape) > 1
+            and "bias" not in name.rpartition(".")[2]
+            and name not in tables
             if self._in(tower, tower_of(self.towers, name))
         }
 
     def _unreachable(self, in_blocks: Iterable[str]) -> tuple[str, ...]:
         """Those parameters whose matrices cannot be targets, without routers."""
-        reached = {layer.parameter for layer in self.layers if layer.expert or layer.parameter in self.stored_names}
+        reached = {
+            layer.parameter
+            for layer in self.layers
+            if layer.expert or layer.parameter in self.stored_names
+        }
         others = [name for name in in_blocks if name not in reached]
-        return tuple(name for name in others if name.removesuffix(".weight").rpartition(".")[2] not in ROUTER_NAMES)
+        return tuple(
+            name
+            for name in others
+            if name.removesuffix(".weight").rpartition(".")[2] not in ROUTER_NAMES
+        )
 
     def _dense_towers(self, tower: str) -> dict[str, int]:
         """Name -> number of parameters of each part outside the chosen tower."""
@@ -296,9 +392,13 @@ class Architecture:
             root = next((root for root in self.towers if within(name, root)), None)
             if root is not None:
                 sizes[root] += math.prod(shape)
-        dense = {root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])}
+        dense = {
+            root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])
+        }
         if self.towers and not self._in(tower, "language"):
-            dense[self.language or "language model"] = self.checkpoint.parameters - sum(sizes.values())
+            dense[self.language or "language model"] = self.checkpoint.parameters - sum(
+                sizes.values()
+            )
         return dense
 
     def _check_tower(self, tower: str) -> None:
@@ -306,9 +406,14 @@ class Architecture:
         own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
         if not own or any(self._in(tower, each) for each in own):
             return
-        remedy = "Leave it out." if own == ["language"] else "To prune them by a magnitude method, add --tower all."
+        remedy = (
+            ("Leave it out.")
+            if own == ["language"]
+            else ("To prune them by a magnitude method, add --tower all.")
+        )
         raise UserError(
-            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. {remedy}"
+            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong "
+            f"to: {', '.join(own)}. {remedy}"
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:
@@ -316,42 +421,59 @@ class Architecture:
         if layer.expert is not None:
             matrix = self.experts[layer.name]
         elif layer.parameter in self.stored_names:
-            matrix = Matrix(self.checkpoint.tensors[self.stored_names[layer.parameter]], layer.transposed)
+            matrix = Matrix(
+                self.checkpoint.tensors[self.stored_names[layer.parameter]], layer.transposed
+            )
         else:
-            logger.warning("%s: its weight is not a separate tensor in the checkpoint; it stays dense.", layer.name)
+            logger.warning(
+                "%s: its weight is not a separate tensor in the checkpoint; it stays dense.",
+                layer.name,
+            )
             return None
         stored = matrix.stored
         if 0 in stored.shape:
-            logger.warning("warning: %s has no weights: its shape is %s.", layer.name, list(stored.shape))
+            logger.warning(
+                "warning: %s has no weights: its shape is %s.", layer.name, list(stored.shape)
+            )
             return None
         if max(stored.shape) > _LONGEST:
             raise UserError(
-                f"{layer.name}: its shape is {list(stored.shape)}, and at most {_LONGEST:,} rows and columns can be pruned. "
-                f"Leave it out by --ignore {layer.leaf}."
+                f"{layer.name}: its shape is {list(stored.shape)}, and at most {_LONGEST:,} rows "
+                f"and columns can be pruned. Leave it out by --ignore {layer.leaf}."
             )
         if stored.dtype == FP8_DTYPE and len(stored.shape) == 2:
-            matrix = replace(matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config))
-        elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
+            matrix = replace(
+                matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config)
+            )
+        elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (
+            2 if matrix.expert is None else 3
+        ):
             raise UserError(
-                f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
-                "floating-point matrices can be pruned. Prune the original model and quantise the result."
+                f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; "
+                "only 16-, 32- and 64-bit floating-point matrices can be pruned. Prune the "
+                "original model and quantise the result."
             )
         shape = stored.shape if layer.expert else self.shapes.get(layer.parameter, stored.shape)
         if shape != stored.shape:
             raise UserError(
-                f"{self.checkpoint.folder}: {layer.name} has the shape {list(shape)} by config.json, and {list(stored.shape)} "
-                "in the checkpoint; they do not belong together. Download the model again."
+                f"{self.checkpoint.folder}: {layer.name} has the shape {list(shape)} by "
+                f"config.json, and {list(stored.shape)} in the checkpoint; they do not belong "
+                "together. Download the model again."
             )
         return matrix
 
 
 def within_block(tensor: str) -> str:
-    """The name of a stored tensor behind the first number in it, which is that of its block; "" without a number."""
+    """The name of a stored tensor behind the first number in it, which is that of its block; ""
+    without a number.
+    """
     return re.sub(r"^.*?\.\d+\.", "", tensor) if re.search(r"\.\d+\.", tensor) else ""
 
 
 def in_scope(layer: Layer, targets: str | list[str]) -> bool:
-    """Whether a specification matches a layer. Heads, embeddings and routers match only if their name is written out."""
+    """Whether a specification matches a layer. Heads, embeddings and routers match only if their
+    name is written out.
+    """
     if isinstance(targets, str) and targets in _SCOPES:
         return layer.kind in _SCOPES[targets]
     if not is_named(layer, targets):
@@ -362,9 +484,12 @@ def in_scope(layer: Layer, targets: str | list[str]) -> bool:
 
 
 def is_named(layer: Layer, names: str | list[str]) -> bool:
-    """PEFT's rule: a list holds name suffixes; a string is such a list with commas, or a regex for the whole name."""
+    """PEFT's rule: a list holds name suffixes; a string is such a list with commas, or a regex
+    for the whole name.
+    """
     if isinstance(names, str) and not _NAMES_ONLY.fullmatch(names):
-        import regex  # re, with a limit of time: a report of others may hold an expression that never ends
+        # re, with a limit of time: a report of others may hold an expression that never ends.
+        import regex
 
         try:
             return regex.fullmatch(names, layer.name, timeout=_SECONDS) is not None
@@ -372,7 +497,10 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
             told = f"is not a valid regular expression ({str(error) or 'it is nested too deeply'})"
             raise UserError(f"--targets or --ignore {quotable(names)!r} {told}.") from error
         except TimeoutError as error:
-            told = f"takes more than {_SECONDS:g} seconds on the name {layer.name}. Write it without repeats inside repeats"
+            told = (
+                f"takes more than {_SECONDS:g} seconds on the name {layer.name}. Write it "
+                "without repeats inside repeats"
+            )
             raise UserError(f"--targets or --ignore {quotable(names)!r}: {told}.") from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
@@ -392,21 +520,29 @@ def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None
     remedy = "Use a magnitude method, which needs none."
     if beside.tower == "vision":
         remedy = (
-            "Calibrate on images too, by --calibration DATA,image=COLUMN, or use a magnitude method, which needs none; or in "
-            "Python, give batches with images to prune_model."
+            "Calibrate on images too, by --calibration DATA,image=COLUMN, or use a magnitude "
+            "method, which needs none; or in Python, give batches with images to prune_model."
         )
     raise UserError(
-        f"{beside.name} is in the {beside.tower} tower. Calibration runs on text{' and images' if with_images else ''}, "
-        f"so this tower has no input activations. {remedy}"
+        f"{beside.name} is in the {beside.tower} tower. Calibration runs on "
+        f"text{' and images' if with_images else ''}, so this tower has no input activations. "
+        f"{remedy}"
     )
 
 
 _BLOCKS = "model.layers"
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_NORM = "model.norm.weight"
+_HEAD = "lm_head.weight"
 _NORMS = {f"{_BLOCKS}.*.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
 _MORE_NORMS = {
     f"{_BLOCKS}.*.{name}.weight"
-    for name in ("self_attn.q_norm", "self_attn.k_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    for name in (
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
 }
 # The linear layers of attention and MLP, joined or apart, in the order of the modules.
 _ATTENTION = (("q_proj", "k_proj", "v_proj", "o_proj"), ("o_proj", "qkv_proj"))
@@ -414,19 +550,29 @@ _MLP = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 
 
 def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architecture | None:
-    """The architecture of a checkpoint that follows the conventions of Llama in every name and shape; None for any other.
+    """The architecture of a checkpoint that follows the conventions of Llama in every name and
+    shape; None for any other.
 
     Args:
         checkpoint: the model.
         blocks: name of the list of decoder blocks, if given by the user.
     """
-    config, shapes = checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    config = checkpoint.config
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     classes = config.get("architectures")
-    if not (isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")):
+    if not (
+        isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
+    ):
         return None
     if "auto_map" in config or "model_type" not in config or blocks not in (None, _BLOCKS):
         return None
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     sizes: list[Any] = [config.get(key) for key in keys]
     sizes.append(config.get("num_key_value_heads") or sizes[-1])
     if not all(type(size) is int and size > 0 for size in sizes):
@@ -435,7 +581,8 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     head = config.get("head_dim") or hidden // heads
     if type(head) is not int:
         return None
-    queries, values = heads * head, groups * head
+    queries = heads * head
+    values = groups * head
     shape_of = {
         "q_proj": (queries, hidden),
         "k_proj": (values, hidden),
@@ -453,25 +600,51 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     for attention, mlp in product(_ATTENTION, _MLP):
         roles: list[tuple[str, Kind]] = [(f"self_attn.{leaf}", "attention") for leaf in attention]
         roles += [(f"mlp.{leaf}", "mlp") for leaf in mlp]
-        inside = [Layer(f"{_BLOCKS}.{block}.{role}", kind, block) for block in range(number) for role, kind in roles]
-        layers = [Layer("model.embed_tokens", "embedding", None), *inside, Layer("lm_head", "head", None)]
-        matrices = {layer.parameter: shape_of[layer.leaf] for layer in layers if layer.kind != "head" or not tied}
+        inside = [
+            Layer(f"{_BLOCKS}.{block}.{role}", kind, block)
+            for block in range(number)
+            for role, kind in roles
+        ]
+        layers = [
+            Layer("model.embed_tokens", "embedding", None),
+            *inside,
+            Layer("lm_head", "head", None),
+        ]
+        matrices = {
+            layer.parameter: shape_of[layer.leaf]
+            for layer in layers
+            if layer.kind != "head" or not tied
+        }
         if not matrices.items() <= shapes.items():
             continue
-        others = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {_NORM})
+        others = Counter(
+            re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {_NORM}
+        )
         biases = {f"{_BLOCKS}.*.{role}.bias" for role, _ in roles}
-        if _NORM in shapes and _NORMS <= others.keys() <= _NORMS | _MORE_NORMS | biases and set(others.values()) == {number}:
+        if (
+            _NORM in shapes
+            and _NORMS <= others.keys() <= _NORMS | _MORE_NORMS | biases
+            and set(others.values()) == {number}
+        ):
             stored_names = {_HEAD: _EMBEDDING} | {name: name for name in shapes}
-            in_blocks = {name: shape for name, shape in shapes.items() if name.startswith(f"{_BLOCKS}.")}
+            in_blocks = {
+                name: shape for name, shape in shapes.items() if name.startswith(f"{_BLOCKS}.")
+            }
             return Architecture(checkpoint, layers, stored_names, in_blocks)
     return None
 
 
 def by_names(checkpoint: Checkpoint) -> Architecture:
-    """The architecture derived from the names in a checkpoint, for a model without a known class."""
+    """The architecture derived from the names in a checkpoint, for a model without a known
+    class.
+    """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     vocabulary = checkpoint.config.get("vocab_size")
-    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape, vocabulary)) is not None]
+    layers = [
+        layer
+        for name, shape in shapes.items()
+        if (layer := _layer_by_name(name, shape, vocabulary)) is not None
+    ]
     towers: dict[str, Tower] = {}
     for name in shapes:
         root = ""
@@ -484,14 +657,18 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
         checkpoint=checkpoint,
         layers=layers,
         stored_names={layer.parameter: layer.parameter for layer in layers},
-        block_shapes={name: shape for name, shape in shapes.items() if re.search(r"(^|\.)\d+\.", name)},
+        block_shapes={
+            name: shape for name, shape in shapes.items() if re.search(r"(^|\.)\d+\.", name)
+        },
         shapes=shapes,
         towers=towers,
     )
 
 
 def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
-    """The layer whose weight has a name; None if it is no matrix. `vocabulary` is what config.json says of its size."""
+    """The layer whose weight has a name; None if it is no matrix. `vocabulary` is what
+    config.json says of its size.
+    """
     module, _, parameter = name.rpartition(".")
     if parameter != "weight" or len(shape) != 2:
         return None

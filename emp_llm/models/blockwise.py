@@ -1,7 +1,9 @@
-"""A language model run on text, whole or block by block: each block is loaded once, and all batches pass through it.
+"""A language model run on text, whole or block by block: each block is loaded once, and all batches
+pass through it.
 
     runner = BlockwiseModel(model)
-    for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit for bit
+    for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit
+    for bit
 
 The same with access to each block while its weights are loaded:
 
@@ -10,9 +12,10 @@ The same with access to each block while its weights are loaded:
             step.run()                               # all batches pass through it
         walk.tail(0)                                 # final norm and head, for one batch
 
-The arguments of every block's call are recorded from the model's own forward pass, in which a stand-in takes the place of each
-block and returns its hidden states unchanged. So masks, rotary embeddings and any other arguments are the model's own, for each
-block separately (they differ between Gemma's local and global layers), and no code depends on the family.
+The arguments of every block's call are recorded from the model's own forward pass, in which a
+stand-in takes the place of each block and returns its hidden states unchanged. So masks, rotary
+embeddings and any other arguments are the model's own, for each block separately (they differ
+between Gemma's local and global layers), and no code depends on the family.
 """
 
 import errno
@@ -38,8 +41,8 @@ from emp_llm.models.offload import OutsideModules, execution_device, input_devic
 from emp_llm.options.calibration import Place
 
 NOT_BY_BLOCKS = (
-    "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use --execution model, and "
-    "--propagate dense."
+    "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use "
+    "--execution model, and --propagate dense."
 )
 
 
@@ -56,7 +59,9 @@ def decoder_ids(model: Any, ids: Tensor) -> Tensor:
     values = [getattr(config, name, None) for name in names for config in configs]
     start = next((value for value in values if value is not None), None)
     if start is None:
-        raise UserError(f"{type(model).__name__}: its config.json has no decoder_start_token_id; add it.")
+        raise UserError(
+            f"{type(model).__name__}: its config.json has no decoder_start_token_id; add it."
+        )
     return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
 
 
@@ -64,7 +69,8 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
     """The output of a model, or of a part of it, for token ids, int64, shape (sequences, length).
 
     Raises:
-        UserError: the model needs other inputs than text, or names no token to begin the decoder's text with.
+        UserError: the model needs other inputs than text, or names no token to begin the decoder's
+            text with.
     """
     ids = batch.to(input_device(model))
     others = {"decoder_input_ids": decoder_ids(model, ids)} if reads_twice(model) else {}
@@ -74,7 +80,8 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
         if ran_out(error) or isinstance(error, UserError) or not find_towers(model).others:
             raise
         raise UserError(
-            f"{type(model).__name__}: it does not run on text alone ({reason(error)}). Use a magnitude method."
+            f"{type(model).__name__}: it does not run on text alone ({reason(error)}). Use a "
+            "magnitude method."
         ) from error
 
 
@@ -87,8 +94,9 @@ class InseparableError(UserError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"{problem}. Name others with --blocks PATH, or leave out what runs block by block: --execution blocks, "
-            "--propagate pruned, an update of the weights, or --heal of a model that does not fit in memory."
+            f"{problem}. Name others with --blocks PATH, or leave out what runs block by block: "
+            "--execution blocks, --propagate pruned, an update of the weights, or --heal of a "
+            "model that does not fit in memory."
         )
         self.problem = problem
 
@@ -105,14 +113,16 @@ class BlockwiseModel:
         path, blocks: name and list of the decoder blocks.
         bytes_read: of offloaded weights, so far.
         outside: the offloaded modules outside the blocks.
-        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is the hidden states and whose
-            other elements are None. None before `prepare`.
+        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is
+            the hidden states and whose other elements are None. None before `prepare`.
 
     Raises:
         UserError: no blocks are found, or the model is an encoder-decoder.
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
+    def __init__(
+        self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto"
+    ) -> None:
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         self.model = model
@@ -138,7 +148,8 @@ class BlockwiseModel:
                 yield walk.tail(number).logits
 
     def walk(self, batches: Sequence[Tensor], title: str = "blocks") -> "Walk":
-        """Run the part before the first block for every batch (at least one); returns the pass, for use as a context.
+        """Run the part before the first block for every batch (at least one); returns the pass, for
+        use as a context.
 
         Raises:
             UserError: the model's blocks cannot be run one at a time.
@@ -147,7 +158,8 @@ class BlockwiseModel:
         return Walk(self, batches, title)
 
     def prepare(self, batch: Tensor) -> None:
-        """Find out from one batch how the blocks are called. `walk` does this unless it was done before.
+        """Find out from one batch how the blocks are called. `walk` does this unless it was done
+        before.
 
         Raises:
             UserError: the blocks cannot be run one at a time, or memory runs out.
@@ -159,7 +171,9 @@ class BlockwiseModel:
         _, others = self.record(batch, outputs, probe=True)
         for index, (one, other) in enumerate(zip(calls, others, strict=True)):
             if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
-                raise self._inseparable(f"the arguments of block {index} depend on the outputs of the blocks before it")
+                raise self._inseparable(
+                    f"the arguments of block {index} depend on the outputs of the blocks before it"
+                )
         self.outputs = outputs
 
     def _form_of_output(self, batch: Tensor) -> int:
@@ -177,16 +191,19 @@ class BlockwiseModel:
             handle.remove()
         if not returned or not isinstance(returned[0], (tuple, list)):
             return 0
-        return len(returned[0]) if all(other is None for other in returned[0][1:]) else 1  # most models use the first alone
+        # Most models use the first alone.
+        return len(returned[0]) if all(other is None for other in returned[0][1:]) else 1
 
-    def record(self, batch: Tensor, outputs: int, probe: bool = False) -> tuple[Tensor, list["Call"]]:
+    def record(
+        self, batch: Tensor, outputs: int, probe: bool = False
+    ) -> tuple[Tensor, list["Call"]]:
         """The hidden states that enter the first block, and the calls of all blocks.
 
         Args:
             batch: token ids, int64, shape (sequences, length).
             outputs: the form of a block's output.
-            probe: the stand-ins return other hidden states, and the pass runs to the model's end; else it ends at the last
-                block.
+            probe: the stand-ins return other hidden states, and the pass runs to the model's end;
+                else it ends at the last block.
 
         Raises:
             UserError: the blocks cannot be run one at a time, or memory runs out.
@@ -197,11 +214,15 @@ class BlockwiseModel:
         def passed(index: int, hidden: Tensor, call: Call) -> Tensor:
             nonlocal entered, returned
             if index != len(calls):
-                raise self._inseparable(f"the model calls block {index} in place of block {len(calls)}")
+                raise self._inseparable(
+                    f"the model calls block {index} in place of block {len(calls)}"
+                )
             if index == 0:
                 entered = hidden
             elif hidden is not returned:
-                raise self._inseparable(f"the model changes the hidden states between blocks {index - 1} and {index}")
+                raise self._inseparable(
+                    f"the model changes the hidden states between blocks {index - 1} and {index}"
+                )
             calls.append(call)
             if not probe and len(calls) == len(self.blocks):
                 raise _Enough
@@ -213,10 +234,13 @@ class BlockwiseModel:
                 self._run_to_blocks(batch)
         except UserError:
             raise
-        except (IndexError, TypeError, AttributeError, ValueError) as error:  # the model uses more than the hidden states
+        # The model uses more than the hidden states.
+        except (IndexError, TypeError, AttributeError, ValueError) as error:
             raise self._inseparable(reason(error)) from error
         if len(calls) < len(self.blocks):
-            raise self._inseparable(f"the model calls only {len(calls)} of its {len(self.blocks)} blocks")
+            raise self._inseparable(
+                f"the model calls only {len(calls)} of its {len(self.blocks)} blocks"
+            )
         return entered, calls
 
     def _run_to_blocks(self, batch: Tensor) -> None:
@@ -227,11 +251,15 @@ class BlockwiseModel:
             run_on_text(self.model, body_of(self.model), batch)
 
     def _inseparable(self, cause: str) -> UserError:
-        return InseparableError(f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {cause}")
+        return InseparableError(
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be "
+            f"run one at a time: {cause}"
+        )
 
 
 class Walk:
-    """One pass of batches through the model, block by block. `BlockwiseModel.walk` creates it; use it as a context.
+    """One pass of batches through the model, block by block. `BlockwiseModel.walk` creates it; use
+    it as a context.
 
     Attributes:
         batches: token ids.
@@ -254,7 +282,9 @@ class Walk:
                 hidden, calls = runner.record(batch, runner.outputs or 0)
                 if number == 0:
                     needed = hidden.nbytes * tokens // max(1, batch.numel())
-                    self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self.device))
+                    self.hidden = HiddenStates(
+                        choose_place(runner.hidden_states, needed, self.device)
+                    )
                 self.hidden.put(number, hidden)
                 self._calls.append(_shared(calls, last))
         finally:
@@ -269,7 +299,9 @@ class Walk:
         self.runner.bytes_read += self.runner.outside.release()
 
     def second(self) -> "HiddenStates":
-        """A copy of the hidden states, for a second stream. They share no memory: a block may write into those that it gets."""
+        """A copy of the hidden states, for a second stream. They share no memory: a block may
+        write into those that it gets.
+        """
         copy = HiddenStates(self.hidden.place)
         for number in range(len(self.batches)):
             copy.put(number, self.hidden.get(number, self.device).clone())
@@ -280,7 +312,9 @@ class Walk:
         self.bar.update(batch.numel() / self._tokens)
 
     def steps(self, first: int = 0) -> Iterator["Step"]:
-        """The blocks from `first` on, in order. The weights of a block stay loaded until the next block is requested."""
+        """The blocks from `first` on, in order. The weights of a block stay loaded until the
+        next block is requested.
+        """
         runner = self.runner
         with closing(loaded_blocks(list(runner.blocks)[first:])) as loader:
             for index in range(first, len(runner.blocks)):
@@ -290,27 +324,37 @@ class Walk:
                 yield step
 
     def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The output of a block whose weights are loaded, for hidden states of a batch; its arguments stay as they are."""
+        """The output of a block whose weights are loaded, for hidden states of a batch; its
+        arguments stay as they are.
+        """
         return Step(self, index, block).hidden_of(self._calls[number][index].isolated(), hidden)
 
     def tail(self, number: int, body: nn.Module | None = None, final: Tensor | None = None) -> Any:
         """The model's output for a batch that has passed through all blocks.
 
-        It comes from the model's own forward pass without the blocks, so norm, head, scaling and soft-capping are the model's.
+        It comes from the model's own forward pass without the blocks, so norm, head, scaling and
+        soft-capping are the model's.
 
         Args:
             number: of the batch.
             body: run only this part of the model.
-            final: hidden states that take the place of the batch's; the output then has a gradient for them.
+            final: hidden states that take the place of the batch's; the output then has a gradient
+                for them.
         """
-        runner, device, batch = self.runner, execution_device(self.runner.blocks[-1]), self.batches[number]
+        runner = self.runner
+        device = execution_device(self.runner.blocks[-1])
+        batch = self.batches[number]
         where = f"{type(runner.model).__name__} after its last block"
         graph = torch.set_grad_enabled(final is not None)
         with graph, runner.outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
             # On the device of the last block, as in a pass of the whole model.
             leaving = self.hidden.get(number, device) if final is None else final
             last = len(runner.blocks) - 1
-            with _stand_ins(runner.blocks, runner.outputs or 0, lambda index, hidden, _: leaving if index == last else hidden):
+            with _stand_ins(
+                runner.blocks,
+                runner.outputs or 0,
+                lambda index, hidden, _: leaving if index == last else hidden,
+            ):
                 return run_on_text(runner.model, body or runner.model, batch)
 
 
@@ -331,8 +375,8 @@ class Step:
     def no_room(self) -> str:
         """The message when memory runs out while the weights are loaded."""
         return (
-            f"{self.name}: out of memory on {execution_device(self.block)}; the weights do not fit. Keep fewer there "
-            "(--device-map disk, or a JSON map), or use --dtype bfloat16."
+            f"{self.name}: out of memory on {execution_device(self.block)}; the weights do not "
+            "fit. Keep fewer there (--device-map disk, or a JSON map), or use --dtype bfloat16."
         )
 
     def run(self, advance: bool = True) -> None:
@@ -362,13 +406,18 @@ class Step:
         Raises:
             UserError: memory runs out, or the block returns no hidden states.
         """
-        walk, device = self._walk, execution_device(self.block)
+        walk = self._walk
+        device = execution_device(self.block)
         or_else = ", or use --hidden-states cpu" if walk.hidden.place == "device" else ""
-        with torch.no_grad(), enough_memory(lambda: (self.name, device), walk.batches[number], or_else):
+        with (
+            torch.no_grad(),
+            enough_memory(lambda: (self.name, device), walk.batches[number], or_else),
+        ):
             hidden = states.get(number, device)
             call = walk._calls[number][self.index]
             if isolated:
-                hidden, call = hidden.clone(), call.isolated()
+                hidden = hidden.clone()
+                call = call.isolated()
             return self.hidden_of(call, hidden)
 
     def hidden_of(self, call: "Call", hidden: Tensor) -> Tensor:
@@ -377,7 +426,10 @@ class Step:
         if isinstance(output, (tuple, list)) and output:
             output = output[0]
         if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
-            raise UserError(f"{self.name}: it returns no hidden states, so it cannot be run alone; use --execution model.")
+            raise UserError(
+                f"{self.name}: it returns no hidden states, so it cannot be run alone; "
+                "use --execution model."
+            )
         return output
 
 
@@ -387,7 +439,8 @@ class HiddenStates:
     A new tensor replaces the one with its number, whose shape and dtype it has.
 
     Args:
-        place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which disappears on `close`.
+        place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which
+            disappears on `close`.
     """
 
     def __init__(self, place: Place) -> None:
@@ -424,8 +477,8 @@ class HiddenStates:
             if error.errno != errno.ENOSPC:
                 raise
             raise UserError(
-                f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a folder on a larger disk, or "
-                "use --hidden-states cpu."
+                f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a "
+                "folder on a larger disk, or use --hidden-states cpu."
             ) from error
         self._end = max(self._end, offset + copy.nbytes)
 
@@ -437,7 +490,8 @@ class HiddenStates:
 
 
 def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
-    """Where to store hidden states; for "auto", the nearest place in which they take less than half of the free memory.
+    """Where to store hidden states; for "auto", the nearest place in which they take less than half
+    of the free memory.
 
     Args:
         wanted: the user's choice.
@@ -462,7 +516,8 @@ class Call:
     """The arguments of one call of a block, without the hidden states.
 
     Attributes:
-        keyword: the name by which the hidden states are passed; None: they are the first positional argument.
+        keyword: the name by which the hidden states are passed; None: they are the first positional
+            argument.
         args, kwargs: the other arguments.
     """
 
@@ -477,19 +532,27 @@ class Call:
         return block(*self.args, **self.kwargs, **{self.keyword: hidden})
 
     def isolated(self) -> "Call":
-        """The same call with copies of the containers in which a block may keep state, for a pass that must not change it."""
-        kwargs = {n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v for n, v in self.kwargs.items()}
+        """The same call with copies of the containers in which a block may keep state, for a
+        pass that must not change it.
+        """
+        kwargs = {
+            n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v
+            for n, v in self.kwargs.items()
+        }
         return Call(self.keyword, self.args, kwargs)
 
 
 @contextmanager
-def _stand_ins(blocks: nn.ModuleList, outputs: int, passed: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
+def _stand_ins(
+    blocks: nn.ModuleList, outputs: int, passed: Callable[[int, Tensor, Call], Tensor]
+) -> Iterator[None]:
     """Replace the forward of every block inside this context, whatever hooks the block has.
 
     Args:
         blocks: the decoder blocks.
         outputs: of `BlockwiseModel`.
-        passed: returns a block's hidden states, given its index, the hidden states that enter it, and the other arguments.
+        passed: returns a block's hidden states, given its index, the hidden states that enter it,
+            and the other arguments.
     """
 
     def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -510,12 +573,16 @@ def _stand_ins(blocks: nn.ModuleList, outputs: int, passed: Callable[[int, Tenso
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """The hidden states (the first argument, or the argument of that name) and the other arguments."""
+    """The hidden states (the first argument, or the argument of that name) and the other
+    arguments.
+    """
     if args and isinstance(args[0], Tensor):
         return args[0], Call(None, args[1:], kwargs)
     hidden = kwargs.get("hidden_states")
     if args or not isinstance(hidden, Tensor):
-        raise ValueError("a block's first argument is not a tensor, and none is named hidden_states")
+        raise ValueError(
+            "a block's first argument is not a tensor, and none is named hidden_states"
+        )
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     return hidden, Call("hidden_states", (), others)
 
@@ -530,12 +597,15 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(
+            _same(value, other[name]) for name, value in one.items()
+        )
     return bool(one == other) if isinstance(one, (bool, int, float, str)) else True
 
 
 def _shared(calls: list[Call], last: dict[tuple[int, str], Tensor]) -> list[Call]:
-    """The calls of one batch, in which tensors equal to those of the batch before are the same tensors.
+    """The calls of one batch, in which tensors equal to those of the batch before are the same
+    tensors.
 
     Args:
         calls: of all blocks.
@@ -548,7 +618,9 @@ def _shared(calls: list[Call], last: dict[tuple[int, str], Tensor]) -> list[Call
         if not isinstance(value, Tensor):
             return value  # lists and dictionaries too: blocks may pass state in them
         before = last.get((index, argument))
-        shared = last[index, argument] = before if before is not None and _same(before, value) else value
+        shared = last[index, argument] = (
+            before if before is not None and _same(before, value) else value
+        )
         return shared
 
     return [

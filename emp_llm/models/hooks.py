@@ -1,8 +1,9 @@
-"""Hooks on chosen layers, expert matrices included, that show their inputs and outputs while a model runs.
+"""Hooks on chosen layers, expert matrices included, that show their inputs and outputs while a
+model runs.
 
-While the module of the experts runs, every matrix product is inspected. If one factor lies in the memory of an expert's matrix,
-the other factor is the inputs of that expert, and the product its outputs. So no code depends on a family's routing, gating or
-scaling.
+While the module of the experts runs, every matrix product is inspected. If one factor lies in the
+memory of an expert's matrix, the other factor is the inputs of that expert, and the product its
+outputs. So no code depends on a family's routing, gating or scaling.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,32 +18,41 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.layers import Layer
 
 _aten = torch.ops.aten
-# Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value is the position of the first
-# factor among the arguments.
-_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+# Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value
+# is the position of the first factor among the arguments.
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.bmm.default: 0,
+    _aten.baddbmm.default: 1,
+}
 _SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 LayerObserver = Callable[[list[Layer], Tensor, Any], None]
-# Parameter and number of an expert's matrix (of the first, in a product of all experts), its inputs and its outputs, of shape
-# (tokens, features), or (experts, tokens, features).
+# Parameter and number of an expert's matrix (of the first, in a product of all experts), its inputs
+# and its outputs, of shape (tokens, features), or (experts, tokens, features).
 Product = tuple[str, int, Tensor, Tensor]
 
 
 @contextmanager
-def layer_hooks(model: nn.Module, layers: Iterable[Layer], observe: LayerObserver) -> Iterator[None]:
+def layer_hooks(
+    model: nn.Module, layers: Iterable[Layer], observe: LayerObserver
+) -> Iterator[None]:
     """Call `observe(layers, inputs, outputs)` after each call of these layers, inside this context.
 
-    Experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
+    Experts run one by one in this context, because kernels for all experts at once do not show the
+    tokens of each.
 
     Args:
         model: on any devices, offloaded or not.
         layers: linear layers, and matrices of experts.
-        observe: receives the layers whose weights are one matrix in the model (mostly one layer), its inputs, shape
-            (..., inputs), and its outputs. For an expert, these have one row for each of its tokens, and a bias that is added
-            to the product is part of the outputs.
+        observe: receives the layers whose weights are one matrix in the model (mostly one layer),
+            its inputs, shape (..., inputs), and its outputs. For an expert, these have one row for
+            each of its tokens, and a bias that is added to the product is part of the outputs.
 
     Raises:
-        UserError: in the forward pass, if an expert's matrix is used in another orientation than its shape suggests.
+        UserError: in the forward pass, if an expert's matrix is used in another orientation than
+            its shape suggests.
     """
     handles = []
     experts: dict[str, list[Layer]] = {}  # by the name of their module
@@ -51,18 +61,24 @@ def layer_hooks(model: nn.Module, layers: Iterable[Layer], observe: LayerObserve
             experts.setdefault(layer.expert.parameter.rpartition(".")[0], []).append(layer)
             continue
 
-        def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer) -> None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer
+        ) -> None:
             observe([layer], args[0], outputs)
 
         handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
     for path, own in experts.items():
         running: list[_Watch] = []
 
-        def enter(module: nn.Module, args: Any, own: list[Layer] = own, running: list[_Watch] = running) -> None:
+        def enter(
+            module: nn.Module, args: Any, own: list[Layer] = own, running: list[_Watch] = running
+        ) -> None:
             running.append(_Watch(module, own, observe))
             running[-1].__enter__()  # type: ignore[no-untyped-call]
 
-        def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
+        def leave(
+            module: nn.Module, args: Any, output: Any, running: list[_Watch] = running
+        ) -> None:
             if running:
                 watch = running.pop()
                 watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -94,7 +110,9 @@ def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inspects the matrix products of one forward pass of a module of experts, and shows those of some layers."""
+    """Inspects the matrix products of one forward pass of a module of experts, and shows those
+    of some layers.
+    """
 
     def __init__(self, module: nn.Module, layers: list[Layer], observe: LayerObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,19 +126,25 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._transposed[layer.expert.parameter] = layer.expert.transposed
         self._product: Product | None = None  # the last one; it may wait for its bias
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         first = _PRODUCTS.get(func)
         if first is not None:
             self.finish()
-            left, right = args[first], args[first + 1]
+            left = args[first]
+            right = args[first + 1]
             turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
             self._product = self._found(left, right, result) or self._found(*turned)
-            if self._product is not None and not (func is _aten.mm.default and self._has_bias(self._product[0])):
+            if self._product is not None and not (
+                func is _aten.mm.default and self._has_bias(self._product[0])
+            ):
                 self.finish()  # at once, because the model may change the product in place
         elif func in _SUMS and self._product is not None:
             parameter, expert, inputs, outputs = self._product
-            if args[0] is outputs and isinstance(args[1], Tensor) and args[1].dim() == 1:  # the bias of one expert
+            # The bias of one expert.
+            if args[0] is outputs and isinstance(args[1], Tensor) and args[1].dim() == 1:
                 self._product = parameter, expert, inputs, result
                 self.finish()
         return result
@@ -147,15 +171,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> Product | None:
         """The product, if `matrix`, of shape (inputs, outputs), is an expert's."""
         for name, as_stored in self._transposed.items():
-            stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
+            # An offloaded parameter is loaded by now.
+            stack = self._module.get_parameter(name.rpartition(".")[2])
             place = _place(stack, matrix)
             if place is None:
                 continue
             first, transposed = place
             if transposed != as_stored:
                 raise UserError(
-                    f"{name}: its experts are used in another orientation than its shape suggests. Leave them out with "
-                    "--ignore."
+                    f"{name}: its experts are used in another orientation than its shape suggests. "
+                    "Leave them out with --ignore."
                 )
             return name, first, inputs, outputs
         return None
@@ -163,9 +188,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _place(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:
     """(first expert, transposed) if `matrix` lies in the memory of `stack`, else None."""
-    if matrix.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr() or matrix.dtype != stack.dtype:
+    if (
+        matrix.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
+        or matrix.dtype != stack.dtype
+    ):
         return None
     offset = matrix.storage_offset() - stack.storage_offset()
-    if not 0 <= offset < stack.numel() or (matrix.dim() == 3 and matrix.stride(0) != stack.stride(0)):
+    if not 0 <= offset < stack.numel() or (
+        matrix.dim() == 3 and matrix.stride(0) != stack.stride(0)
+    ):
         return None
     return offset // stack.stride(0), matrix.stride(-2) == stack.stride(1)

@@ -1,4 +1,6 @@
-"""Layers: the weight matrices of a model, each with its purpose and its block. Imports neither torch nor transformers."""
+"""Layers: the weight matrices of a model, each with its purpose and its block. Imports neither
+torch nor transformers.
+"""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +11,16 @@ Tower = Literal["language", "vision", "audio"]
 Shape = tuple[int, ...]
 
 # Names of submodules that mix tokens. The other linear layers of a block are its MLP.
-MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
+MIXES_TOKENS = re.compile(
+    r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE
+)
 IS_MLP = re.compile(r"(mlp|feedforward)$", re.IGNORECASE)  # a class of which this is the end
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 _OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
 # Parts of names that tell an encoder of images or sound.
-_VISION = re.compile(r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE)
+_VISION = re.compile(
+    r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE
+)
 _AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
 
 
@@ -26,7 +32,8 @@ class ExpertSlice:
         parameter: name of the three-dimensional parameter.
         expert: index of the matrix in it.
         transposed: the matrices are stored as (inputs, outputs).
-        first, last: the layer's outputs are first to last - 1; two stored matrices (gate and up) may form one of the model's.
+        first, last: the layer's outputs are first to last - 1; two stored matrices (gate and up)
+            may form one of the model's.
         inputs: number of inputs.
     """
 
@@ -43,13 +50,15 @@ class Layer:
     """A weight matrix of a model.
 
     Attributes:
-        name: of the module; for an expert, the module of all experts, the expert's number and the matrix's stored name.
+        name: of the module; for an expert, the module of all experts, the expert's number and the
+            matrix's stored name.
         kind: its purpose.
         block: number of its decoder block; None outside the blocks.
         transposed: its weight is stored as (inputs, outputs).
         expert: its position in a parameter that holds all experts; None for an ordinary layer.
         tower: the part of a multimodal model to which it belongs.
-        part: tells its role apart from that of layers in another list of blocks ("encoder", "vision"); else empty.
+        part: tells its role apart from that of layers in another list of blocks ("encoder",
+            "vision"); else empty.
     """
 
     name: str
@@ -66,7 +75,8 @@ class Layer:
 
     @property
     def role(self) -> str:
-        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of all blocks.
+        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of
+        all blocks.
 
         If the model has several lists of blocks, their part comes first ("encoder.fc1").
         """
@@ -96,10 +106,14 @@ def named_tower(name: str) -> Tower | None:
 
 
 def within(name: str, root: str) -> bool:
-    """Whether a module or parameter is another module, or a part of it; the root "" is the whole model."""
+    """Whether a module or parameter is another module, or a part of it; the root "" is the whole
+    model.
+    """
     return not root or name == root or name.startswith(f"{root}.")
 
 
 def tower_of(others: dict[str, Tower], name: str) -> Tower:
-    """The tower of a module or parameter; `others`: name of a module outside the language tower -> its tower."""
+    """The tower of a module or parameter; `others`: name of a module outside the language tower
+    -> its tower.
+    """
     return next((tower for root, tower in others.items() if within(name, root)), "language")

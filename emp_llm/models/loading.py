@@ -1,7 +1,8 @@
 """Models, tokenizers and processors of a folder, by transformers, from safetensors only.
 
-`build_skeleton` gives a model without weights, `load_model` one with all of them, or an error. transformers fills missing
-weights with random numbers and only logs their names, and never compares the shapes of weights that are offloaded to disk.
+`build_skeleton` gives a model without weights, `load_model` one with all of them, or an error.
+transformers fills missing weights with random numbers and only logs their names, and never compares
+the shapes of weights that are offloaded to disk.
 """
 
 import logging
@@ -23,7 +24,14 @@ from transformers.models.auto import modeling_auto
 
 from emp_llm.checkpoint.checkpoint import check_no_adapter
 from emp_llm.checkpoint.files import read_json
-from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
+from emp_llm.common.errors import (
+    UserError,
+    count_of,
+    format_bytes,
+    quotable,
+    reason,
+    shortened_list,
+)
 from emp_llm.common.machine import OutOfMemory, ran_out
 from emp_llm.common.progress import shows_bars
 from emp_llm.common.ranks import ranks
@@ -33,7 +41,8 @@ from emp_llm.options.model import DTYPES
 
 logger = logging.getLogger(__name__)
 
-# The generating models of transformers, by auto class; a type in several of them is built as its config.json says.
+# The generating models of transformers, by auto class; a type in several of them is built as its
+# config.json says.
 _GENERATE = {
     "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -46,21 +55,27 @@ _REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
 
 
 class NoModelClassError(UserError):
-    """transformers has no class for a model that generates text for a config.json, or the file is missing."""
+    """transformers has no class for a model that generates text for a config.json, or the file
+    is missing.
+    """
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """The configuration of a model folder, and the auto class of transformers that builds its model.
+    """The configuration of a model folder, and the auto class of transformers that builds its
+    model.
 
     Raises:
-        NoModelClassError: transformers does not know the model type, or has no class that generates text for it.
+        NoModelClassError: transformers does not know the model type, or has no class that generates
+            text for it.
     """
     version = transformers.__version__
     raw = read_json(folder / "config.json")
     remote = raw.get("auto_map") or {}
     kind: Any = raw.get("model_type")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
         name = _auto_class(config, remote if trust_remote_code else {})
     except Exception as error:  # of any kind: config.json may say anything
         known = not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING
@@ -68,20 +83,32 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
             problem = f"transformers cannot read its config.json ({reason(error, whole=True)})."
         else:
             remedy = _TRUST if remote else " Install a version that does."
-            problem = f"transformers {version} does not know the model type {quotable(kind)!r}.{remedy}"
+            problem = (
+                f"transformers {version} does not know the model type {quotable(kind)!r}.{remedy}"
+            )
         raise NoModelClassError(f"{folder}: {problem}") from error
     if name is not None:
         return config, getattr(transformers, name)
     hint = _TRUST if remote and not trust_remote_code else ""
-    what = next(iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}")
+    what = next(
+        iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}"
+    )
     raise NoModelClassError(f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}")
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
-    """The auto class of a configuration: that of its repository's code, or whose class config.json names, or the first one."""
+    """The auto class of a configuration: that of its repository's code, or whose class
+    config.json names, or the first one.
+    """
     classes = getattr(config, "architectures", None) or [""]
-    fitting = {auto: table[config.model_type] for auto, table in _GENERATE.items() if config.model_type in table}
-    named = [auto for auto in _GENERATE if auto in remote] or [auto for auto in fitting if fitting[auto] == classes[0]]
+    fitting = {
+        auto: table[config.model_type]
+        for auto, table in _GENERATE.items()
+        if config.model_type in table
+    }
+    named = [auto for auto in _GENERATE if auto in remote] or [
+        auto for auto in fitting if fitting[auto] == classes[0]
+    ]
     if not named and "AutoModelForSeq2SeqLM" in fitting:
         if classes[0].endswith("EncoderModel"):  # half of the model
             return None
@@ -92,17 +119,23 @@ def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
 
 def check_head(folder: Path, remedy: str = "Give a model that generates text.") -> None:
     """Raise UserError if a model's class has no head for tokens."""
-    name = headless_class(read_json(folder / "config.json") if (folder / "config.json").is_file() else {})
+    name = headless_class(
+        read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    )
     if name is not None:
         raise UserError(f"{folder}: {name} has no head for tokens, so it predicts none. {remedy}")
 
 
 def headless_class(config: Mapping[str, Any]) -> str | None:
-    """The class of transformers that config.json names, if it has no head for tokens, such as a reward model's; else None."""
+    """The class of transformers that config.json names, if it has no head for tokens, such as a
+    reward model's; else None.
+    """
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     generating = str([list(table.values()) for table in _GENERATE.values()])
-    is_headless = isinstance(name, str) and hasattr(transformers, name) and f"'{name}'" not in generating
+    is_headless = (
+        isinstance(name, str) and hasattr(transformers, name) and f"'{name}'" not in generating
+    )
     return name if is_headless else None
 
 
@@ -110,16 +143,22 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
     """The model of a folder's config.json on the meta device: all modules, no weights.
 
     Raises:
-        NoModelClassError: config.json is missing, or transformers has no class that generates text for it.
+        NoModelClassError: config.json is missing, or transformers has no class that generates text
+            for it.
     """
     if not (folder / "config.json").is_file():
-        raise NoModelClassError(f"{folder}: no config.json, so its architecture is unknown. Copy it from the original model.")
+        raise NoModelClassError(
+            f"{folder}: no config.json, so its architecture is unknown. Copy "
+            "it from the original model."
+        )
     config, auto = read_config(folder, trust_remote_code)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any kind: config.json may say anything
-        raise NoModelClassError(f"{folder}: transformers cannot build its model ({reason(error, whole=True)}).") from error
+        raise NoModelClassError(
+            f"{folder}: transformers cannot build its model ({reason(error, whole=True)})."
+        ) from error
     return model
 
 
@@ -130,17 +169,20 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
-    """A language model in evaluation mode, its weights from safetensors only: of text alone, multimodal or encoder-decoder.
+    """A language model in evaluation mode, its weights from safetensors only: of text alone,
+    multimodal or encoder-decoder.
 
     Args:
         folder: the model folder.
-        device_map: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of a file that holds one.
+        device_map: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the
+            path of a file that holds one.
         dtype: "auto" for the checkpoint's own, or a torch dtype's name.
         trust_remote_code: run code from the folder.
         quantization: by bitsandbytes while loading, of all linear layers but the head.
 
     Raises:
-        UserError: the folder holds no model that transformers can load, its weights are not complete, or memory runs out.
+        UserError: the folder holds no model that transformers can load, its weights are not
+            complete, or memory runs out.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -148,9 +190,15 @@ def load_model(
     placement = parse_device_map(device_map)
     build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
-        raise UserError(f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto.")
+        raise UserError(
+            f"--device-map {device_map}: a model quantised to {quantization} cannot "
+            "lie on disk; use auto."
+        )
     start = time.perf_counter()
-    remedy = f" with --device-map {device_map}. Keep less of it in memory: --device-map auto, disk, or a JSON map."
+    remedy = (
+        f" with --device-map {device_map}. Keep less of it in memory: --device-map auto, "
+        "disk, or a JSON map."
+    )
     with ExitStack() as stack, loading(folder, remedy):
         # For weights that transformers converts and then offloads to disk, such as experts.
         offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
@@ -161,8 +209,13 @@ def load_model(
             device_map=placement,
             offload_folder=offload.name,
             use_safetensors=True,
-            # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
-            **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
+            # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read
+            # without their scales.
+            **(
+                {}
+                if quantization is None
+                else {"quantization_config": quantization_config(quantization)}
+            ),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # listed in `info`, and refused below
             output_loading_info=True,
@@ -172,16 +225,27 @@ def load_model(
             weakref.finalize(model, stack.pop_all().close)
     sizes: Counter[str] = Counter()
     for parameter in model.parameters():
-        sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += parameter.nbytes
+        sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += (
+            parameter.nbytes
+        )
     places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
-    parameters, kind = count_of(model.num_parameters(), "parameter"), str(model.dtype).removeprefix("torch.")
-    logger.debug("%s: loaded in %.1f s; %s, %s, %s.", folder, time.perf_counter() - start, parameters, kind, places)
+    parameters = count_of(model.num_parameters(), "parameter")
+    kind = str(model.dtype).removeprefix("torch.")
+    logger.debug(
+        "%s: loaded in %.1f s; %s, %s, %s.",
+        folder,
+        time.perf_counter() - start,
+        parameters,
+        kind,
+        places,
+    )
     return model
 
 
 @contextmanager
 def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
-    """transformers loads a model inside this context. Its table of problems is held back: `check_complete` reports the same.
+    """transformers loads a model inside this context. Its table of problems is held back:
+    `check_complete` reports the same.
 
     So is its progress bar, unless this process draws bars.
 
@@ -196,7 +260,8 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
         read_json(folder / "generation_config.json")
     table = ""
     their_logger = logging.getLogger("transformers.modeling_utils")
-    level, shown = their_logger.level, their_logger.getEffectiveLevel()
+    level = their_logger.level
+    shown = their_logger.getEffectiveLevel()
 
     def hold_back(record: logging.LogRecord) -> bool:
         nonlocal table
@@ -207,7 +272,8 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
 
     their_logger.addFilter(hold_back)
     if not their_logger.isEnabledFor(logging.WARNING):
-        their_logger.setLevel(logging.WARNING - 1)  # at WARNING itself, transformers also checks plans for many devices
+        # At WARNING itself, transformers also checks plans for many devices.
+        their_logger.setLevel(logging.WARNING - 1)
     hides_bar = transformers.utils.logging.is_progress_bar_enabled() and not shows_bars()
     if hides_bar:
         transformers.utils.logging.disable_progress_bar()
@@ -216,17 +282,23 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        # The parameters that could not be built from the stored tensors; those of several layers as "layers.{0, 1}.NAME".
+        # The parameters that could not be built from the stored tensors; those of several layers as
+        # "layers.{0, 1}.NAME".
         parts = re.findall(r"^(\S.*?) *\| *CONVERSION\b", table, re.MULTILINE)
-        if ran_out(error) or (parts and re.search("OutOfMemoryError|MemoryError|allocate memory", table)):
+        if ran_out(error) or (
+            parts and re.search("OutOfMemoryError|MemoryError|allocate memory", table)
+        ):
             raise OutOfMemory(f"{folder}: out of memory while loading it{remedy}") from error
         if parts:
             raise UserError(
-                f"{folder}: parts of {shortened_list(parts)} are missing, or of other shapes than in config.json. {_REMEDY}"
+                f"{folder}: parts of {shortened_list(parts)} are missing, or of other shapes than "
+                f"in config.json. {_REMEDY}"
             ) from error
         if isinstance(error, RuntimeError):
             raise
-        raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+        raise UserError(
+            f"{folder}: transformers cannot load it ({reason(error, whole=True)})."
+        ) from error
     finally:
         their_logger.removeFilter(hold_back)
         their_logger.setLevel(level)
@@ -235,13 +307,14 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
 
 
 def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Refuse a model with weights that do not come from its checkpoint; warn of tensors that it does not use.
+    """Refuse a model with weights that do not come from its checkpoint; warn of tensors that it
+    does not use.
 
     Args:
         folder: the model folder, for messages.
         model: as transformers loaded it, offloaded or not.
-        info: of `from_pretrained(..., output_loading_info=True)`. It lists no tied weights, and nothing that the
-            architecture allows to be missing.
+        info: of `from_pretrained(..., output_loading_info=True)`. It lists no tied weights, and
+            nothing that the architecture allows to be missing.
 
     Raises:
         UserError: weights are missing, or have other shapes than the model's.
@@ -252,42 +325,61 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     def own(listed: Collection[str]) -> list[str]:
         return [name for name in names if name in listed and tied.get(name) not in listed]
 
-    head = head_parameter(model) if headless_class(read_json(folder / "config.json")) is not None else None
+    head = (
+        head_parameter(model)
+        if headless_class(read_json(folder / "config.json")) is not None
+        else None
+    )
     missing = [name for name in own(info["missing_keys"]) if name != head]
     if missing:
         raise UserError(
-            f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: {shortened_list(missing)}. {_REMEDY}"
+            f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: "
+            f"{shortened_list(missing)}. {_REMEDY}"
         )
-    shapes = {name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]}
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    shapes = {
+        name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]
+    }
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     for path, places in offloaded_files(model).items():
         with safe_open(path, framework="pt") as file:
             for name in places.keys() & tensors.keys():
-                stored, expected = file.get_slice(places[name]).get_shape(), list(tensors[name].shape)
+                stored = file.get_slice(places[name]).get_shape()
+                expected = list(tensors[name].shape)
                 if stored != expected:
                     shapes[name] = stored, expected
     different = own(shapes) or sorted(shapes)
     if different:
         stored, expected = shapes[different[0]]
         raise UserError(
-            f"{folder}: the checkpoint does not fit config.json. The shapes of {count_of(len(different), 'weight')} differ: "
-            f"{different[0]} is {stored} in the checkpoint, and {expected} by config.json. {_REMEDY}"
+            f"{folder}: the checkpoint does not fit config.json. The shapes of "
+            f"{count_of(len(different), 'weight')} differ: {different[0]} is {stored} in the "
+            f"checkpoint, and {expected} by config.json. {_REMEDY}"
         )
     if not ranks().main:
         return
-    buffers, unused = sorted(info["missing_keys"] - set(names)), sorted(info["unexpected_keys"])
+    buffers = sorted(info["missing_keys"] - set(names))
+    unused = sorted(info["unexpected_keys"])
     for found, told in (
-        (buffers, f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in"),
+        (
+            buffers,
+            f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in",
+        ),
         (unused, f"holds {count_of(len(unused), 'tensor')} that the model does not use"),
     ):
         if found:
-            logger.warning("warning: %s: the checkpoint %s: %s.", folder, told, shortened_list(found))
+            logger.warning(
+                "warning: %s: the checkpoint %s: %s.", folder, told, shortened_list(found)
+            )
 
 
 def head_parameter(model: Any) -> str | None:
     """The name of the weight of a model's head for tokens."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
+    return next(
+        (f"{name}.weight" for name, module in model.named_modules() if module is head), None
+    )
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -297,11 +389,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         UserError: there is none that transformers can load.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # of any kind, by what the files say
         raise UserError(
-            f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). Copy the model's tokenizer "
-            "files into the folder."
+            f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). "
+            "Copy the model's tokenizer files into the folder."
         ) from error
 
 
@@ -313,12 +407,15 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     problem = ""
     try:
-        processor: Any = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        processor: Any = transformers.AutoProcessor.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
         if all(hasattr(processor, part) for part in ("image_processor", "tokenizer")):
             return processor
     except Exception as error:  # of any kind, by what the files say
         problem = f" ({reason(error, whole=True)})"
     raise UserError(
-        f"{folder}: no image processor that transformers can load{problem}. Copy processor_config.json and "
-        "preprocessor_config.json of the original model into the folder, or leave out image=."
+        f"{folder}: no image processor that transformers can load{problem}. Copy "
+        "processor_config.json and preprocessor_config.json of the original model into the folder, "
+        "or leave out image=."
     )

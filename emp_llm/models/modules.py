@@ -1,14 +1,17 @@
-"""The modules of a model, with or without weights: its towers, lists of decoder blocks, linear layers and stacks of experts.
+"""The modules of a model, with or without weights: its towers, lists of decoder blocks, linear
+layers and stacks of experts.
 
-transformers marks every encoder of images, video or sound with the inputs that it takes (`input_modalities`), and knows the
-decoder. The language tower is the part that holds the decoder and no encoder. All other parts, such as projectors, belong to
-the encoders.
+transformers marks every encoder of images, video or sound with the inputs that it takes
+(`input_modalities`), and knows the decoder. The language tower is the part that holds the decoder
+and no encoder. All other parts, such as projectors, belong to the encoders.
 
-The matrices of all experts of a block lie in parameters of three dimensions, which are no linear layers (`nn.Linear`).
+The matrices of all experts of a block lie in parameters of three dimensions, which are no linear
+layers (`nn.Linear`).
 
-transformers renames, merges or transposes some weights while it loads them. Its tables say how, so `find_names` can tell where
-a checkpoint stores each weight. Three conversions are supported: new names, experts stacked into one parameter (in order, gate
-before up), and transposed stacks. Tensors with any other conversion are never pruned.
+transformers renames, merges or transposes some weights while it loads them. Its tables say how, so
+`find_names` can tell where a checkpoint stores each weight. Three conversions are supported: new
+names, experts stacked into one parameter (in order, gate before up), and transposed stacks. Tensors
+with any other conversion are never pruned.
 """
 
 import re
@@ -54,7 +57,8 @@ class BlockList:
     Attributes:
         path, modules: its name in the model, and the list.
         tower: to which it belongs.
-        part: tells the layers of several lists apart ("encoder", "vision"); empty for the only list of a language model.
+        part: tells the layers of several lists apart ("encoder", "vision"); empty for the only list
+            of a language model.
     """
 
     path: str
@@ -78,7 +82,9 @@ class Towers:
     others: dict[str, Tower]
 
     def place(self, name: str) -> tuple[BlockList, int, str] | None:
-        """The list of blocks that holds a module, the number of its block, and its name there; None outside the blocks."""
+        """The list of blocks that holds a module, the number of its block, and its name there;
+        None outside the blocks.
+        """
         for blocks in self.lists:
             if name.startswith(f"{blocks.path}."):
                 number, _, inside = name.removeprefix(f"{blocks.path}.").partition(".")
@@ -88,7 +94,8 @@ class Towers:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A parameter of shape (experts, outputs, inputs), or (experts, inputs, outputs) if `transposed`, in a decoder block.
+    """A parameter of shape (experts, outputs, inputs), or (experts, inputs, outputs) if
+    `transposed`, in a decoder block.
 
     Attributes:
         name: the parameter's name in the model.
@@ -119,7 +126,8 @@ class ExpertStack:
 
 
 def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks of a model: of the lists of its language tower, the one with the most parameters.
+    """The decoder blocks of a model: of the lists of its language tower, the one with the most
+    parameters.
 
     Args:
         model: a language model, with or without weights.
@@ -132,16 +140,21 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
         UserError: the model has no list of blocks, or none at `path`.
     """
     lists = block_lists(model, path).lists
-    path, modules = _largest({each.path: each.modules for each in lists if each.tower == lists[0].tower}).popitem()
+    path, modules = _largest(
+        {each.path: each.modules for each in lists if each.tower == lists[0].tower}
+    ).popitem()
     return path, modules
 
 
 def block_lists(model: nn.Module, path: str | None = None) -> Towers:
-    """The towers of a model with their lists of blocks, or only the list at `path`. Errors are those of `find_blocks`."""
+    """The towers of a model with their lists of blocks, or only the list at `path`. Errors are
+    those of `find_blocks`.
+    """
     towers = find_towers(model)
     if path is None and not towers.lists:
         raise UserError(
-            f"{type(model).__name__}: found no decoder blocks (an nn.ModuleList). If it has a list, name it with --blocks PATH."
+            f"{type(model).__name__}: found no decoder blocks (an nn.ModuleList). If it has a "
+            "list, name it with --blocks PATH."
         )
     if path is None:
         return towers
@@ -150,15 +163,28 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
     except AttributeError:
         blocks = None
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        known = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        lists = f"The lists of this model are: {shortened_list(known)}." if known else "This model has none."
-        raise UserError(f"--blocks {path!r} is not a list of modules (nn.ModuleList) of {type(model).__name__}. {lists}")
+        known = [
+            name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+        ]
+        lists = (
+            (f"The lists of this model are: {shortened_list(known)}.")
+            if known
+            else ("This model has none.")
+        )
+        raise UserError(
+            f"--blocks {path!r} is not a list of modules (nn.ModuleList) of "
+            f"{type(model).__name__}. {lists}"
+        )
     tower = tower_of(towers.others, path)
-    return replace(towers, lists=(BlockList(path, blocks, tower, "" if tower == "language" else tower),))
+    return replace(
+        towers, lists=(BlockList(path, blocks, tower, "" if tower == "language" else tower),)
+    )
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The model without its head: in small models with large vocabularies, the logits take most of the time."""
+    """The model without its head: in small models with large vocabularies, the logits take most
+    of the time.
+    """
     body: nn.Module = getattr(model, "base_model", model)
     return body
 
@@ -174,7 +200,8 @@ def parameters_of(module: nn.Module) -> int:
 
 
 def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
-    """All linear layers (nn.Linear and its subclasses, GPT-2's Conv1D) and embeddings of a model, in its order.
+    """All linear layers (nn.Linear and its subclasses, GPT-2's Conv1D) and embeddings of a model,
+    in its order.
 
     Args:
         model: of any class, with or without weights.
@@ -191,16 +218,22 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
             place = towers.place(name)
             if place is None:
                 outside: Kind = "head" if module is head else "other"
-                layers.append(Layer(name, outside, None, transposed, tower=tower_of(towers.others, name)))
+                layers.append(
+                    Layer(name, outside, None, transposed, tower=tower_of(towers.others, name))
+                )
             else:
                 blocks, number, inside = place
                 kind = _kind_in_block(blocks.modules[number], inside, module)
-                layers.append(Layer(name, kind, number, transposed, tower=blocks.tower, part=blocks.part))
+                layers.append(
+                    Layer(name, kind, number, transposed, tower=blocks.tower, part=blocks.part)
+                )
     return layers
 
 
 def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
-    """The kind of a linear layer of a block, by its shape and the names and classes of the modules around it."""
+    """The kind of a linear layer of a block, by its shape and the names and classes of the
+    modules around it.
+    """
     weight: Any = module.weight
     outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
     *around, leaf = name.split(".")
@@ -217,7 +250,9 @@ def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
 
 
 def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, ExpertStack]:
-    """The parameters that hold one matrix per expert, by name, in the model's order; arguments are those of `model_layers`."""
+    """The parameters that hold one matrix per expert, by name, in the model's order; arguments
+    are those of `model_layers`.
+    """
     towers = towers or block_lists(model)
     config: Any = getattr(model, "config", None)
     hidden = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
@@ -236,19 +271,26 @@ def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, Exp
             transposed = _transposed(module, list(own.values()), hidden)
             for leaf, (experts, rows, columns) in own.items():
                 shape = (experts, rows, columns)
-                stack = ExpertStack(f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.part)
+                stack = ExpertStack(
+                    f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.part
+                )
                 stacks[stack.name] = stack
     return stacks
 
 
-def _transposed(module: nn.Module, shapes: list[tuple[int, ...]], hidden: int | None) -> bool | None:
-    """Whether a module's experts are stored as (inputs, outputs), by its attribute or else by its shapes; None if unknown."""
+def _transposed(
+    module: nn.Module, shapes: list[tuple[int, ...]], hidden: int | None
+) -> bool | None:
+    """Whether a module's experts are stored as (inputs, outputs), by its attribute or else by
+    its shapes; None if unknown.
+    """
     declared = getattr(module, "is_transposed", None)
     if isinstance(declared, bool):
         return declared
     if len(shapes) == 1:
         sizes = (getattr(module, "output_size", None), getattr(module, "input_size", None))
-        as_outputs, as_inputs = shapes[0][1:] == sizes, shapes[0][1:] == sizes[::-1]
+        as_outputs = shapes[0][1:] == sizes
+        as_inputs = shapes[0][1:] == sizes[::-1]
     else:  # the first maps from the hidden states, the last back to them
         as_outputs = shapes[0][2] == hidden and shapes[-1][1] == hidden
         as_inputs = shapes[0][1] == hidden and shapes[-1][2] == hidden
@@ -256,7 +298,9 @@ def _transposed(module: nn.Module, shapes: list[tuple[int, ...]], hidden: int | 
 
 
 def rows_in(parameter: Values, layer: Layer) -> Values:
-    """The part of a parameter's values that is a layer's weight, shape (outputs, inputs): a view. Filters are flat."""
+    """The part of a parameter's values that is a layer's weight, shape (outputs, inputs): a
+    view. Filters are flat.
+    """
     if layer.expert is None:
         if parameter.ndim > 2:
             return parameter.reshape(parameter.shape[0], -1)
@@ -276,8 +320,12 @@ def weight_of(model: nn.Module, layer: Layer) -> Tensor:
 
 
 def bias_of(model: nn.Module, layer: Layer) -> Tensor | None:
-    """A layer's bias in a model, shape (outputs,); None for a layer without one, and for experts."""
-    bias = None if layer.expert is not None else getattr(model.get_submodule(layer.name), "bias", None)
+    """A layer's bias in a model, shape (outputs,); None for a layer without one, and for
+    experts.
+    """
+    bias = (
+        None if layer.expert is not None else getattr(model.get_submodule(layer.name), "bias", None)
+    )
     return bias.data if isinstance(bias, Tensor) else None
 
 
@@ -290,36 +338,56 @@ def inputs_of(model: nn.Module, layer: Layer) -> int:
 
 
 def set_to_zero(weight: Tensor, removed: Tensor) -> None:
-    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill FP8, so its bits are filled."""
+    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill
+    FP8, so its bits are filled.
+    """
     (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)
 
 
 def find_towers(model: nn.Module) -> Towers:
-    """The towers of a model of any class, with or without weights. Lists without parameters are left out."""
-    known = getattr(model, "get_decoder", lambda: model)()  # modules of other libraries have no such method
+    """The towers of a model of any class, with or without weights. Lists without parameters are
+    left out.
+    """
+    # Modules of other libraries have no such method.
+    known = getattr(model, "get_decoder", lambda: model)()
     decoder = next((name for name, module in model.named_modules() if module is known), "")
     encoders: dict[str, Tower] = {}
     lists: Lists = {}
     _collect(model, "", lists, encoders, decoder)
     root = _language_root(model, decoder, encoders, lists)
     inside = {path: modules for path, modules in lists.items() if within(path, root)}
-    chosen = (_with_attention(inside) if reads_twice(model.get_submodule(root)) else {}) or _largest(inside)
-    found = [BlockList(path, modules, "language", _half(path, list(chosen))) for path, modules in chosen.items()]
+    chosen = (
+        _with_attention(inside) if reads_twice(model.get_submodule(root)) else {}
+    ) or _largest(inside)
+    found = [
+        BlockList(path, modules, "language", _half(path, list(chosen)))
+        for path, modules in chosen.items()
+    ]
 
     of_encoders: list[BlockList] = []
     for encoder, tower in encoders.items():
         own: Lists = {}
         _collect(model.get_submodule(encoder), encoder, own)
         chosen = _with_attention(own) or _largest(own)
-        of_encoders += [BlockList(path, modules, tower, path.removeprefix("model.")) for path, modules in chosen.items()]
+        of_encoders += [
+            BlockList(path, modules, tower, path.removeprefix("model."))
+            for path, modules in chosen.items()
+        ]
     for each in of_encoders:
         alone = sum(other.tower == each.tower for other in of_encoders) == 1
         found.append(replace(each, part=each.tower) if alone else each)
     return Towers(tuple(found), root, _others(model, root, encoders) if encoders else {})
 
 
-def _collect(module: nn.Module, name: str, lists: Lists, encoders: dict[str, Tower] | None = None, decoder: str = "") -> None:
-    """Collect the outermost lists of modules; with `encoders`, also the outermost encoders of other inputs than text.
+def _collect(
+    module: nn.Module,
+    name: str,
+    lists: Lists,
+    encoders: dict[str, Tower] | None = None,
+    decoder: str = "",
+) -> None:
+    """Collect the outermost lists of modules; with `encoders`, also the outermost encoders of other
+    inputs than text.
 
     No list is collected inside an encoder. A module that holds the decoder is no encoder.
     """
@@ -342,18 +410,24 @@ def _tower_of_module(module: Any, leaf: str) -> Tower | None:
     modalities = {given} if isinstance(given, str) else set(given or ())
     if modalities and "text" not in modalities:
         return "audio" if "audio" in modalities else "vision"
-    return "vision" if getattr(module, "main_input_name", "") == "pixel_values" else named_tower(leaf)
+    return (
+        "vision" if getattr(module, "main_input_name", "") == "pixel_values" else named_tower(leaf)
+    )
 
 
 def _language_root(model: nn.Module, decoder: str, encoders: dict[str, Tower], lists: Lists) -> str:
-    """The largest module that holds the decoder, and no encoder; the whole model if it has no encoder, or reads text twice."""
+    """The largest module that holds the decoder, and no encoder; the whole model if it has no
+    encoder, or reads text twice.
+    """
     if not encoders or reads_twice(model):
         return ""
     if any(within(encoder, decoder) for encoder in encoders):
         decoder = next(iter(_largest(lists)), "").rpartition(".")[0]
     parts = decoder.split(".")
     paths = (".".join(parts[: number + 1]) for number in range(len(parts)))
-    return next((path for path in paths if not any(within(encoder, path) for encoder in encoders)), decoder)
+    return next(
+        (path for path in paths if not any(within(encoder, path) for encoder in encoders)), decoder
+    )
 
 
 def _with_attention(lists: Lists) -> Lists:
@@ -364,7 +438,9 @@ def _with_attention(lists: Lists) -> Lists:
 def _mixes_tokens(block: nn.Module) -> bool:
     for name, module in block.named_modules():
         owner = type(block.get_submodule(name.rpartition(".")[0])).__name__
-        if isinstance(module, nn.Linear) and (MIXES_TOKENS.search(name) or MIXES_TOKENS.search(owner)):
+        if isinstance(module, nn.Linear) and (
+            MIXES_TOKENS.search(name) or MIXES_TOKENS.search(owner)
+        ):
             return True
     return False
 
@@ -375,7 +451,9 @@ def _largest(lists: Lists) -> Lists:
 
 
 def _half(path: str, paths: list[str]) -> str:
-    """ "encoder" or "decoder", if a model has both; its name if there are other lists; empty for a single list."""
+    """ "encoder" or "decoder", if a model has both; its name if there are other lists; empty for
+    a single list.
+    """
     if len(paths) < 2:
         return ""
     halves = {other: match[1] if (match := _HALF.search(other)) else other for other in paths}
@@ -393,7 +471,12 @@ def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Towe
             others[f"{name}.{leaf}" if name else leaf] = connects
         for leaf, child in module.named_children():
             path = f"{name}.{leaf}" if name else leaf
-            if path == root or path in encoders or not parameters_of(child) or any(part is head for part in child.modules()):
+            if (
+                path == root
+                or path in encoders
+                or not parameters_of(child)
+                or any(part is head for part in child.modules())
+            ):
                 continue
             if within(root, path) or any(within(encoder, path) for encoder in encoders):
                 visit(child, path)
@@ -438,7 +521,9 @@ class _Piece:
     transposed: bool
 
 
-def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
+def find_names(
+    model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]
+) -> StoredNames:
     """Match a model's parameters with a checkpoint's tensors.
 
     Args:
@@ -448,7 +533,9 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     saved = model.state_dict().keys()
-    own: dict[str, Tensor] = parameters | {name: each for name, each in model.named_buffers() if name in saved}
+    own: dict[str, Tensor] = parameters | {
+        name: each for name, each in model.named_buffers() if name in saved
+    }
     prefix = getattr(model, "base_model_prefix", "")
     names: dict[str, str] = {}
     renamed: list[str] = []
@@ -463,7 +550,8 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     names |= converted
     for name in stacks.keys() & names.keys():
         pieces[name].append(_Piece(names[name], None, 0, False))
-    # Tied weights have two names and are stored once. They are one parameter until accelerate has offloaded them.
+    # Tied weights have two names and are stored once. They are one parameter until accelerate has
+    # offloaded them.
     tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
     stored_as: dict[Any, str] = {}
     for name, key in names.items():
@@ -472,7 +560,11 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
         stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
         if name not in names and stored is not None:
             names[name] = stored
-    experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
+    experts = [
+        pair
+        for name, stack in stacks.items()
+        for pair in _matrices(stack, pieces[name], checkpoint)
+    ]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
     unused = [key for key in renamed if key not in used]
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
@@ -484,21 +576,32 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
 
 def not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:
     """The names that transformers does not tolerate as "missing" or "unexpected"."""
-    patterns = {r"rotary_emb\.inv_freq", *(getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ())}
+    patterns = {
+        r"rotary_emb\.inv_freq",
+        *(getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()),
+    }
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
-def _converted(model: Any, keys: list[str], own: dict[str, Tensor]) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
-    """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
+def _converted(
+    model: Any, keys: list[str], own: dict[str, Tensor]
+) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
+    """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's
+    lm_head as embed_out).
+    """
     names: dict[str, str] = {}
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
     if not keys:
         return names, pieces
     transforms = get_model_conversion_mapping(model)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    renamings = [
+        transform for transform in transforms if not isinstance(transform, WeightConverter)
+    ]
     for key in keys:
-        renamed, merged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        renamed, merged = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, own
+        )
         if renamed not in own:
             continue
         if merged is None:
@@ -512,24 +615,37 @@ def _converted(model: Any, keys: list[str], own: dict[str, Tensor]) -> tuple[dic
 
 
 def _piece(key: str, place: int, converter: Any) -> _Piece | None:
-    """A stored tensor as a part of a stack; None if its conversion is more than stacking or transposing."""
+    """A stored tensor as a part of a stack; None if its conversion is more than stacking or
+    transposing.
+    """
     if len(converter.target_patterns) != 1:
         return None
     steps = [
-        (type(step).__name__, *(getattr(step, name, None) for name in ("dim", "dim0", "dim1"))) for step in converter.operations
+        (type(step).__name__, *(getattr(step, name, None) for name in ("dim", "dim0", "dim1")))
+        for step in converter.operations
     ]
     transpose = [("Transpose", None, 1, 2)]
     if steps == transpose or steps == []:
-        return _Piece(key, None, 0, steps == transpose) if len(converter.source_patterns) == 1 else None
+        return (
+            _Piece(key, None, 0, steps == transpose)
+            if len(converter.source_patterns) == 1
+            else None
+        )
     stacked = ("MergeModulelist", 0, None, None)
-    if steps == [stacked, ("Concatenate", 1, None, None)] or (steps == [stacked] and len(converter.source_patterns) == 1):
+    if steps == [stacked, ("Concatenate", 1, None, None)] or (
+        steps == [stacked] and len(converter.source_patterns) == 1
+    ):
         numbers = _NUMBER.findall(key)
         return _Piece(key, int(numbers[-1]), place, False) if numbers else None
     return None
 
 
-def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
-    """The layers and stored matrices of a stack's experts; empty if the stored tensors do not make up the whole stack."""
+def _matrices(
+    stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint
+) -> list[tuple[Layer, Matrix]]:
+    """The layers and stored matrices of a stack's experts; empty if the stored tensors do not
+    make up the whole stack.
+    """
     transposed = stack.transposed
     if transposed is None:
         return []
@@ -541,21 +657,51 @@ def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) 
         return Layer(name, kind, stack.block, transposed, place, stack.tower, stack.part)
 
     if len(pieces) == 1 and pieces[0].expert is None:  # stored as a stack, possibly transposed
-        stored, turned = checkpoint.tensors[pieces[0].key], pieces[0].transposed
+        stored = checkpoint.tensors[pieces[0].key]
+        turned = pieces[0].transposed
         experts, rows, columns = stack.shape
         if stored.shape != ((experts, columns, rows) if turned else stack.shape):
             return []
         leaf = stack.name.rpartition(".")[2]
         every = (layer(leaf, expert, 0, stack.outputs) for expert in range(experts))
-        return [(each, Matrix(stored, transposed != turned, expert)) for expert, each in enumerate(every)]
+        return [
+            (each, Matrix(stored, transposed != turned, expert))
+            for expert, each in enumerate(every)
+        ]
     matrices = []
     filled = dict.fromkeys(range(stack.shape[0]), 0)
-    for piece in sorted(pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)):
+    for piece in sorted(
+        pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)
+    ):
         matrix = Matrix(checkpoint.tensors[piece.key], transposed)
-        if piece.expert not in filled or len(matrix.stored.shape) != 2 or matrix.columns != stack.inputs:
+        if (
+            piece.expert not in filled
+            or len(matrix.stored.shape) != 2
+            or matrix.columns != stack.inputs
+        ):
             return []
         first = filled[piece.expert]
         filled[piece.expert] = last = first + matrix.rows
         leaf = piece.key.removesuffix(".weight").rpartition(".")[2]
         matrices.append((layer(leaf, piece.expert, first, last), matrix))
     return matrices if set(filled.values()) == {stack.outputs} else []
+
+
+@torch.no_grad()
+def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
+    """Mean next-token loss of each sequence: float64, shape (batch,). A few positions are converted
+    to float32 at a time.
+
+    Args:
+        logits: shape (batch, tokens, vocabulary).
+        batch: token ids, shape (batch, tokens).
+    """
+    piece = 256
+    logits = logits[:, :-1]
+    labels = batch[:, 1:].to(logits.device)
+    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
+    for first in range(0, labels.shape[1], piece):
+        log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
+        picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
+        sums -= picked.double().sum((1, 2))
+    return (sums / labels.shape[1]).cpu()

@@ -1,8 +1,8 @@
 """Offloaded parameters: loaded on their device once for many calls, then removed.
 
-accelerate keeps an offloaded module's parameters on the meta device, and reads them from the safetensors (or from CPU memory)
-before every call. Here its hooks run once, and the weights stay for as many calls as needed; a thread loads the next block
-while this one computes.
+accelerate keeps an offloaded module's parameters on the meta device, and reads them from the
+safetensors (or from CPU memory) before every call. Here its hooks run once, and the weights stay
+for as many calls as needed; a thread loads the next block while this one computes.
 """
 
 import ctypes
@@ -37,14 +37,16 @@ def input_device(model: Any) -> torch.device:
 
 
 def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
-    """A parameter's values where they lie in memory: on its device, or offloaded to the CPU; for one on disk, on "meta".
+    """A parameter's values where they lie in memory: on its device, or offloaded to the CPU; for
+    one on disk, on "meta".
 
     Returns:
         The values, which can be changed in place; None if the model has no such parameter.
     """
     owner, _, leaf = name.rpartition(".")
     try:
-        module, parameter = model.get_submodule(owner), model.get_parameter(name)
+        module = model.get_submodule(owner)
+        parameter = model.get_parameter(name)
     except AttributeError:
         return None
     hook = _offload_hook(module)
@@ -60,9 +62,13 @@ def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
 def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:
     """The safetensors files of offloaded parameters: path -> parameter -> tensor in the file."""
     hooks = (_offload_hook(module) for module in model.modules())
-    indices = (getattr(getattr(getattr(hook, "weights_map", None), "dataset", None), "index", {}) for hook in hooks)
+    indices = (
+        getattr(getattr(getattr(hook, "weights_map", None), "dataset", None), "index", {})
+        for hook in hooks
+    )
     files: dict[str, dict[str, str]] = {}
-    for name, place in next((index for index in indices if index), {}).items():  # one index serves all modules
+    # One index serves all modules.
+    for name, place in next((index for index in indices if index), {}).items():
         if "safetensors_file" in place:
             files.setdefault(place["safetensors_file"], {})[name] = place.get("weight_name", name)
     return files
@@ -72,14 +78,18 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
     """Load the weights of one block after another; a thread loads the next block in the background.
 
     Yields:
-        The bytes that were loaded for the block. Its weights are on its device until the next block is requested.
+        The bytes that were loaded for the block. Its weights are on its device until the next block
+        is requested.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights") as thread:
         try:
             ahead = [thread.submit(_load, block.modules()) for block in blocks[:1]]
             for number, block in enumerate(blocks, 1):
                 size = ahead.pop().result()
-                ahead += [thread.submit(_load, following.modules()) for following in blocks[number : number + 1]]
+                ahead += [
+                    thread.submit(_load, following.modules())
+                    for following in blocks[number : number + 1]
+                ]
                 yield size
                 _unload(block.modules())
                 _trim()
@@ -90,11 +100,15 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
 
 
 class OutsideModules:
-    """The offloaded modules outside the blocks: each is loaded when it is first called, and stays until `release`."""
+    """The offloaded modules outside the blocks: each is loaded when it is first called, and
+    stays until `release`.
+    """
 
     def __init__(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         inside = set(blocks.modules())
-        self._modules = [m for m in model.modules() if m not in inside and _offload_hook(m) is not None]
+        self._modules = [
+            m for m in model.modules() if m not in inside and _offload_hook(m) is not None
+        ]
         self._embeddings = getattr(model, "get_input_embeddings", lambda: None)()
 
     @contextmanager
@@ -106,7 +120,8 @@ class OutsideModules:
 
         handles = [module.register_forward_pre_hook(load) for module in self._modules]
         try:
-            if self._embeddings in self._modules:  # models ask for their device before they call them
+            # Models ask for their device before they call them.
+            if self._embeddings in self._modules:
                 _load([self._embeddings])
             yield
         finally:
@@ -130,7 +145,9 @@ def _offload_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def _load(modules: Iterable[nn.Module]) -> int:
-    """Load the weights of those modules that are offloaded, each to the device that runs it; returns their bytes."""
+    """Load the weights of those modules that are offloaded, each to the device that runs it;
+    returns their bytes.
+    """
     size = 0
     for module in modules:
         hook = _offload_hook(module)
@@ -139,7 +156,8 @@ def _load(modules: Iterable[nn.Module]) -> int:
         hook.pre_forward(module)
         hook.offload = False  # accelerate leaves the module alone from here on
         for parameter in module.parameters(recurse=hook.place_submodules):
-            if parameter.device.type == "cpu":  # a view of the stored values; the copy reads a file now, and can be changed
+            # A view of the stored values; the copy reads a file now, and can be changed.
+            if parameter.device.type == "cpu":
                 parameter.data = parameter.data.clone()
             size += parameter.nbytes
     return size
@@ -151,14 +169,19 @@ def _unload(modules: Iterable[nn.Module]) -> int:
     for module in modules:
         for hook in _hooks(module):
             if hook.weights_map is not None and not hook.offload:
-                size += sum(parameter.nbytes for parameter in module.parameters(recurse=hook.place_submodules))
+                size += sum(
+                    parameter.nbytes
+                    for parameter in module.parameters(recurse=hook.place_submodules)
+                )
                 hook.offload = True
                 hook.post_forward(module, None)
     return size
 
 
 def _trim() -> None:
-    """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
+    """Return free pages of the heap to the system, if the C library can: glibc keeps those
+    between pieces in use.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -21,7 +21,11 @@ class OneModel:
     """
 
     def __init__(
-        self, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False, stopwatch: Stopwatch | None = None
+        self,
+        device_map: str = "auto",
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self._loading = device_map, dtype, trust_remote_code
         self.dtype = dtype
@@ -29,7 +33,9 @@ class OneModel:
         self._held: tuple[Path, Quantization | None, PreTrainedModel] | None = None
 
     def get(self, folder: Path, quantization: "Quantization | None" = None) -> "PreTrainedModel":
-        """The model of a folder: the one in memory, or loaded after that one is freed. Callers keep no reference to it."""
+        """The model of a folder: the one in memory, or loaded after that one is freed. Callers
+        keep no reference to it.
+        """
         from emp_llm.models.loading import load_model
 
         if self._held is None or self._held[:2] != (folder, quantization):

@@ -1,4 +1,5 @@
-"""Where the weights of a loaded model lie, and in which form: --device-map, --load-in-8bit, --load-in-4bit, --dtype.
+"""Where the weights of a loaded model lie, and in which form: --device-map, --load-in-8bit,
+--load-in-4bit, --dtype.
 
 Without torch and transformers until a model is loaded.
 """
@@ -25,15 +26,18 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
     """The value of --device-map in the form that transformers expects.
 
     Args:
-        text: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of a file that holds one.
+        text: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of
+            a file that holds one.
 
     Raises:
-        UserError: it is none of these, names a device that this machine does not have, or spreads a rank over several devices.
+        UserError: it is none of these, names a device that this machine does not have, or spreads a
+            rank over several devices.
     """
     if ranks().count > 1:
         if text not in ("auto", "cpu", "disk"):
             raise UserError(
-                f"--device-map {text}: each rank holds the whole model on a device of its own. Leave it out, or use disk."
+                f"--device-map {text}: each rank holds the whole model on a device of its own. "
+                "Leave it out, or use disk."
             )
         text = str(ranks().device) if text == "auto" else text
     if text in _NAMED_MAPS:
@@ -42,9 +46,13 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
         _check_device(text)
         return {"": text}
     try:
-        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        value = json.loads(
+            text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        )
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--device-map {quotable(text)}: cannot be read as a JSON object ({reason(error)}).") from error
+        raise UserError(
+            f"--device-map {quotable(text)}: cannot be read as a JSON object ({reason(error)})."
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"--device-map {text}: expected a JSON object of module names and devices.")
     for device in value.values():
@@ -62,24 +70,33 @@ def _check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         known = ", ".join((*_NAMED_MAPS, "cpu", "cuda:N", "disk"))
-        raise UserError(f"--device-map {name!r} is not one of {known}, nor a JSON object.") from error
+        raise UserError(
+            f"--device-map {name!r} is not one of {known}, nor a JSON object."
+        ) from error
     if device.type == "cpu":
         return
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if present is not None else 0
     if present is None or present.type != device.type or (device.index or 0) >= count:
         kind = f" ({present.type})" if present is not None else ""
-        raise UserError(f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{kind}.")
+        raise UserError(
+            f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{kind}."
+        )
 
 
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
-    """The quantisation that the two options request; UserError if both are given, or bitsandbytes is not installed."""
+    """The quantisation that the two options request; UserError if both are given, or
+    bitsandbytes is not installed.
+    """
     if load_in_8bit and load_in_4bit:
         raise UserError("--load-in-8bit and --load-in-4bit exclude each other; give only one.")
     if not (load_in_8bit or load_in_4bit):
         return None
     if find_spec("bitsandbytes") is None:
-        raise UserError("--load-in-8bit and --load-in-4bit need bitsandbytes. Install it: pip install 'emp-llm[quantize]'")
+        raise UserError(
+            "--load-in-8bit and --load-in-4bit need bitsandbytes. Install it: pip "
+            "install 'emp-llm[quantize]'"
+        )
     return "8bit" if load_in_8bit else "4bit"
 
 
@@ -96,20 +113,27 @@ def quantization_config(quantization: Quantization) -> "transformers.BitsAndByte
     import torch
     import transformers
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of every cast, and LLM.int8 consists of casts
+    # It warns of every cast, and LLM.int8 consists of casts.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if quantization == "8bit":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
 
 
 def plain_config(model_config: Any) -> dict[str, Any]:
     """The values of a model's configuration; none for None."""
-    values: dict[str, Any] = model_config or {} if isinstance(model_config, dict | None) else model_config.to_dict()
+    values: dict[str, Any] = (
+        model_config or {} if isinstance(model_config, dict | None) else model_config.to_dict()
+    )
     return values
 
 
 def check_ids(ids: Any, model_config: Any, where: str) -> None:
-    """Raise UserError if token ids are not all of a model's vocabulary; `where` is what they come from."""
+    """Raise UserError if token ids are not all of a model's vocabulary; `where` is what they
+    come from.
+    """
     config = plain_config(model_config)
     vocabulary = (config.get("text_config") or config).get("vocab_size")
     if (
@@ -119,13 +143,15 @@ def check_ids(ids: Any, model_config: Any, where: str) -> None:
         and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary
     ):
         raise UserError(
-            f"{where}: token id {int(ids.max())} is beyond the model's {vocabulary:,} tokens. The tokenizer may be another "
-            "model's; copy the files of its own."
+            f"{where}: token id {int(ids.max())} is beyond the model's {vocabulary:,} tokens. The "
+            "tokenizer may be another model's; copy the files of its own."
         )
 
 
 def max_context(model_config: Any) -> int | None:
-    """The longest sequence for which a model has positions, in tokens; None if its config does not say."""
+    """The longest sequence for which a model has positions, in tokens; None if its config does
+    not say.
+    """
     config = plain_config(model_config)
     text = config.get("text_config") or config
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):

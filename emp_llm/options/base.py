@@ -1,4 +1,6 @@
-"""Declaration of options: fields of dataclasses and structs, or parameters of a command, each annotated with an `Opt`."""
+"""Declaration of options: fields of dataclasses and structs, or parameters of a command, each
+annotated with an `Opt`.
+"""
 
 import inspect
 import math
@@ -34,13 +36,16 @@ class Opt:
 
 
 class Some(NamedTuple):
-    """Some fields of a group of options: `Annotated[Recipe, Some("targets", "ignore")]`. The others keep their defaults."""
+    """Some fields of a group of options: `Annotated[Recipe, Some("targets", "ignore")]`. The
+    others keep their defaults.
+    """
 
     names: tuple[str, ...]
 
 
 class Given(frozenset[str]):
-    """The names of the options that a call of a command names, also with values that equal their defaults.
+    """The names of the options that a call of a command names, also with values that equal their
+    defaults.
 
     A command that declares a parameter of this type is told.
     """
@@ -67,7 +72,12 @@ class Option(NamedTuple):
     @property
     def choices(self) -> list[Any]:
         """The values allowed; empty if not only some are."""
-        return [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        return [
+            choice
+            for kind in self.kinds
+            if get_origin(kind) is Literal
+            for choice in get_args(kind)
+        ]
 
     def checked(self, value: Any) -> Any:
         """A value of this option; text is accepted for a path, and a path for text.
@@ -75,7 +85,8 @@ class Option(NamedTuple):
         Raises:
             UserError: it is of another type, none of the choices, too small or too large.
         """
-        flag, kinds = self.flag.split("/")[0], self.kinds
+        flag = self.flag.split("/")[0]
+        kinds = self.kinds
         if value is None and (self.parameter.default is None or NoneType in kinds):
             return None
         if self.choices:
@@ -85,7 +96,9 @@ class Option(NamedTuple):
         if isinstance(value, str | Path):
             of_one = next((kind for kind in (str, Path) if kind in kinds), None)
             value = value if of_one is None or isinstance(value, of_one) else of_one(value)
-        elif isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
+        elif isinstance(value, list | tuple) and all(
+            isinstance(item, str | Path) for item in value
+        ):
             of_each = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
             value = value if of_each is None else [of_each(item) for item in value]
         check_type(flag, value, *kinds)
@@ -110,8 +123,13 @@ _WORDS = {
 def check_type(name: str, value: Any, *kinds: Any) -> None:
     """Raise UserError unless an argument is of one of some types."""
     if Any not in kinds and not any(_is_of(value, kind) for kind in kinds):
-        wanted = " or ".join(_WORDS.get(kind, f"of type {kind.__name__}") for kind in kinds if kind is not NoneType)
-        hint = " For a model in memory there is prune_model; or save it with save_pretrained, and give its folder."
+        wanted = " or ".join(
+            _WORDS.get(kind, f"of type {kind.__name__}") for kind in kinds if kind is not NoneType
+        )
+        hint = (
+            " For a model in memory there is prune_model; or save it with save_pretrained, and "
+            "give its folder."
+        )
         hint = hint if hasattr(value, "forward") else ""
         raise UserError(f"{name} must be {wanted}, got {_shown(value)}.{hint}")
 
@@ -119,7 +137,11 @@ def check_type(name: str, value: Any, *kinds: Any) -> None:
 def _shown(value: Any) -> str:
     """A wrong value in a message: as it is, or by its type if that is long."""
     text = repr(value)
-    return text if len(text) <= 60 and text.isprintable() else f"a value of type {type(value).__name__}"
+    return (
+        text
+        if len(text) <= 60 and text.isprintable()
+        else (f"a value of type {type(value).__name__}")
+    )
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -127,12 +149,16 @@ def _is_of(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(isinstance(item, get_args(kind)[0]) for item in value)
+        return isinstance(value, list) and all(
+            isinstance(item, get_args(kind)[0]) for item in value
+        )
     return isinstance(value, int | float if kind is float else kind)
 
 
 def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
-    """The group of options that a parameter of a command is, or None for a single option; and its options by name."""
+    """The group of options that a parameter of a command is, or None for a single option; and
+    its options by name.
+    """
     hint = parameter.annotation
     if hint is Given:
         return Given, {}
@@ -162,7 +188,9 @@ def options_of(group: type[Any]) -> dict[str, Option]:
 
 
 def check_values(options: Any) -> None:
-    """Raise UserError for a value of a dataclass or struct that its option, or its field's type, does not allow."""
+    """Raise UserError for a value of a dataclass or struct that its option, or its field's type,
+    does not allow.
+    """
     known = options_of(options.__class__)
     for name, option in known.items():
         option.checked(getattr(options, name))

@@ -17,29 +17,46 @@ class CalibrationOptions:
     """The calibration text and the forward passes over it.
 
     Attributes:
-        execution: the whole model at once, or block by block; auto: block by block if any part of the model is offloaded.
+        execution: the whole model at once, or block by block; auto: block by block if any part of
+            the model is offloaded.
         hidden_states: where they are stored between blocks.
-        resumable_calibration: keep the hidden states of finished blocks on disk, so that an interrupted calibration resumes.
+        resumable_calibration: keep the hidden states of finished blocks on disk, so that an
+            interrupted calibration resumes.
     """
 
     calibration: Annotated[
         str | None,
-        Opt(f"Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix: a:64,b:64; default: {TEXT}."),
+        Opt(
+            "Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix: "
+            f"a:64,b:64; default: {TEXT}."
+        ),
     ] = None
-    samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.", minimum=1)] = None
-    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.", minimum=1)] = None
+    samples: Annotated[
+        int | None, Opt("Number of calibration sequences; default: the recipe's.", minimum=1)
+    ] = None
+    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.", minimum=1)] = (
+        None
+    )
     batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
-    execution: Annotated[Execution, Opt("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")] = "auto"
+    execution: Annotated[
+        Execution, Opt("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")
+    ] = "auto"
     hidden_states: Annotated[Place, Opt("Where hidden states are kept between blocks.")] = "auto"
     resumable_calibration: Annotated[
         bool,
         Opt(
-            "By blocks, save hidden states to disk now and then, so that an interrupted run can resume.",
+            "By blocks, save hidden states to disk now and then, so that an interrupted run can "
+            "resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
     seed: Annotated[
-        int, Opt("Random seed of shuffled or generated texts, of training and of searches.", minimum=0, maximum=2**32 - 1)
+        int,
+        Opt(
+            "Random seed of shuffled or generated texts, of training and of searches.",
+            minimum=0,
+            maximum=2**32 - 1,
+        ),
     ] = 0
 
     @property

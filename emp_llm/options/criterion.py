@@ -18,7 +18,9 @@ _PREFIX = "emp_llm_criterion_"
 
 
 def own_name(criterion: str | Callable[..., Any] | None, scores: Any = None) -> str | None:
-    """The name in methods of the user's criterion or scores; None without one, and for a module without a function."""
+    """The name in methods of the user's criterion or scores; None without one, and for a module
+    without a function.
+    """
     if scores is not None:
         return GIVEN.name
     if criterion is None or isinstance(criterion, str):
@@ -26,23 +28,29 @@ def own_name(criterion: str | Callable[..., Any] | None, scores: Any = None) -> 
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def find_criterion(name: str, criterion: str | Callable[..., Any] | None, scores: Any = None) -> Criterion:
+def find_criterion(
+    name: str, criterion: str | Callable[..., Any] | None, scores: Any = None
+) -> Criterion:
     """The user's criterion of a method.
 
     Args:
         name: the method without "emp-".
-        criterion: the function; MODULE:FUNCTION or FILE.py:FUNCTION; or MODULE or FILE.py, whose function is `name`.
+        criterion: the function; MODULE:FUNCTION or FILE.py:FUNCTION; or MODULE or FILE.py, whose
+            function is `name`.
         scores: given scores, in place of a criterion.
 
     Raises:
-        UserError: there is no such module or function, or the function takes other arguments than a criterion.
+        UserError: there is no such module or function, or the function takes other arguments than a
+            criterion.
     """
     if scores is not None or criterion is None:
         return GIVEN
     function: Any = criterion
     function_name = None
     if isinstance(criterion, str):
-        where, _, function_name = criterion.rpartition(":") if ":" in criterion else (criterion, "", name)
+        where, _, function_name = (
+            criterion.rpartition(":") if ":" in criterion else (criterion, "", name)
+        )
         function = _names_in(where, criterion).get(function_name)
         if not callable(function):
             raise UserError(f"--criterion {criterion}: {where} has no function {function_name}.")
@@ -54,10 +62,13 @@ def find_criterion(name: str, criterion: str | Callable[..., Any] | None, scores
 
 
 def criterion_origin(criterion: Criterion) -> tuple[str, str | None]:
-    """(module and function, SHA-256 of the source file) of a criterion, for records. No path is included."""
+    """(module and function, SHA-256 of the source file) of a criterion, for records. No path is
+    included.
+    """
     function = criterion.score
     module = getattr(function, "__module__", None) or type(function).__module__
-    label = f"{module.removeprefix(_PREFIX)}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    label = f"{module.removeprefix(_PREFIX)}:{name}"
     try:
         source = inspect.getsourcefile(inspect.unwrap(function))
         digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
@@ -73,20 +84,28 @@ def _names_in(where: str, criterion: str) -> dict[str, Any]:
         if not path.is_file():
             raise UserError(f"--criterion {criterion}: no file {path}.")
         if path.suffix != ".py":
-            raise UserError(f"--criterion {criterion}: {path} is no Python file; its name must end in .py.")
+            raise UserError(
+                f"--criterion {criterion}: {path} is no Python file; its name must end in .py."
+            )
         return _run_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
-    sys.path.append(os.getcwd())  # the console script does not look there; last, so that no file there shadows another module
+    # The console script does not look there; last, so that no file there shadows another module.
+    sys.path.append(os.getcwd())
     try:
         return vars(importlib.import_module(where))
     except ModuleNotFoundError as error:
         if error.name is not None and where.split(".")[0] == error.name.split(".")[0]:
             raise UserError(
-                f"--criterion {criterion}: no module {where}. Give MODULE:FUNCTION for a module that Python finds, or "
-                "FILE.py:FUNCTION."
+                f"--criterion {criterion}: no module {where}. Give MODULE:FUNCTION for a module "
+                "that Python finds, or FILE.py:FUNCTION."
             ) from error
-        raise UserError(f"--criterion {criterion}: {where} needs the module {error.name}, which is not installed.") from error
+        raise UserError(
+            f"--criterion {criterion}: {where} needs the module {error.name}, which is "
+            "not installed."
+        ) from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"--criterion {criterion}: {where!r} is not the name of a module ({reason(error)}).") from error
+        raise UserError(
+            f"--criterion {criterion}: {where!r} is not the name of a module ({reason(error)})."
+        ) from error
     finally:
         sys.path.pop()
 

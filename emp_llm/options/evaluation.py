@@ -12,14 +12,25 @@ TableFormat = Literal["terminal", "markdown"]
 class SuiteOptions:
     """The suite, or tasks without one, and a limit on their size."""
 
-    suite: Annotated[str | None, Opt("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.")] = (
-        None
-    )
+    suite: Annotated[
+        str | None,
+        Opt("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity."),
+    ] = None
     tasks: Annotated[str | list[str] | None, Opt("lm-eval tasks a,b instead of a suite.")] = None
     num_fewshot: Annotated[
-        int | None, Opt("Examples before each question, for --tasks; default: each task's own number.", minimum=0)
+        int | None,
+        Opt(
+            "Examples before each question, for --tasks; default: each task's own number.",
+            minimum=0,
+        ),
     ] = None
-    apply_chat_template: Annotated[bool, Opt("Ask the questions of tasks through the tokenizer's chat template.")] = False
+    apply_chat_template: Annotated[
+        bool, Opt("Ask the questions of tasks through the tokenizer's chat template.")
+    ] = False
     limit: Annotated[
-        int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.", minimum=1)
+        int | None,
+        Opt(
+            "Use at most this many examples per task and blocks of text; results are partial.",
+            minimum=1,
+        ),
     ] = None

@@ -18,19 +18,28 @@ class PlanOptions(PointOptions):
     """Options of `plan`. None: the default, which a table may replace.
 
     Attributes:
-        per: "recipe": each recipe is pruned and evaluated by jobs of its own; "model": one sweep for each model, which keeps no
-            checkpoints.
+        per: "recipe": each recipe is pruned and evaluated by jobs of its own; "model": one sweep
+            for each model, which keeps no checkpoints.
     """
 
     table: Annotated[
-        Path | None, Opt("TOML table with these options; those of the command line replace them.", argument=True)
+        Path | None,
+        Opt(
+            "TOML table with these options; those of the command line replace them.", argument=True
+        ),
     ] = field(default=None, kw_only=False)
     output: Annotated[Path, Opt("Folder of the study.")] = Path("study")
-    overwrite: Annotated[bool, Opt("Replace another plan in the folder; finished outputs stay.")] = False
-    models: Annotated[str | list[str] | None, Opt("Model folders or Hub ids, separated by commas.")] = None
+    overwrite: Annotated[
+        bool, Opt("Replace another plan in the folder; finished outputs stay.")
+    ] = False
+    models: Annotated[
+        str | list[str] | None, Opt("Model folders or Hub ids, separated by commas.")
+    ] = None
     betas: Annotated[str | None, Opt("Betas of the emp methods; default: 1.")] = None
     suite: Annotated[str | None, Opt(f"Evaluation suite; default: {DEFAULT_SUITE}.")] = None
-    limit: Annotated[int | None, Opt("Use at most this many examples per task and blocks of text.", minimum=1)] = None
+    limit: Annotated[
+        int | None, Opt("Use at most this many examples per task and blocks of text.", minimum=1)
+    ] = None
     calibration: Annotated[str | None, Opt("Calibration text, as for prune.")] = None
     samples: Annotated[int | None, Opt("Number of calibration sequences.", minimum=1)] = None
     seqlen: Annotated[int | None, Opt("Tokens per calibration sequence.", minimum=1)] = None
@@ -38,15 +47,31 @@ class PlanOptions(PointOptions):
     dtype: Annotated[Dtype | None, Opt("Dtype of forward passes; default: auto.")] = None
     per: Annotated[
         Literal["recipe", "model"] | None,
-        Opt("Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: recipe."),
+        Opt(
+            "Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: "
+            "recipe."
+        ),
     ] = None
-    prune_options: Annotated[str | None, Opt("Further options of every prune (or sweep), as one text.")] = None
-    evaluate_options: Annotated[str | None, Opt("Further options of every evaluate, as one text.")] = None
+    prune_options: Annotated[
+        str | None, Opt("Further options of every prune (or sweep), as one text.")
+    ] = None
+    evaluate_options: Annotated[
+        str | None, Opt("Further options of every evaluate, as one text.")
+    ] = None
     gpu_gb: Annotated[
-        float | None, Opt(f"Memory of a GPU in GB; 0: the jobs run on CPUs. Default: {DEFAULT_GPU_GB:g}.", minimum=0)
+        float | None,
+        Opt(
+            f"Memory of a GPU in GB; 0: the jobs run on CPUs. Default: {DEFAULT_GPU_GB:g}.",
+            minimum=0,
+        ),
     ] = None
     processes: Annotated[
-        int | None, Opt("Processes of a job on each node, each with a whole model on a GPU of its own; default: 1.", minimum=1)
+        int | None,
+        Opt(
+            "Processes of a job on each node, each with a whole model on a GPU of its "
+            "own; default: 1.",
+            minimum=1,
+        ),
     ] = None
     nodes: Annotated[int | None, Opt("Nodes of a job; default: 1.", minimum=1)] = None
     trust_remote_code: Annotated[bool, Opt("Run code from the model repositories.")] = False

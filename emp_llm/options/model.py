@@ -10,7 +10,9 @@ from emp_llm.options.base import Opt
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 DTYPES = get_args(Dtype)
 Runtime = Literal["dense", "sparse"]
-MaskDevice = Annotated[Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")]
+MaskDevice = Annotated[
+    Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")
+]
 TrustRemoteCode = Annotated[bool, Opt("Run code from the model repository.")]
 DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -19,7 +21,9 @@ DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 class ModelOptions:
     """A model from a folder or from the Hub."""
 
-    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = field(kw_only=False)
+    model: Annotated[str, Opt("Model folder or Hub id.", argument=True, flag="--model")] = field(
+        kw_only=False
+    )
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -28,7 +32,9 @@ class ModelOptions:
 class LoadingOptions:
     """Loading for forward passes."""
 
-    device_map: Annotated[str, Opt("Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto"
+    device_map: Annotated[
+        str, Opt("Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.")
+    ] = "auto"
     dtype: Annotated[Dtype, Opt("Dtype of forward passes.")] = "auto"
 
 
@@ -36,7 +42,9 @@ class LoadingOptions:
 class QuantizationOptions:
     """Quantisation by bitsandbytes at load time."""
 
-    load_in_8bit: Annotated[bool, Opt("Run forward passes in 8 bits (bitsandbytes, LLM.int8).")] = False
+    load_in_8bit: Annotated[bool, Opt("Run forward passes in 8 bits (bitsandbytes, LLM.int8).")] = (
+        False
+    )
     load_in_4bit: Annotated[bool, Opt("Run forward passes in 4 bits (bitsandbytes, NF4).")] = False
 
 

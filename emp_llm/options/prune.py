@@ -19,73 +19,139 @@ STRUCTURE_CRITERIA = {
     "experts": ("reap", "man", "frequency", "mass", "magnitude"),
     "layers": ("cosine",),
 }
-_OF_UNITS = tuple({name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"})
-_KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear", "experts": "mlp", "layers": "all-linear"}
-# Options that are for weights and not for units: of the scores and layers, which measure has too, and of prune.
+_OF_UNITS = tuple(
+    {name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"}
+)
+_KINDS = {
+    "heads": "attention",
+    "neurons": "mlp",
+    "both": "all-linear",
+    "experts": "mlp",
+    "layers": "all-linear",
+}
+# Options that are for weights and not for units: of the scores and layers, which measure has too,
+# and of prune.
 OF_WEIGHTS = ("criterion", "scores", "score_map", "score", "count_by", "ignore", "targets", "tower")
-_OF_WEIGHTS = (*OF_WEIGHTS, "pattern", "shares", "neff_dtype", "match_by", "group", "propagate", "mask_device")
+_OF_WEIGHTS = (
+    *OF_WEIGHTS,
+    "pattern",
+    "shares",
+    "neff_dtype",
+    "match_by",
+    "group",
+    "propagate",
+    "mask_device",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOptions):
     """The options of `prune` that are not part of the recipe."""
 
-    propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
+    propagate: Annotated[
+        Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")
+    ] = "dense"
     mask_device: MaskDevice = "cpu"
-    parameters: Annotated[str | None, Opt("Keep at most so many parameters, such as 6e9, in place of a sparsity.")] = None
-    memory: Annotated[str | None, Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure).")] = (
-        None
-    )
+    parameters: Annotated[
+        str | None, Opt("Keep at most so many parameters, such as 6e9, in place of a sparsity.")
+    ] = None
+    memory: Annotated[
+        str | None,
+        Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure)."),
+    ] = None
     check: Annotated[
         bool,
-        Opt("Measure the perplexity of held-out text before and after; not with --evaluate.", flag="--check/--no-check"),
+        Opt(
+            "Measure the perplexity of held-out text before and after; not with --evaluate.",
+            flag="--check/--no-check",
+        ),
     ] = True
     evaluate: Annotated[
-        str | None, Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it.")
+        str | None,
+        Opt(
+            "Evaluate the dense and the pruned model with this suite (name or file); "
+            ",limit=N shortens it."
+        ),
     ] = None
-    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
-    output: Annotated[Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")] = None
-    overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")] = False
+    baseline: Annotated[
+        Path | None, Opt("Results file of the dense model, used instead of evaluating it.")
+    ] = None
+    output: Annotated[
+        Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")
+    ] = None
+    overwrite: Annotated[
+        bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")
+    ] = False
     dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False
-    push_to_hub: Annotated[str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")] = None
+    push_to_hub: Annotated[
+        str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")
+    ] = None
     private: Annotated[bool, Opt("Create that repository as private.")] = False
-    push_revision: Annotated[str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")] = None
+    push_revision: Annotated[
+        str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")
+    ] = None
 
 
 def check_wanted(options: PruneOptions, given: Given, data: object) -> None:
-    """Raise UserError if the user asks for a check, and the run measures more, or reads no text (`data` is None)."""
+    """Raise UserError if the user asks for a check, and the run measures more, or reads no text
+    (`data` is None).
+    """
     if "check" not in given or not options.check:
         return
     if options.evaluate is not None:
         raise UserError("--check: --evaluate measures both models. Leave out one of them.")
     if data is None:
-        raise UserError("--check measures text behind that of the calibration, and this run reads none. Leave it out.")
+        raise UserError(
+            "--check measures text behind that of the calibration, and this run reads "
+            "none. Leave it out."
+        )
 
 
-def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given) -> None:
-    """Raise UserError for invalid or conflicting options; `given` are the names of those that the user gave."""
+def check_options(
+    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+) -> None:
+    """Raise UserError for invalid or conflicting options; `given` are the names of those that
+    the user gave.
+    """
     structure.check(given)
     if structure.structure is not None:
         check_for_units(given, _OF_WEIGHTS)
         _check_structured(structured(recipe, structure), options)
     elif recipe.name in _OF_UNITS:
-        units = "heads and neurons" if recipe.name == "taylor" else "layers" if recipe.name == "cosine" else "experts"
-        raise UserError(f"--method {recipe.method} scores {units}, not weights. Add --structure, or use emp-wanda.")
+        units = (
+            ("heads and neurons")
+            if recipe.name == "taylor"
+            else "layers"
+            if recipe.name == "cosine"
+            else "experts"
+        )
+        raise UserError(
+            f"--method {recipe.method} scores {units}, not weights. Add --structure, "
+            "or use emp-wanda."
+        )
     else:
         recipe.check()
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:
                 flag = options_of(Recipe)[name].flag
-                raise UserError(f"--parameters and --memory set the sparsity; leave out {flag}, or both of them.")
+                raise UserError(
+                    f"--parameters and --memory set the sparsity; leave out {flag}, or "
+                    "both of them."
+                )
         if structure.keep_shapes:
-            raise UserError("--keep-shapes keeps the size of the model; leave it out, or --parameters and --memory.")
+            raise UserError(
+                "--keep-shapes keeps the size of the model; leave it out, or "
+                "--parameters and --memory."
+            )
     if options.baseline is not None and options.evaluate is None:
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
         raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
     if recipe.updates and options.execution == "model":
-        raise UserError(f"{recipe.update_flag} runs the model block by block; leave out --execution model.")
+        raise UserError(
+            f"{recipe.update_flag} runs the model block by block; leave out --execution model."
+        )
     if structure.structure is not None:
         return
     quantised = options.load_in_8bit or options.load_in_4bit
@@ -97,24 +163,29 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         recipe.check_propagated(options.activations)
     if recipe.moves:
-        searches, flag = recipe.name in SEARCHES, recipe.update_flag if recipe.updates else "--heal"
+        searches = recipe.name in SEARCHES
+        flag = recipe.update_flag if recipe.updates else "--heal"
         if quantised:
             raise UserError(f"{flag} cannot change quantised weights; {leave_out}")
         if options.calibration is None and options.activations is not None:
             raise UserError(
-                f"{flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
-                f"--activations{'' if searches else f', or {flag}'}; or name the text with --calibration."
+                f"{flag} fits weights to the calibration text, and --activations holds only its "
+                f"norms. Leave out --activations{'' if searches else f', or {flag}'}; or name the "
+                "text with --calibration."
             )
         if options.calibration is None and not searches and not recipe.needs_activations:
             raise UserError(
-                f"{flag} fits weights to a calibration text, and method {recipe.method} needs none. Leave out {flag}, or "
-                "name the text with --calibration."
+                f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
+                f"none. Leave out {flag}, or name the text with --calibration."
             )
 
 
 def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
-    """The recipe of a structured run: of the units in place of weights. The default method is that of the structure."""
-    default, method = STRUCTURE_CRITERIA[structure.structure][0], recipe.method
+    """The recipe of a structured run: of the units in place of weights. The default method is
+    that of the structure.
+    """
+    default = STRUCTURE_CRITERIA[structure.structure][0]
+    method = recipe.method
     if method == "emp-wanda" and default != "magnitude":
         method = f"emp-{default}"
     return recipe.but(method=method, targets=_KINDS[structure.structure], structure=structure)
@@ -123,29 +194,48 @@ def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
 def check_for_units(given: Given, of_weights: tuple[str, ...]) -> None:
     """Raise UserError for given options that do not go with --structure."""
     options = options_of(Recipe) | options_of(PruneOptions)
-    instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}
+    instead = {
+        "group": "Use --structure-group",
+        "targets": "Use --structure heads, neurons or both",
+    }
     for name in of_weights:
         if name in given:
-            raise UserError(f"{options[name].flag} does not go with --structure. {instead.get(name, 'Leave it out')}.")
+            raise UserError(
+                f"{options[name].flag} does not go with --structure. "
+                f"{instead.get(name, 'Leave it out')}."
+            )
 
 
 def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
     """Raise UserError for options that do not go with --structure."""
     if options.load_in_8bit or options.load_in_4bit:
-        raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
+        raise UserError(
+            "--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit."
+        )
     assert recipe.structure is not None
-    units, known = recipe.structure.structure, STRUCTURE_CRITERIA[recipe.structure.structure]
+    units = recipe.structure.structure
+    known = STRUCTURE_CRITERIA[recipe.structure.structure]
     if recipe.name not in known:
         names = ", ".join(f"emp-{each}, {each}" for each in known)
         scored = "heads or neurons" if known is _OF_PARTS else units
         raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {names}.")
     if units in ("experts", "layers") and options.activations is not None:
-        raise UserError(f"--activations holds norms of inputs, which do not score {units}. Leave it out.")
+        raise UserError(
+            f"--activations holds norms of inputs, which do not score {units}. Leave it out."
+        )
     if units == "layers" and recipe.refit:
-        raise UserError("--refit moves weights within layers, and --structure layers removes whole ones. Leave it out.")
+        raise UserError(
+            "--refit moves weights within layers, and --structure layers removes whole "
+            "ones. Leave it out."
+        )
     if options.activations is not None and recipe.name == "taylor":
-        raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
+        raise UserError(
+            "--activations holds norms, and --method taylor needs gradients. Leave it "
+            "out, or use --method wanda."
+        )
     if options.activations is not None and recipe.moves:
         flag = "--refit" if recipe.refit else "--heal"
-        raise UserError(f"--activations holds norms, and {flag} needs a text. Leave out one of them.")
+        raise UserError(
+            f"--activations holds norms, and {flag} needs a text. Leave out one of them."
+        )
     recipe.check()

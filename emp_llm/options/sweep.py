@@ -22,7 +22,9 @@ class PointOptions:
     betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
     orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
     sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
-    emp_sparsities: Annotated[str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")] = None
+    emp_sparsities: Annotated[
+        str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")
+    ] = None
     patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
 
 
@@ -30,12 +32,21 @@ class PointOptions:
 class SweepOptions(PointOptions):
     """The points of a sweep, and its folder."""
 
-    methods: Annotated[str | None, Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion.")] = None
+    methods: Annotated[
+        str | None,
+        Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion."),
+    ] = None
     matched_baselines: Annotated[
-        bool, Opt("Add two uniform baselines to each emp point: the same total, and the same count in every matrix.")
+        bool,
+        Opt(
+            "Add two uniform baselines to each emp point: the same total, and the same count "
+            "in every matrix."
+        ),
     ] = False
     mask_device: MaskDevice = "cpu"
-    output: Annotated[Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")] = None
+    output: Annotated[
+        Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")
+    ] = None
     overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
     keep: Annotated[bool, Opt("Also write the checkpoint of every point.")] = False
     dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
@@ -48,7 +59,8 @@ class SweepPoint:
     Attributes:
         name: of its folder.
         recipe: of the point.
-        baseline_of: for a baseline, the name of the EMP point that keeps as many weights; `recipe.match` too.
+        baseline_of: for a baseline, the name of the EMP point that keeps as many weights;
+            `recipe.match` too.
     """
 
     name: str
@@ -64,24 +76,41 @@ def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> lis
         updates: take methods that move kept weights too, for commands other than a sweep.
 
     Raises:
-        UserError: an option is not a list of its kind, or applies to none of the methods; or a recipe conflicts.
+        UserError: an option is not a list of its kind, or applies to none of the methods; or a
+            recipe conflicts.
     """
-    own = f",emp-{shared.name},{shared.name}" if shared.criterion is not None or shared.scores is not None else ""
+    own = (
+        f",emp-{shared.name},{shared.name}"
+        if shared.criterion is not None or shared.scores is not None
+        else ""
+    )
     methods = parse_words(how.methods or f"{METHODS}{own}", "--methods")
     if "best" in methods:
-        raise UserError("--methods: best is for prune; plan --methods emp-admm --prune-options '--refit --heal'.")
+        raise UserError(
+            "--methods: best is for prune; plan --methods emp-admm --prune-options "
+            "'--refit --heal'."
+        )
     for method in methods:
         check_method(shared.with_method(method), "--methods:")
     adaptive = [method for method in methods if method.startswith("emp-")]
     for names, found, kind in (
         (("betas", "orders", "matched_baselines", "emp_sparsities"), adaptive, "emp methods"),
-        (("sparsities", "patterns"), [method for method in methods if method not in adaptive], "methods without emp-"),
+        (
+            ("sparsities", "patterns"),
+            [method for method in methods if method not in adaptive],
+            "methods without emp-",
+        ),
     ):
         for flag in [f"--{name.replace('_', '-')}" for name in names if getattr(how, name)]:
             if not found:
-                raise UserError(f"{flag} is for {kind}, and --methods has none; leave {flag} out or add one.")
+                raise UserError(
+                    f"{flag} is for {kind}, and --methods has none; leave {flag} out or add one."
+                )
     if shared.group == "all" and how.matched_baselines:
-        raise UserError("--matched-baselines fixes the count of every matrix; use --group row or matrix, not all.")
+        raise UserError(
+            "--matched-baselines fixes the count of every matrix; use --group row or "
+            "matrix, not all."
+        )
     betas = how.betas or (None if how.emp_sparsities else BETAS)
     sparsities = how.sparsities or (None if how.patterns else "0.5")
     points: dict[str, SweepPoint] = {}
@@ -92,36 +121,61 @@ def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> lis
         if recipe.adaptive and how.matched_baselines:  # the same criterion with uniform rows
             for by in get_args(MatchBy):
                 baseline = f"{recipe.name}-{by}-as-{name}"
-                points[baseline] = SweepPoint(baseline, recipe.with_method(recipe.name, match=name, match_by=by), name)
+                points[baseline] = SweepPoint(
+                    baseline, recipe.with_method(recipe.name, match=name, match_by=by), name
+                )
 
     for method in methods:
         if method in adaptive:
             for order in parse_numbers(how.orders or "2", "--orders"):
                 name = method if order == 2 else f"{method}-order-{_short(order)}"
                 for beta in parse_numbers(betas, "--betas") if betas else []:
-                    add(f"{name}-beta-{_short(beta)}", shared.with_method(method, order=order, beta=beta))
-                for sparsity in parse_numbers(how.emp_sparsities, "--emp-sparsities") if how.emp_sparsities else []:
-                    add(f"{name}-{_short(sparsity)}", shared.with_method(method, order=order, sparsity=sparsity))
+                    add(
+                        f"{name}-beta-{_short(beta)}",
+                        shared.with_method(method, order=order, beta=beta),
+                    )
+                for sparsity in (
+                    parse_numbers(how.emp_sparsities, "--emp-sparsities")
+                    if how.emp_sparsities
+                    else []
+                ):
+                    add(
+                        f"{name}-{_short(sparsity)}",
+                        shared.with_method(method, order=order, sparsity=sparsity),
+                    )
             continue
         for sparsity in parse_numbers(sparsities, "--sparsities") if sparsities else []:
             add(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity))
         for pattern in parse_words(how.patterns, "--patterns") if how.patterns else []:
-            recipe = shared.with_method(method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None)
+            recipe = shared.with_method(
+                method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
+            )
             add(f"{method}-{pattern.replace(':', 'of')}", recipe)
     _check_shared(list(points.values()), shared, updates)
     return list(points.values())
 
 
 def _check_shared(points: list[SweepPoint], shared: Recipe, updates: bool) -> None:
-    """Raise UserError for a method that moves kept weights, or for options of the scores that no point uses."""
+    """Raise UserError for a method that moves kept weights, or for options of the scores that no
+    point uses.
+    """
     moving = next((point.recipe.method for point in points if point.recipe.updates), None)
     if moving is not None and not updates:
-        raise UserError(f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead.")
+        raise UserError(
+            f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead."
+        )
     fixed = "methods with a fixed sparsity and activations"
-    for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods"), ("shares", fixed)):
+    for name, needed in (
+        ("score", "methods that need activations"),
+        ("count_by", "emp methods"),
+        ("shares", fixed),
+    ):
         asked = getattr(shared, name)
         if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):
-            raise UserError(f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods has none that it changes.")
+            raise UserError(
+                f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods "
+                "has none that it changes."
+            )
 
 
 def _short(number: float) -> str:

@@ -12,7 +12,17 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.selection.rule import floor_count
 
 _HEADER = 320  # bytes of a packed tensor's entries in headers, at most
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
+_UNITS = {
+    "": 1,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "KI": 2.0**10,
+    "MI": 2.0**20,
+    "GI": 2.0**30,
+    "TI": 2.0**40,
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,8 @@ class Budget:
     Attributes:
         flag: the option and its value, as the user wrote it.
         parameters: number of parameters; of weights, those that are not zero.
-        bytes: of all tensors in the dtypes of the checkpoint; of weights, in the packed format. One of both is None.
+        bytes: of all tensors in the dtypes of the checkpoint; of weights, in the packed format. One
+            of both is None.
     """
 
     flag: str
@@ -31,18 +42,32 @@ class Budget:
 
     @classmethod
     def of(cls, parameters: str | None, memory: str | None) -> "Budget | None":
-        """The budget of --parameters and --memory; None if neither is given. UserError if it is not a size."""
+        """The budget of --parameters and --memory; None if neither is given. UserError if it is
+        not a size.
+        """
         if parameters is not None and memory is not None:
             raise UserError("--parameters and --memory both set the size; give only one.")
         if parameters is not None:
-            return cls(f"--parameters {parameters}", _number(parameters, r"[BM]?", "--parameters", "6e9 or 6B"), None)
+            return cls(
+                f"--parameters {parameters}",
+                _number(parameters, r"[BM]?", "--parameters", "6e9 or 6B"),
+                None,
+            )
         if memory is not None:
-            return cls(f"--memory {memory}", None, _number(memory, r"[KMGT]I?B|B|", "--memory", "24GB or 20GiB"))
+            return cls(
+                f"--memory {memory}",
+                None,
+                _number(memory, r"[KMGT]I?B|B|", "--memory", "24GB or 20GiB"),
+            )
         return None
 
     def fits(self, parameters: int, size: int) -> bool:
         """Whether a model of so many parameters and bytes keeps to the budget."""
-        return parameters <= self.parameters if self.parameters is not None else size <= (self.bytes or 0)
+        return (
+            parameters <= self.parameters
+            if self.parameters is not None
+            else size <= (self.bytes or 0)
+        )
 
     def least(self, steps: int, size_at: Callable[[int], tuple[int, int]]) -> int:
         """The fewest of `steps` steps of removal after which the model keeps to the budget.
@@ -55,12 +80,18 @@ class Budget:
             UserError: the dense model keeps to it, or no smaller one does.
         """
         if self.fits(*size_at(0)):
-            raise UserError(f"{self.flag}: the dense model has {self._words(size_at(0))}, which is no more. Leave it out.")
+            raise UserError(
+                f"{self.flag}: the dense model has {self._words(size_at(0))}, which is "
+                "no more. Leave it out."
+            )
         if not self.fits(*size_at(steps)):
             raise UserError(
-                f"{self.flag}: what cannot be removed has {self._words(size_at(steps))}. Give more, or prune other parts too."
+                f"{self.flag}: what cannot be removed has {self._words(size_at(steps))}. Give "
+                "more, or prune other parts too."
             )
-        low, high = 0, steps  # the first is too large, the last fits
+        # the first is too large, the last fits
+        low = 0
+        high = steps
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(*size_at(middle)) else (middle, high)
@@ -76,11 +107,16 @@ def _number(text: str, unit: str, flag: str, example: str) -> float:
         value, units = float(found[1]), found[2].upper()  # type: ignore[index]
     except (TypeError, ValueError):
         raise UserError(f"{flag} {text!r} is not a size such as {example}.") from None
-    return value * (1e9 if units == "B" and flag == "--parameters" else _UNITS[units.removesuffix("B")])
+    return value * (
+        1e9 if units == "B" and flag == "--parameters" else _UNITS[units.removesuffix("B")]
+    )
 
 
-def with_budget(recipe: Recipe, budget: Budget, checkpoint: Checkpoint, targets: list[Target]) -> Recipe:
-    """The recipe with the lowest sparsity whose weights keep to a budget: parameters that are not zero, or packed bytes.
+def with_budget(
+    recipe: Recipe, budget: Budget, checkpoint: Checkpoint, targets: list[Target]
+) -> Recipe:
+    """The recipe with the lowest sparsity whose weights keep to a budget: parameters that are not
+    zero, or packed bytes.
 
     Raises:
         UserError: the dense model keeps to it, or no sparsity does.
@@ -88,13 +124,20 @@ def with_budget(recipe: Recipe, budget: Budget, checkpoint: Checkpoint, targets:
     rest = checkpoint.parameters - sum(target.matrix.numel for target in targets)
     others = sum(tensor.end - tensor.start + _HEADER for tensor in checkpoint.tensors.values())
     others -= sum(target.matrix.numel * word_bytes(target.matrix.stored) for target in targets)
-    adaptive, steps = recipe.adaptive, 1_000_000
+    adaptive = recipe.adaptive
+    steps = 1_000_000
 
     def size_at(step: int) -> tuple[int, int]:
-        kept, size = 0, 0
+        kept = 0
+        size = 0
         for target in targets:
-            matrix, share = target.matrix, step / steps
-            zeros = floor_count(share * matrix.numel) if adaptive else matrix.rows * floor_count(share * matrix.columns)
+            matrix = target.matrix
+            share = step / steps
+            zeros = (
+                floor_count(share * matrix.numel)
+                if adaptive
+                else matrix.rows * floor_count(share * matrix.columns)
+            )
             kept += matrix.numel - zeros
             size += packed_bytes(matrix.numel, word_bytes(matrix.stored), zeros)
         return rest + kept, others + size

@@ -1,4 +1,6 @@
-"""The weights to prune: the layers of a model that a recipe chooses, and the share of the model that they cover."""
+"""The weights to prune: the layers of a model that a recipe chooses, and the share of the model
+that they cover.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,9 @@ class Chosen:
         return self.architecture.checkpoint
 
     def layers_to_calibrate(self) -> list[Layer]:
-        """All linear layers, so that the activations can be reused for other targets, and all targets."""
+        """All linear layers, so that the activations can be reused for other targets, and all
+        targets.
+        """
         everything = self.architecture.select("all-linear") + self.targets
         if self.with_images and self.architecture.reads_images:
             everything += self.architecture.select("all-linear", tower="vision")
@@ -51,12 +55,18 @@ def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool
     check_coverage(coverage, recipe.targets, recipe.allow_partial)
     no_inputs = next((target for target in targets if target.layer.kind == "embedding"), None)
     if recipe.needs_activations and no_inputs is not None:
-        raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
+        raise UserError(
+            f"{no_inputs.name}: an embedding has no input activations; use a magnitude method."
+        )
     return Chosen(architecture, targets, coverage, with_images)
 
 
 def targets_of_folder(
-    folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, with_images: bool = False
+    folder: Path,
+    name: str,
+    recipe: Recipe,
+    trust_remote_code: bool = False,
+    with_images: bool = False,
 ) -> Chosen:
     """The targets of a model in a folder, which a prune can read and a calibration can reach.
 
@@ -65,17 +75,22 @@ def targets_of_folder(
         trust_remote_code: run code from the model's folder.
 
     Raises:
-        UserError: the folder is no checkpoint; the model is quantised (not to FP8, whose weights are removed as stored);
-            no layer matches, or most of the model cannot be pruned.
+        UserError: the folder is no checkpoint; the model is quantised (not to FP8, whose weights
+            are removed as stored); no layer matches, or most of the model cannot be pruned.
     """
     checkpoint = Checkpoint(folder)
     settings = checkpoint.config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if settings is not None and method != "fp8":
         how = f" ({quotable(method)})" if isinstance(method, str) else ""
-        raise UserError(f"{name}: it is already quantised{how}. Prune the original model and quantise the result.")
+        raise UserError(
+            f"{name}: it is already quantised{how}. Prune the original model and "
+            "quantise the result."
+        )
     names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
-    architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice)
+    architecture = Architecture.of_checkpoint(
+        checkpoint, recipe.blocks, trust_remote_code, names_suffice
+    )
     chosen = choose_targets(architecture, recipe, with_images)
     if recipe.needs_activations:
         check_calibrated([target.layer for target in chosen.targets], with_images)

@@ -1,7 +1,8 @@
-"""Counts: how many weights stay in each group of a model's targets. They are known before any mask is decided.
+"""Counts: how many weights stay in each group of a model's targets. They are known before any mask
+is decided.
 
-A group is a row, a matrix, or all targets. Where each group's own scores set its count, the counts are a rule; else they are a
-table with one number for each group.
+A group is a row, a matrix, or all targets. Where each group's own scores set its count, the counts
+are a rule; else they are a table with one number for each group.
 """
 
 import logging
@@ -40,26 +41,31 @@ from emp_llm.selection.rule import (
 )
 
 logger = logging.getLogger(__name__)
-REPORT_LIMIT = 4 * INDEX_LIMIT  # mixtures have tens of thousands of matrices, each with an entry in the report
+# Mixtures have tens of thousands of matrices, each with an entry in the report.
+REPORT_LIMIT = 4 * INDEX_LIMIT
 Numbers = dict[float, list[GroupNumbers]]
 
 
 def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None = None) -> Counts:
     """How many weights of each group a recipe keeps.
 
-    Weights are read for a requested sparsity of an emp method and for counts by magnitudes (once), and for shares by outliers
-    (twice). Other counts are known from the sizes, or are set by each group itself.
+    Weights are read for a requested sparsity of an emp method and for counts by magnitudes (once),
+    and for shares by outliers (twice). Other counts are known from the sizes, or are set by each
+    group itself.
 
     Args:
         scores: of the targets, with the norms, unless magnitudes set the counts.
-        known: order -> effective numbers of the magnitudes of the same targets and groups; those found now are added.
+        known: order -> effective numbers of the magnitudes of the same targets and groups; those
+            found now are added.
         group: None: that of the recipe.
 
     Raises:
-        UserError: every group keeps at least one weight, so that so many cannot be removed; M of an N:M pattern does not divide
-            a target's inputs; one group has targets of several dtypes; a target holds NaN or infinity; a file cannot be read.
+        UserError: every group keeps at least one weight, so that so many cannot be removed; M of an
+            N:M pattern does not divide a target's inputs; one group has targets of several dtypes;
+            a target holds NaN or infinity; a file cannot be read.
     """
-    recipe, targets = scores.recipe, scores.targets
+    recipe = scores.recipe
+    targets = scores.targets
     group = group or recipe.group
     check_groups(recipe.but(group=group), targets)
     if recipe.rule is not None:
@@ -73,29 +79,42 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
         sizes = {target.name: _group_sizes(target, group) for target in targets}
         if group == "all":
             sizes = {"": np.array([sum(target.matrix.numel for target in targets)])}
-        return Counts(group, None, {name: uniform_counts(size, recipe.sparsity) for name, size in sizes.items()})
+        return Counts(
+            group,
+            None,
+            {name: uniform_counts(size, recipe.sparsity) for name, size in sizes.items()},
+        )
     if isinstance(recipe.removed, int):
-        return _spread(targets, group, [(recipe.removed, sum(target.matrix.numel for target in targets))])
-    return _spread(targets, group, [(recipe.removed[target.name], target.matrix.numel) for target in targets])
+        return _spread(
+            targets, group, [(recipe.removed, sum(target.matrix.numel for target in targets))]
+        )
+    return _spread(
+        targets, group, [(recipe.removed[target.name], target.matrix.numel) for target in targets]
+    )
 
 
 def check_groups(recipe: Recipe, targets: Sequence[Target]) -> None:
-    """Raise UserError if M of an N:M pattern does not divide a target's inputs, or one group has targets of several dtypes."""
+    """Raise UserError if M of an N:M pattern does not divide a target's inputs, or one group has
+    targets of several dtypes.
+    """
     if recipe.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
-        raise UserError("--group all: the targets are stored in different dtypes; use --group row or matrix.")
+        raise UserError(
+            "--group all: the targets are stored in different dtypes; use --group row or matrix."
+        )
     if recipe.rule is None or recipe.rule.pattern is None:
         return
     n, m = recipe.rule.pattern
     for target in targets:
         if target.matrix.columns % m:
             raise UserError(
-                f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave the "
-                "layer out with --ignore, or choose another pattern."
+                f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a "
+                f"multiple of {m}. Leave the layer out with --ignore, or choose another pattern."
             )
 
 
 def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
-    """The recipe with the number of weights to remove, read from the report of the run that it matches.
+    """The recipe with the number of weights to remove, read from the report of the run that it
+    matches.
 
     Raises:
         UserError: there is no report, or it is of another model or of other targets.
@@ -103,25 +122,30 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
     if recipe.match is None:
         return recipe
     run = recipe.match
-    report, total = read_report(Path(run)), sum(target.matrix.numel for target in targets)
+    report = read_report(Path(run))
+    total = sum(target.matrix.numel for target in targets)
     if report.targets.weights is None or report.targets.kept is None:
         raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights were kept.")
     if report.targets.weights != total:
         raise UserError(
-            f"{run}: that run had {report.targets.weights} target weights, this one has {total}; match a run of the same model "
-            "and the same --targets."
+            f"{run}: that run had {report.targets.weights} target weights, this one has {total}; "
+            "match a run of the same model and the same --targets."
         )
     if recipe.match_by != "matrix":
         return recipe.but(removed=report.targets.weights - report.targets.kept)
     removed = {}
     for target in targets:
-        entry, size = report.matrices.get(target.name), target.matrix.numel
+        entry = report.matrices.get(target.name)
+        size = target.matrix.numel
         if entry is None:
-            raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights of {target.name} were kept.")
+            raise UserError(
+                f"{run}: its {REPORT_NAME} does not say how many weights of "
+                f"{target.name} were kept."
+            )
         if entry.rows * entry.columns != size:
             raise UserError(
-                f"{run}: {target.name} had {entry.rows * entry.columns} weights in that run and has {size} here; match a run "
-                "of the same model."
+                f"{run}: {target.name} had {entry.rows * entry.columns} weights in that run and "
+                f"has {size} here; match a run of the same model."
             )
         removed[target.name] = size - entry.kept
     return recipe.but(removed=removed)
@@ -130,7 +154,9 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
 def read_report(run: Path) -> RunReport:
     """The report in a run's output folder; UserError if it is missing or invalid."""
     if not (run / REPORT_NAME).is_file():
-        raise UserError(f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune.")
+        raise UserError(
+            f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune."
+        )
     return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)
 
 
@@ -138,7 +164,9 @@ def read_report(run: Path) -> RunReport:
 
 
 def _effective_counts(scores: Scores, known: Numbers) -> Counts:
-    """The counts of an emp method without a rule: by a sparsity's beta, or by the numbers of the magnitudes."""
+    """The counts of an emp method without a rule: by a sparsity's beta, or by the numbers of the
+    magnitudes.
+    """
     recipe = scores.recipe
     order = 2.0 if recipe.order is None else recipe.order
     if not recipe.counts_by_magnitude:
@@ -156,7 +184,9 @@ def magnitudes_of(scores: Scores) -> Scores:
     return Scores(scores.checkpoint, scores.targets, recipe)
 
 
-def counts_by_numbers(targets: Sequence[Target], group: Group, groups: Sequence[GroupNumbers], beta: float) -> Counts:
+def counts_by_numbers(
+    targets: Sequence[Target], group: Group, groups: Sequence[GroupNumbers], beta: float
+) -> Counts:
     """The counts by given effective numbers, such as those of the magnitudes.
 
     Args:
@@ -167,18 +197,26 @@ def counts_by_numbers(targets: Sequence[Target], group: Group, groups: Sequence[
         name: counts_at(n_eff, total, beta, size).astype(np.int64)
         for name, (n_eff, total, size) in zip(names, groups, strict=True)
     }
-    return Counts(group, None, kept, {name: n_eff for name, (n_eff, _, _) in zip(names, groups, strict=True)}, beta, groups)
+    return Counts(
+        group,
+        None,
+        kept,
+        {name: n_eff for name, (n_eff, _, _) in zip(names, groups, strict=True)},
+        beta,
+        groups,
+    )
 
 
 def _beta_of(recipe: Recipe, groups: list[GroupNumbers]) -> float:
     """The beta that removes the sparsity that a recipe asks for."""
     assert recipe.sparsity is not None
     weights = sum(n_eff.size * size for n_eff, _, size in groups)
-    kept, least = weights - floor_count(recipe.sparsity * weights), kept_at(groups, math.ulp(0.0))
+    kept = weights - floor_count(recipe.sparsity * weights)
+    least = kept_at(groups, math.ulp(0.0))
     if kept < least:
         raise UserError(
-            f"--sparsity {recipe.sparsity:g}: every group keeps at least one weight, and a group of zeros all, so that at most "
-            f"{1 - least / weights:.4f} can be removed. Lower it."
+            f"--sparsity {recipe.sparsity:g}: every group keeps at least one weight, and a group "
+            f"of zeros all, so that at most {1 - least / weights:.4f} can be removed. Lower it."
         )
     beta = beta_keeping(kept, groups)
     logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
@@ -186,15 +224,19 @@ def _beta_of(recipe: Recipe, groups: list[GroupNumbers]) -> float:
 
 
 def effective_numbers(scores: Scores) -> list[GroupNumbers]:
-    """(N_eff, sum |s|, size) of all groups: arrays for the rows of each target; one value for a matrix, or for all targets.
+    """(N_eff, sum |s|, size) of all groups: arrays for the rows of each target; one value for a
+    matrix, or for all targets.
 
     The weights are read once.
 
     Raises:
-        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
+            reading.
     """
-    order, group = 2.0 if scores.recipe.order is None else scores.recipe.order, scores.recipe.group
-    pruner, groups = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order))), []
+    order = 2.0 if scores.recipe.order is None else scores.recipe.order
+    group = scores.recipe.group
+    pruner = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order)))
+    groups = []
     with scores.reading("effective numbers") as (files, bar):
         if group == "row":  # the kernels compute N_eff
             for target in scores.targets:
@@ -207,7 +249,9 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
         else:
             from emp_llm.selection.reference import MomentsOfGroup
 
-            for members in [scores.targets] if group == "all" else [[target] for target in scores.targets]:
+            for members in (
+                [scores.targets] if group == "all" else [[target] for target in scores.targets]
+            ):
                 parts = MomentsOfGroup(order)
                 for rows_scores in pruner.scored(members, files):
                     parts.add(rows_scores)
@@ -225,17 +269,26 @@ def kept_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
         betas: positive finite numbers.
 
     Raises:
-        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
+            reading.
     """
     if scores.recipe.neff_dtype == "bfloat16":
         return _kept_in_bfloat16(scores, betas)
-    groups = effective_numbers(magnitudes_of(scores) if scores.recipe.counts_by_magnitude else scores)
+    groups = effective_numbers(
+        magnitudes_of(scores) if scores.recipe.counts_by_magnitude else scores
+    )
     return [kept_at(groups, beta) for beta in betas]
 
 
-def kept_of_outcomes(counts: Counts, outcomes: Sequence[Outcome], betas: Sequence[float]) -> list[int]:
-    """How many weights a prune with each beta keeps, by the numbers that set the counts, or by the N_eff of every row."""
-    groups = counts.numbers or [(o.n_eff, o.mass, o.target.matrix.columns) for o in outcomes if o.n_eff is not None]
+def kept_of_outcomes(
+    counts: Counts, outcomes: Sequence[Outcome], betas: Sequence[float]
+) -> list[int]:
+    """How many weights a prune with each beta keeps, by the numbers that set the counts, or by
+    the N_eff of every row.
+    """
+    groups = counts.numbers or [
+        (o.n_eff, o.mass, o.target.matrix.columns) for o in outcomes if o.n_eff is not None
+    ]
     return [kept_at(groups, beta) for beta in betas]
 
 
@@ -248,12 +301,16 @@ def _kept_in_bfloat16(scores: Scores, betas: Sequence[float]) -> list[int]:
     with scores.reading("effective numbers") as (files, bar):
         for rows_scores in pruner.scored(scores.targets, files):
             for place, beta in enumerate(betas):
-                kept[place] += int(select_rows(rows_scores, KeepRule(beta=beta, dtype="bfloat16")).kept.sum())
+                kept[place] += int(
+                    select_rows(rows_scores, KeepRule(beta=beta, dtype="bfloat16")).kept.sum()
+                )
             bar.update(rows_scores.numel())
     return kept
 
 
-def curve_points(betas: Sequence[float], kept: Sequence[int], weights: int, parameters: int) -> list[CurvePoint]:
+def curve_points(
+    betas: Sequence[float], kept: Sequence[int], weights: int, parameters: int
+) -> list[CurvePoint]:
     """The curve of the sparsity.
 
     Args:
@@ -278,7 +335,11 @@ def curve_points(betas: Sequence[float], kept: Sequence[int], weights: int, para
 def _group_sizes(target: Target, group: Group) -> NDArray[np.int64]:
     """The number of weights in each group of a target."""
     matrix = target.matrix
-    return np.full(matrix.rows, matrix.columns, np.int64) if group == "row" else np.array([matrix.numel])
+    return (
+        np.full(matrix.rows, matrix.columns, np.int64)
+        if group == "row"
+        else np.array([matrix.numel])
+    )
 
 
 def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, int]]) -> Counts:
@@ -288,7 +349,10 @@ def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, 
         parts: (removed, total) of each part; a part consists of whole targets.
     """
     kept: dict[str, NDArray[np.int64]] = {}
-    rest, before, removed, total = iter(parts), 0, 0, 0
+    rest = iter(parts)
+    before = 0
+    removed = 0
+    total = 0
     try:
         if group == "all":
             ((removed, total),) = parts
@@ -309,45 +373,62 @@ def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, 
 def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
     """How many weights each run of targets of one block loses: (removed, total) of each run.
 
-    Yin et al., "Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs to High Sparsity", 2024. The
-    share of outliers D of a block is that of its scores above `owl_m` times their mean. The sparsities of the blocks are
-    S - owl_lambda * (D - mean D) / max |D - mean D|, so that their mean, weighted by size, is S. Targets outside the blocks
-    have the sparsity of the whole. Experts that are scored by magnitude do not count in the outliers of their block.
+    Yin et al., "Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs
+    to High Sparsity", 2024. The share of outliers D of a block is that of its scores above `owl_m`
+    times their mean. The sparsities of the blocks are S - owl_lambda * (D - mean D) / max |D - mean
+    D|, so that their mean, weighted by size, is S. Targets outside the blocks have the sparsity of
+    the whole. Experts that are scored by magnitude do not count in the outliers of their block.
     """
-    recipe, targets = scores.recipe, scores.targets
+    recipe = scores.recipe
+    targets = scores.targets
     assert recipe.sparsity is not None
     assert recipe.owl_lambda is not None
     blocks: dict[Any, list[Target]] = {}
     for target in targets:
         blocks.setdefault(_block_of(target), []).append(target)
     with scores.reading("outliers", times=2) as (files, bar):
-        outliers = {key: _outliers(scores, key, members, files, bar) for key, members in blocks.items()}
+        outliers = {
+            key: _outliers(scores, key, members, files, bar) for key, members in blocks.items()
+        }
     sizes = {key: sum(target.matrix.numel for target in members) for key, members in blocks.items()}
     sparsity_of = block_sparsities(recipe.sparsity, recipe.owl_lambda, outliers, sizes)
     least, most = (percent_cell(find(sparsity_of.values())) for find in (min, max))
     logger.info("blocks lose %s to %s %% of their weights, by their outliers.", least, most)
-    runs = [(key, sum(target.matrix.numel for target in members)) for key, members in groupby(targets, _block_of)]
+    runs = [
+        (key, sum(target.matrix.numel for target in members))
+        for key, members in groupby(targets, _block_of)
+    ]
     wanted = [sparsity_of[key] * size for key, size in runs]
     ends = [floor_count(math.fsum(wanted[: number + 1])) for number in range(len(wanted) - 1)]
     ends.append(floor_count(recipe.sparsity * sum(size for _, size in runs)))
-    return [(end - start, size) for start, end, (_, size) in zip([0, *ends], ends, runs, strict=False)]
+    return [
+        (end - start, size) for start, end, (_, size) in zip([0, *ends], ends, runs, strict=False)
+    ]
 
 
 def block_sparsities(
-    sparsity: float, spread: float, outliers: Mapping[Any, Fraction | None], sizes: Mapping[Any, int]
+    sparsity: float,
+    spread: float,
+    outliers: Mapping[Any, Fraction | None],
+    sizes: Mapping[Any, int],
 ) -> dict[Any, float]:
     """The sparsity of each block.
 
     Args:
         sparsity, spread: S and lambda.
-        outliers: the share of outliers of each block, exact, so that equal shares differ by no rounding; None, for the mean
-            sparsity, if it has no scores of the criterion.
+        outliers: the share of outliers of each block, exact, so that equal shares differ by no
+            rounding; None, for the mean sparsity, if it has no scores of the criterion.
         sizes: number of target weights of each block.
     """
     known = [(share, sizes[key]) for key, share in outliers.items() if share is not None]
-    mean = sum((share * size for share, size in known), Fraction()) / (sum(size for _, size in known) or 1)
+    mean = sum((share * size for share, size in known), Fraction()) / (
+        sum(size for _, size in known) or 1
+    )
     farthest = max((abs(share - mean) for share, _ in known), default=Fraction())
-    steps = {key: 0.0 if share is None or not farthest else float((share - mean) / farthest) for key, share in outliers.items()}
+    steps = {
+        key: 0.0 if share is None or not farthest else float((share - mean) / farthest)
+        for key, share in outliers.items()
+    }
     return {key: sparsity - spread * step for key, step in steps.items()}
 
 
@@ -355,7 +436,9 @@ def _block_of(target: Target) -> tuple[str, str, int | None]:
     return target.layer.tower, target.layer.part, target.layer.block
 
 
-def _outliers(scores: Scores, key: Any, members: list[Target], files: FilePool, bar: Any) -> Fraction | None:
+def _outliers(
+    scores: Scores, key: Any, members: list[Target], files: FilePool, bar: Any
+) -> Fraction | None:
     """The share of a block's scores above a multiple of their mean; None outside the blocks."""
     import torch
 
@@ -364,13 +447,16 @@ def _outliers(scores: Scores, key: Any, members: list[Target], files: FilePool, 
     scored = [target for target in members if target.name not in scores.by_magnitude]
     if key[2] is None or not scored:
         return None
-    pruner, total, above = Pruner(scores, Counts("row", None)), 0.0, 0
+    pruner = Pruner(scores, Counts("row", None))
+    total = 0.0
+    above = 0
     for target in scored:
         sums = []
         for rows_scores in pruner.scored([target], files):
             sums.append(sum_rows(rows_scores)[0].cpu())
             bar.update(rows_scores.numel())
-        total += float(sum_vector(torch.cat(sums)))  # of sums of rows, so that it does not depend on the chunks of rows
+        # Of sums of rows, so that it does not depend on the chunks of rows.
+        total += float(sum_vector(torch.cat(sums)))
     size = sum(target.matrix.numel for target in scored)
     threshold = (scores.recipe.owl_m or 0.0) * total / size
     for rows_scores in pruner.scored(scored, files):

@@ -43,11 +43,14 @@ class DryRun:
         output, disk_bytes: path and size of the checkpoint.
         needs_overwrite: the output exists, and `overwrite` is not given.
         model_bytes: size of the weights that a calibration loads; None without a calibration.
-        resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
-        fit_bytes, fit_disk_bytes: memory of a refit, and size of its weights until the checkpoint is written; None without one.
+        resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for
+            resuming; None if it keeps none.
+        fit_bytes, fit_disk_bytes: memory of a refit, and size of its weights until the checkpoint
+            is written; None without one.
         push_to_hub: repository to push to.
         recipe: the method, with its order and group.
-        curve: what the method would remove at its beta and at others; empty if unknown, and for methods without a beta.
+        curve: what the method would remove at its beta and at others; empty if unknown, and for
+            methods without a beta.
         no_curve: why the curve of a method with a beta is unknown, and how to see it.
         notes: further lines.
     """
@@ -80,8 +83,11 @@ def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
     return layers
 
 
-def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, hollow: bool) -> DryRun:
-    """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read for the curve.
+def dry_run(
+    chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, hollow: bool
+) -> DryRun:
+    """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read
+    for the curve.
 
     Args:
         scores: of the targets, with norms from a file if the user gave one.
@@ -89,10 +95,12 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         path: of the output.
         hollow: the weights are not here.
     """
-    recipe, checkpoint = scores.recipe, chosen.checkpoint
+    recipe = scores.recipe
+    checkpoint = chosen.checkpoint
     calibrates = recipe.needs_activations and not scores.norms
     unknown = calibrates and not recipe.counts_by_magnitude
-    name, curve = recipe.method, []
+    name = recipe.method
+    curve = []
     if recipe.adaptive:
         name = f"{name}, order {recipe.order:g}, group {recipe.group}"
         name += ", counts by |W|" if recipe.counts_by_magnitude else ""
@@ -100,7 +108,10 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
     if recipe.adaptive and not unknown and not hollow and ranks().main:
         betas = sorted({*CURVE_BETAS, recipe.beta or 1.0})
         weights = sum(target.matrix.numel for target in chosen.targets)
-        logger.info("reading the targets (%s) for the sparsity at each beta; nothing is written.", format_bytes(size))
+        logger.info(
+            "reading the targets (%s) for the sparsity at each beta; nothing is written.",
+            format_bytes(size),
+        )
         curve = curve_points(betas, kept_at_betas(scores, betas), weights, checkpoint.parameters)
     return DryRun(
         layers=planned_layers(chosen.targets),
@@ -108,7 +119,9 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         output=str(path),
         disk_bytes=checkpoint.output_bytes,
         needs_overwrite=os.path.lexists(path) and not options.overwrite,
-        model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or recipe.updates else None,
+        model_bytes=sum(size for size, _ in checkpoint.states.values())
+        if calibrates or recipe.updates
+        else None,
         resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
         fit_bytes=update_bytes(chosen.targets, recipe) if recipe.updates else None,
         fit_disk_bytes=size if recipe.updates else None,
@@ -117,12 +130,18 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         curve=curve,
         notes=(self_notes(options.text_name) if calibrates or recipe.moves else [])
         + healing_notes(checkpoint, chosen.targets, recipe, options),
-        no_curve=_why_no_curve(options.propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
+        no_curve=_why_no_curve(options.propagate, unknown)
+        if recipe.adaptive and (unknown or hollow)
+        else "",
     )
 
 
-def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, options: PruneOptions) -> list[str]:
-    """Tokens, memory, disk and time of healing, if the recipe heals. A product of matrices tells the speed of this machine."""
+def healing_notes(
+    checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, options: PruneOptions
+) -> list[str]:
+    """Tokens, memory, disk and time of healing, if the recipe heals. A product of matrices tells
+    the speed of this machine.
+    """
     if not recipe.heal:
         return []
     import torch
@@ -130,7 +149,10 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.models.placement import max_context
 
-    seqlen = max(corpus.seqlen or 0 for corpus in calibration_corpora(options, max_context(checkpoint.config)))
+    seqlen = max(
+        corpus.seqlen or 0
+        for corpus in calibration_corpora(options, max_context(checkpoint.config))
+    )
     steps = recipe.heal_steps or 0
     at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
     memory = healing_memory(checkpoint, targets, recipe, at_a_time * seqlen)
@@ -140,8 +162,8 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
     operations = 8 * checkpoint.parameters * steps * 4 * seqlen
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
-        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this machine; "
-        f"{format_bytes(memory)} of memory (with less, block by block); "
+        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this "
+        f"machine; {format_bytes(memory)} of memory (with less, block by block); "
         f"until it ends, {format_bytes(disk)} of disk beside the output"
     ]
 
@@ -149,20 +171,38 @@ def healing_notes(checkpoint: Checkpoint, targets: list[Target], recipe: Recipe,
 def _why_no_curve(propagate: str, needs_activations: bool) -> str:
     """Why the curve is unknown, and how to see it."""
     if not needs_activations:
-        return "needs the weights, and a dry run downloads none; download the model first (hf download)"
+        return (
+            "needs the weights, and a dry run downloads none; download the model first (hf "
+            "download)"
+        )
     if propagate == "pruned":
-        return "known only at the end, because --propagate pruned collects the activations while it prunes"
-    return "needs activations, and a dry run runs no model; add --activations FILE (emp-llm calibrate writes one)"
+        return (
+            "known only at the end, because --propagate pruned collects the activations while "
+            "it prunes"
+        )
+    return (
+        "needs activations, and a dry run runs no model; add --activations FILE (emp-llm "
+        "calibrate writes one)"
+    )
 
 
 def resume_bytes(options: PruneOptions, checkpoint: Checkpoint) -> int | None:
-    """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+    """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if
+    it keeps none.
 
-    With "auto", loading decides whether the model runs block by block; the estimate assumes that it does.
+    With "auto", loading decides whether the model runs block by block; the estimate assumes that it
+    does.
     """
     by_blocks = options.execution != "model" or options.propagate == "pruned"
     text = checkpoint.config.get("text_config") or checkpoint.config
-    width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
+    width = next(
+        (
+            text[key]
+            for key in ("hidden_size", "n_embd", "d_model")
+            if isinstance(text.get(key), int)
+        ),
+        None,
+    )
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
     from emp_llm.calibration.texts import calibration_corpora

@@ -1,7 +1,8 @@
 """Prunes the weights of a loaded model, and restores the dense weights.
 
-Rows are pruned from the checkpoint's bytes, as for writing, and copied into the model. The dense rows are restored from the
-same bytes. So no weights are kept twice, and several recipes can be tried without reloading the model.
+Rows are pruned from the checkpoint's bytes, as for writing, and copied into the model. The dense
+rows are restored from the same bytes. So no weights are kept twice, and several recipes can be
+tried without reloading the model.
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,11 @@ from emp_llm.pruning.outcome import Outcomes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def holds_stored_weights(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[Target]) -> bool:
-    """Whether every target in a model equals the checkpoint's, rounded to the model's dtype, bit for bit.
+def holds_stored_weights(
+    model: PreTrainedModel, checkpoint: Checkpoint, targets: list[Target]
+) -> bool:
+    """Whether every target in a model equals the checkpoint's, rounded to the model's dtype, bit
+    for bit.
 
     False if weights are offloaded, quantised or otherwise converted.
     """
@@ -31,11 +35,16 @@ def holds_stored_weights(model: PreTrainedModel, checkpoint: Checkpoint, targets
         return False
     for target, first, stored in _stored_rows(checkpoint, targets):
         weight = weight_of(model, target.layer)
-        if weight.shape != (target.matrix.rows, target.matrix.columns) or not weight.is_floating_point():
+        if (
+            weight.shape != (target.matrix.rows, target.matrix.columns)
+            or not weight.is_floating_point()
+        ):
             return False
         own = weight[first : first + len(stored)]
         same = stored.to(own.device, own.dtype)
-        if not torch.equal(own.view(_BITS[own.element_size()]), same.view(_BITS[own.element_size()])):
+        if not torch.equal(
+            own.view(_BITS[own.element_size()]), same.view(_BITS[own.element_size()])
+        ):
             return False
     return True
 
@@ -45,7 +54,8 @@ def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
     """Replace a model's rows by those that a pruner decides; afterwards, restore the checkpoint's.
 
     Args:
-        model: loaded, on any devices and in any dtype, with the checkpoint's weights (`holds_stored_weights`).
+        model: loaded, on any devices and in any dtype, with the checkpoint's weights
+            (`holds_stored_weights`).
     """
 
     def put(target: Target, chunk: Chunk) -> None:
@@ -59,10 +69,16 @@ def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
             weight_of(model, target.layer)[first : first + len(rows)].copy_(rows)
 
 
-def _stored_rows(checkpoint: Checkpoint, targets: list[Target]) -> Iterator[tuple[Target, int, Tensor]]:
+def _stored_rows(
+    checkpoint: Checkpoint, targets: list[Target]
+) -> Iterator[tuple[Target, int, Tensor]]:
     """(target, first row, rows) of each chunk of the checkpoint's weights."""
     with checkpoint.open_files() as files:
         for target in targets:
             reader = files.reader(target.matrix.stored.shard)
             for first, last in target.matrix.row_chunks(CHUNK_WEIGHTS):
-                yield target, first, as_tensor(target.matrix.read(reader, first, last), target.matrix.stored.dtype)
+                yield (
+                    target,
+                    first,
+                    as_tensor(target.matrix.read(reader, first, last), target.matrix.stored.dtype),
+                )

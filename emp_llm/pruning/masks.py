@@ -1,7 +1,9 @@
-"""Masks: which weights stay. One loop decides them, for files, for models in memory, for updates and for measures.
+"""Masks: which weights stay. One loop decides them, for files, for models in memory, for updates
+and for measures.
 
-The path of a weight: its bytes are read from the shard (`Matrix.read`), the criterion scores it, the counts say how many of its
-group stay, and it is set to zero or left. The writer puts the bytes at the same offset of the new shard.
+The path of a weight: its bytes are read from the shard (`Matrix.read`), the criterion scores it,
+the counts say how many of its group stay, and it is set to zero or left. The writer puts the bytes
+at the same offset of the new shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from emp_llm.update.moved import MovedWeights
 
 CHUNK_WEIGHTS = 1 << 21
-_SMALL = 1 << 24  # numpy prunes this many weights in the time that loading the compiled kernel takes
+# Numpy prunes this many weights in the time that loading the compiled kernel takes.
+_SMALL = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class Counts:
     Attributes:
         group: what competes for places: the weights of a row, of a matrix, or of all targets.
         rule: sets the count of each group; None: `kept` does.
-        kept: name of a target -> int64, shape (rows,) or (1,); of all targets as one group, the name is "".
-        n_eff: the effective numbers that set `kept`, in its shape; empty if no effective numbers did.
+        kept: name of a target -> int64, shape (rows,) or (1,); of all targets as one group, the
+            name is "".
+        n_eff: the effective numbers that set `kept`, in its shape; empty if no effective numbers
+            did.
         beta: the multiple of the effective numbers that is kept.
         numbers: (N_eff, sum |s|, size) of the groups that set `kept`.
     """
@@ -67,7 +72,10 @@ def check_device(device: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--mask-device cuda: there is no GPU that torch can use. Leave the option out, or give cpu.")
+        raise UserError(
+            "--mask-device cuda: there is no GPU that torch can use. Leave the option "
+            "out, or give cpu."
+        )
 
 
 @dataclass(frozen=True)
@@ -97,24 +105,33 @@ class Pruner:
     """
 
     def __init__(
-        self, scores: Scores, counts: Counts, device: str = "cpu", chunk_weights: int = CHUNK_WEIGHTS, reference: bool = False
+        self,
+        scores: Scores,
+        counts: Counts,
+        device: str = "cpu",
+        chunk_weights: int = CHUNK_WEIGHTS,
+        reference: bool = False,
     ) -> None:
         self.scores = scores
         self.counts = counts
         self.targets = scores.targets
         self.checkpoint = scores.checkpoint
-        self._device, self._reference = device, reference or device != "cpu"
+        self._device = device
+        self._reference = reference or device != "cpu"
         self._chunk_weights = chunk_weights
         self._compiled = sum(target.matrix.numel for target in scores.targets) > _SMALL
 
     def read(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
         """(first row, bits) of each chunk of a target's rows, with the next ones read ahead."""
-        matrix, reader = target.matrix, files.reader(target.matrix.stored.shard)
+        matrix = target.matrix
+        reader = files.reader(target.matrix.stored.shard)
 
         def job(first: int, last: int) -> tuple[int, Words]:
             return first, matrix.read(reader, first, last)
 
-        return prefetch(partial(job, first, last) for first, last in matrix.row_chunks(self._chunk_weights))
+        return prefetch(
+            partial(job, first, last) for first, last in matrix.row_chunks(self._chunk_weights)
+        )
 
     def scored(self, targets: Sequence[Target], files: FilePool) -> "Iterator[Tensor]":
         """The scores of each chunk of some targets, in order."""
@@ -128,7 +145,8 @@ class Pruner:
                 yield scores
 
     def search(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
-        """The cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut.
+        """The cut of one group of matrices: one pass over the weights for the sums, then passes
+        that narrow the cut.
 
         None if each row is a group.
         """
@@ -145,7 +163,11 @@ class Pruner:
         return selector
 
     def pruned(
-        self, target: Target, files: FilePool, selector: "GroupSelector | None" = None, moved: "MovedWeights | None" = None
+        self,
+        target: Target,
+        files: FilePool,
+        selector: "GroupSelector | None" = None,
+        moved: "MovedWeights | None" = None,
     ) -> Iterator[Chunk]:
         """The chunks of a target after pruning, in order.
 
@@ -163,7 +185,9 @@ class Pruner:
                 figures = moved.replace(target, first, words, figures)
             yield Chunk(first, words, figures)
 
-    def decide(self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None) -> Outcomes:
+    def decide(
+        self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None
+    ) -> Outcomes:
         """Prune all targets in memory; nothing is written.
 
         Args:
@@ -171,7 +195,8 @@ class Pruner:
             moved: of `pruned`.
 
         Raises:
-            UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+            UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
+                reading.
         """
         outcomes = []
         with self.scores.reading("decide") as (files, bar):
@@ -194,25 +219,35 @@ class Pruner:
         """
         everything: list[GroupSelector] = []
         places = {target.name: place for place, target in enumerate(self.targets)}
-        ties = [0]  # of a group of all: how many scores at its cut are kept before each target, as far as that is known
+        # Of a group of all: how many scores at its cut are kept before each target, as far as that
+        # is known.
+        ties = [0]
 
         def mask_of(target: Target) -> "Tensor":
             import torch
 
-            of_all, place = self.counts.group == "all", places[target.name]
+            of_all = self.counts.group == "all"
+            place = places[target.name]
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
             with self.checkpoint.open_files() as files:
-                selector = everything[0] if everything else self.search(self.targets if of_all else [target], files)
+                selector = (
+                    everything[0]
+                    if everything
+                    else self.search(self.targets if of_all else [target], files)
+                )
                 if of_all and selector is not None:
                     everything[:] = [selector]
-                    for other in self.targets[len(ties) - 1 : place]:  # of equal scores, theirs come first
+                    # Of equal scores, theirs come first.
+                    for other in self.targets[len(ties) - 1 : place]:
                         selector.kept_ties = ties[-1]
                         for _ in self.pruned(other, files, selector):
                             pass
                         ties.append(selector.kept_ties)
                     selector.kept_ties = ties[place]
                 for chunk in self.pruned(target, files, selector):
-                    mask[chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(chunk.words != 0)
+                    mask[chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(
+                        chunk.words != 0
+                    )
                 if selector is not None and len(ties) == place + 1:
                     ties.append(selector.kept_ties)
             return mask
@@ -225,7 +260,8 @@ class Pruner:
         return self.scores.recipe.relative
 
     def mask(self, target: Target, norm: "Tensor", tokens: int | None = None) -> "Tensor":
-        """The mask of a target, given the norms of its inputs, before those of other targets are known.
+        """The mask of a target, given the norms of its inputs, before those of other targets are
+        known.
 
         Args:
             norm: float32, shape (columns,), relative to the outputs if the scores need that.
@@ -234,32 +270,57 @@ class Pruner:
         Returns:
             bool, shape (rows, columns), one output per row; true for kept weights.
         """
-        scores = Scores(self.checkpoint, [target], self.scores.recipe, {target.name: InputStatistics(norm, tokens)})
+        scores = Scores(
+            self.checkpoint,
+            [target],
+            self.scores.recipe,
+            {target.name: InputStatistics(norm, tokens)},
+        )
         return Pruner(scores, self.counts, self._device).masks()(target)
 
-    def outcome(self, target: Target, rows: RowFigures, selector: "GroupSelector | None") -> Outcome:
-        """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""
-        group, n_eff, s_eff = self.counts.group, rows.n_eff, rows.s_eff
+    def outcome(
+        self, target: Target, rows: RowFigures, selector: "GroupSelector | None"
+    ) -> Outcome:
+        """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first
+        row.
+        """
+        group = self.counts.group
+        n_eff = rows.n_eff
+        s_eff = rows.s_eff
         if group == "matrix":
             if selector is not None:
                 n_eff[0], s_eff[0] = float(selector.moments.number()), selector.effective_mass()
-            n_eff, s_eff = n_eff[:1].copy(), s_eff[:1].copy()
+            n_eff = n_eff[:1].copy()
+            s_eff = s_eff[:1].copy()
         elif group == "all":
             n_eff = s_eff = None
         if n_eff is not None and target.name in self.counts.n_eff:
             n_eff = self.counts.n_eff[target.name]
-        return Outcome(target, rows.kept.astype(np.int64), rows.kept_mass, rows.mass, n_eff, s_eff, int(rows.zeros.sum()))
+        return Outcome(
+            target,
+            rows.kept.astype(np.int64),
+            rows.kept_mass,
+            rows.mass,
+            n_eff,
+            s_eff,
+            int(rows.zeros.sum()),
+        )
 
     def whole(self, selector: "GroupSelector | None") -> tuple[float, float] | None:
         """N_eff and s_eff of all targets as one group; None for other groups."""
         if self.counts.group != "all" or selector is None:
             return None
-        n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.moments.number()[0]
+        n_eff = (
+            self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.moments.number()[0]
+        )
         return float(n_eff), selector.effective_mass()
 
-    def _prune(self, target: Target, first: int, words: Words, selector: "GroupSelector | None") -> RowFigures:
+    def _prune(
+        self, target: Target, first: int, words: Words, selector: "GroupSelector | None"
+    ) -> RowFigures:
         """Prune a chunk in place; returns arrays."""
-        matrix, dtype = target.matrix, target.matrix.stored.dtype
+        matrix = target.matrix
+        dtype = target.matrix.stored.dtype
         if matrix.scales is None or selector is not None or self.scores.criterion_of(target).whole:
             return self._prune_values(target, first, words, dtype, selector)
         # FP8: the values are pruned as float32, then the bits. No bits but 0 have the value +0.0.
@@ -272,7 +333,11 @@ class Pruner:
         self, target: Target, first: int, words: Words, dtype: str, selector: "GroupSelector | None"
     ) -> RowFigures:
         rule = self.counts.rule_of(target, first, first + len(words)) if selector is None else None
-        plain = not self._reference and words.size and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
+        plain = (
+            not self._reference
+            and words.size
+            and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
+        )
         if rule is not None and plain and words_supported(dtype, rule):
             return prune_words(words, dtype, self.scores.factors_of(target), rule, self._compiled)
         from emp_llm.selection.reference import apply_selection, select_rows
@@ -291,10 +356,12 @@ class Pruner:
 
 
 def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
-    """The outcomes of several recipes for the same targets, each row being a group. Every matrix is read once for all of them.
+    """The outcomes of several recipes for the same targets, each row being a group. Every matrix is
+    read once for all of them.
 
     Raises:
-        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
+            reading.
     """
     reader, outcomes = pruners[0], [[] for _ in pruners]  # type: ignore[var-annotated]
     with reader.scores.reading("measure") as (files, bar):

@@ -1,4 +1,6 @@
-"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk, and the report of them."""
+"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk,
+and the report of them.
+"""
 
 import hashlib
 import logging
@@ -19,7 +21,13 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.scores import recorded
-from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
+from emp_llm.records.run_report import (
+    MatrixRecord,
+    Quartiles,
+    RunReport,
+    SizesRecord,
+    TargetsRecord,
+)
 from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.selection.rule import RowFigures, mass_bound
 
@@ -40,7 +48,8 @@ class Outcome:
         target: the matrix.
         kept: numbers of kept weights, int64, shape (rows,).
         kept_mass, mass: float64, shape (rows,): sums of the kept scores and of all scores.
-        n_eff, s_eff: float64, shape (rows,), or (1,) for a matrix as one group; None if the group is larger.
+        n_eff, s_eff: float64, shape (rows,), or (1,) for a matrix as one group; None if the group
+            is larger.
         zeros: number of weights that are zero after pruning.
     """
 
@@ -54,7 +63,9 @@ class Outcome:
 
 
 class Outcomes(NamedTuple):
-    """The outcomes for all targets, in their order; `whole`: N_eff and s_eff of all targets, if they are one group."""
+    """The outcomes for all targets, in their order; `whole`: N_eff and s_eff of all targets, if
+    they are one group.
+    """
 
     of_targets: list[Outcome]
     whole: tuple[float, float] | None
@@ -62,27 +73,36 @@ class Outcomes(NamedTuple):
 
 def no_figures(rows: int) -> RowFigures:
     """The figures of one target's rows, to be filled in chunk by chunk: float64, zeros so far."""
-    # Allocated at once: small arrays allocated between large chunks would keep the heap from shrinking.
+    # Allocated at once: small arrays allocated between large chunks would keep the heap from
+    # shrinking.
     return RowFigures(*np.zeros((len(RowFigures._fields), rows)))
 
 
 def put_figures(rows: RowFigures, first: int, chunk: RowFigures) -> None:
-    """Store the figures of a chunk of rows, `first` being its first row; figures that are None stay zero."""
+    """Store the figures of a chunk of rows, `first` being its first row; figures that are None
+    stay zero.
+    """
     for figures, values in zip(rows, chunk, strict=True):
         if values is not None:
             figures[first : first + len(values)] = values
 
 
 def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:
-    """A hash of the masks of some targets; for the same weights and norms, equal masks have equal hashes.
+    """A hash of the masks of some targets; for the same weights and norms, equal masks have equal
+    hashes.
 
-    It covers the ranking of the scores and the number of kept weights in every row, which determine the masks. ALL_KEPT if
-    no weight is removed.
+    It covers the ranking of the scores and the number of kept weights in every row, which determine
+    the masks. ALL_KEPT if no weight is removed.
     """
-    if all(bool((outcome.kept == outcome.target.matrix.columns).all()) for outcome in outcomes.of_targets):
+    if all(
+        bool((outcome.kept == outcome.target.matrix.columns).all())
+        for outcome in outcomes.of_targets
+    ):
         return ALL_KEPT
     score = f"{recipe.scored_by.name}{' relative' if recipe.relative else ''}"
-    digest = hashlib.sha256(f"{score} {recipe.group} {recipe.pattern} {sorted(fallback)}\n".encode())
+    digest = hashlib.sha256(
+        f"{score} {recipe.group} {recipe.pattern} {sorted(fallback)}\n".encode()
+    )
     for outcome in outcomes.of_targets:
         digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
     return digest.hexdigest()
@@ -122,7 +142,11 @@ def report_of(
 
 def pruned_before(name: str, recipe: Recipe) -> str:
     """The warning for a model that has zeros already."""
-    place = "and those that are kept may get new values" if recipe.moves else "with the lowest scores"
+    place = (
+        ("and those that are kept may get new values")
+        if recipe.moves
+        else ("with the lowest scores")
+    )
     return f"warning: {name} is already pruned. Its zeros count as weights of the rows, {place}."
 
 
@@ -131,7 +155,9 @@ def log_warnings(warnings: list[str]) -> None:
     for sentence in warnings[:_LOGGED]:
         logger.warning("warning: %s", sentence)
     if len(warnings) > _LOGGED:
-        logger.warning("warning: %s more like these are in %s.", len(warnings) - _LOGGED, REPORT_NAME)
+        logger.warning(
+            "warning: %s more like these are in %s.", len(warnings) - _LOGGED, REPORT_NAME
+        )
 
 
 def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
@@ -161,7 +187,10 @@ def targets_record(outcomes: Outcomes, coverage: TargetsRecord, pruner: "Pruner"
 
 def matrix_records(outcomes: Outcomes, pruner: "Pruner") -> dict[str, MatrixRecord]:
     """The record of each target, by layer name."""
-    return {outcome.target.name: _matrix_record(outcome, _bounded(pruner)) for outcome in outcomes.of_targets}
+    return {
+        outcome.target.name: _matrix_record(outcome, _bounded(pruner))
+        for outcome in outcomes.of_targets
+    }
 
 
 def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str]:
@@ -178,17 +207,20 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str
         names = [f"{name} ({tokens})" for name, tokens in pruner.scores.by_magnitude.items()]
         warnings.insert(
             0,
-            f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than {least} "
-            f"tokens (--min-expert-tokens). They were scored by magnitude: {shortened_list(names)}. Give more --samples.",
+            f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than "
+            f"{least} tokens (--min-expert-tokens). They were scored by magnitude: "
+            f"{shortened_list(names)}. Give more --samples.",
         )
     return warnings
 
 
 def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, moved: bool) -> SizesRecord:
-    """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a mask of the targets.
+    """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a
+    mask of the targets.
 
     Args:
-        moved: kept weights moved, so that a mask alone does not restore the checkpoint; its size is 0.
+        moved: kept weights moved, so that a mask alone does not restore the checkpoint; its size is
+            0.
     """
     zeros: Counter[str] = Counter()
     for outcome in outcomes.of_targets:
@@ -209,7 +241,8 @@ def _bounded(pruner: "Pruner") -> bool:
 
 
 def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:
-    matrix, layer = outcome.target.matrix, outcome.target.layer
+    matrix = outcome.target.matrix
+    layer = outcome.target.layer
     fraction = outcome.kept / np.float64(matrix.columns)
     total = float(outcome.mass.sum())
     record = MatrixRecord(
@@ -226,11 +259,14 @@ def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:
     if outcome.n_eff is not None and outcome.s_eff is not None:
         size = matrix.columns if outcome.n_eff.size == matrix.rows else matrix.numel
         record.group_size = size
-        record.n_eff, record.n_eff_mean = quartiles(outcome.n_eff), float(outcome.n_eff.mean())
-        record.s_eff, record.s_eff_mean = quartiles(outcome.s_eff), float(outcome.s_eff.mean())
+        record.n_eff = quartiles(outcome.n_eff)
+        record.n_eff_mean = float(outcome.n_eff.mean())
+        record.s_eff = quartiles(outcome.s_eff)
+        record.s_eff_mean = float(outcome.s_eff.mean())
         if bounded:
             bound = mass_bound(outcome.n_eff, size)
-            record.s_eff_bound, record.s_eff_bound_mean = quartiles(bound), float(bound.mean())
+            record.s_eff_bound = quartiles(bound)
+            record.s_eff_bound_mean = float(bound.mean())
             record.least_margin_over_bound = float((outcome.s_eff - bound).min())
     return record
 

@@ -1,4 +1,6 @@
-"""The scores of a model's targets: by a criterion, from the weights and the norms of their inputs; or given by the user."""
+"""The scores of a model's targets: by a criterion, from the weights and the norms of their
+inputs; or given by the user.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,18 +39,24 @@ class Scores:
         checkpoint: of the targets; it is only read.
         targets: in order.
         recipe: its criterion scores all targets, except those in `by_magnitude`.
-        norms: of the inputs of each target, as `input_norms` gives them; empty if none are needed or known yet.
+        norms: of the inputs of each target, as `input_norms` gives them; empty if none are needed
+            or known yet.
 
     Attributes:
-        by_magnitude: name -> number of tokens, of the targets scored by magnitude: those of experts that saw fewer tokens than
-            the recipe asks for, because norms over few tokens are unreliable.
+        by_magnitude: name -> number of tokens, of the targets scored by magnitude: those of experts
+            that saw fewer tokens than the recipe asks for, because norms over few tokens are
+            unreliable.
 
     Raises:
         UserError: given scores are missing for a target, or have another shape.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, norms: Mapping[str, InputStatistics] | None = None
+        self,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        recipe: Recipe,
+        norms: Mapping[str, InputStatistics] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
@@ -66,8 +74,9 @@ class Scores:
         if self.by_magnitude and recipe.group == "all":
             name, tokens = next(iter(self.by_magnitude.items()))
             raise UserError(
-                f"--group all: {name} saw {tokens} calibration tokens, too few for norms, and magnitudes cannot compete with "
-                "other scores. Use more --samples, or leave the layer out with --ignore."
+                f"--group all: {name} saw {tokens} calibration tokens, too few for norms, and "
+                "magnitudes cannot compete with other scores. Use more --samples, or leave the "
+                "layer out with --ignore."
             )
         self._given = GivenScores(recipe.scores, targets) if self.criterion is GIVEN else None
         self._last: tuple[str, Tensor] | None = None  # the scores of a whole matrix
@@ -79,7 +88,8 @@ class Scores:
 
     @contextmanager
     def reading(self, title: str, times: int = 1) -> Iterator[tuple[FilePool, Bar]]:
-        """The files of the weights, and progress in weights, for a pass over all targets, or several.
+        """The files of the weights, and progress in weights, for a pass over all targets, or
+        several.
 
         Raises:
             UserError: the weights have changed in the meantime.
@@ -94,10 +104,14 @@ class Scores:
         return MAGNITUDE if target.name in self.by_magnitude else self.criterion
 
     def factors_of(self, target: Target) -> NDArray[Any] | None:
-        """The norms by which magnitudes are multiplied, float32, shape (columns,); None for magnitude alone."""
+        """The norms by which magnitudes are multiplied, float32, shape (columns,); None for
+        magnitude alone.
+        """
         if not self.criterion_of(target).needs_norms:
             return None
-        found: NDArray[Any] = np.ascontiguousarray(self.norms[target.name].norms.detach().cpu().float().numpy())
+        found: NDArray[Any] = np.ascontiguousarray(
+            self.norms[target.name].norms.detach().cpu().float().numpy()
+        )
         return found
 
     def of(self, target: Target, first: int, weights: "Tensor") -> "Tensor":
@@ -113,17 +127,25 @@ class Scores:
         criterion = self.criterion_of(target)
         if criterion.whole:
             return self._own_rows(target, first, first + weights.shape[0]).to(weights.device)
-        values = dequantised_rows(target.matrix, first, weights) if weights.element_size() == 1 else weights
+        values = (
+            dequantised_rows(target.matrix, first, weights)
+            if weights.element_size() == 1
+            else weights
+        )
         return self._scored(criterion, target, values).contiguous()
 
     def _scored(self, criterion: Criterion, target: Target, weight: "Tensor") -> "Tensor":
-        return criterion.score(weight, self.norms.get(target.name)) if criterion.needs_norms else criterion.score(weight)
+        return (
+            criterion.score(weight, self.norms.get(target.name))
+            if criterion.needs_norms
+            else criterion.score(weight)
+        )
 
     def _own_rows(self, target: Target, first: int, last: int) -> "Tensor":
         """The mapped scores of rows first to last - 1, on the CPU.
 
-        Without a map and with "abs" they keep their dtype; "shift" (s - min s) and "exp" (exp(s - max s), both over the group)
-        are float64, so that distinct scores stay distinct.
+        Without a map and with "abs" they keep their dtype; "shift" (s - min s) and "exp" (exp(s -
+        max s), both over the group) are float64, so that distinct scores stay distinct.
         """
         import torch
 
@@ -131,32 +153,39 @@ class Scores:
         kind = self.recipe.score_map
         if kind is None and self.criterion.own and bool((scores < 0).any()):
             raise UserError(
-                f"{self._source_name}: {target.name} has scores below zero. Say what they mean with --map: abs (their size "
-                "counts), shift or exp (the smallest are removed)."
+                f"{self._source_name}: {target.name} has scores below zero. Say what they mean "
+                "with --map: abs (their size counts), shift or exp (the smallest are removed)."
             )
         if kind is None or kind == "abs":
             return scores if kind is None else scores.abs()
         scores = scores.double()
         if self.recipe.group == "row":
-            least, most = scores.amin(1, keepdim=True), scores.amax(1, keepdim=True)
+            least = scores.amin(1, keepdim=True)
+            most = scores.amax(1, keepdim=True)
         else:
-            least, most = (torch.tensor(value, dtype=torch.float64) for value in self._extremes_of(target))
+            least, most = (
+                torch.tensor(value, dtype=torch.float64) for value in self._extremes_of(target)
+            )
         return scores - least if kind == "shift" else (scores - most).exp()
 
     def _extremes_of(self, target: Target) -> tuple[float, float]:
         """The minimum and the maximum over the target, or over all targets."""
         key = target.name if self.recipe.group == "matrix" else ""
         if key not in self._extremes:
-            least, most = float("inf"), -float("inf")
+            least = float("inf")
+            most = -float("inf")
             for member in [target] if key else self.targets:
                 for first, last in member.matrix.row_chunks(_CHUNK):
                     scores = self._finite_rows(member, first, last)
-                    least, most = min(least, float(scores.min())), max(most, float(scores.max()))
+                    least = min(least, float(scores.min()))
+                    most = max(most, float(scores.max()))
             self._extremes[key] = least, most
         return self._extremes[key]
 
     def _finite_rows(self, target: Target, first: int, last: int) -> "Tensor":
-        """The scores of rows first to last - 1 before they are mapped. Of a criterion, those of the last matrix are kept."""
+        """The scores of rows first to last - 1 before they are mapped. Of a criterion, those of
+        the last matrix are kept.
+        """
         import torch
 
         if self._given is not None:
@@ -167,7 +196,9 @@ class Scores:
                 self._last = target.name, self._scores_of_matrix(target)
             scores = self._last[1][first:last]
         if not bool(torch.isfinite(scores).all()):
-            raise UserError(f"{self._source_name}: the scores of {target.name} hold NaN or infinity.")
+            raise UserError(
+                f"{self._source_name}: the scores of {target.name} hold NaN or infinity."
+            )
         return scores
 
     def _scores_of_matrix(self, target: Target) -> "Tensor":
@@ -181,13 +212,20 @@ class Scores:
                 scores = self._scored(self.criterion, target, weight)
             except Exception as error:
                 shape = list(weight.shape)
-                error.add_note(f"raised by the {self._source_name} for {target.name}, whose weight has the shape {shape}")
+                error.add_note(
+                    f"raised by the {self._source_name} for {target.name}, whose weight "
+                    f"has the shape {shape}"
+                )
                 raise
         if not isinstance(scores, torch.Tensor) or scores.shape != weight.shape:
-            what = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+            what = (
+                (f"a tensor of shape {list(scores.shape)}")
+                if isinstance(scores, torch.Tensor)
+                else type(scores).__name__
+            )
             raise UserError(
-                f"{self._source_name}: it returned {what} for {target.name}, whose weight has the shape {list(weight.shape)}; "
-                "it must return one score per weight."
+                f"{self._source_name}: it returned {what} for {target.name}, whose weight has the "
+                f"shape {list(weight.shape)}; it must return one score per weight."
             )
         return _floating(scores.detach().cpu(), self._source_name, target)
 
@@ -200,27 +238,34 @@ class GivenScores:
     """Scores from safetensors files, or from tensors in memory.
 
     Args:
-        given: a file, a folder of files, or tensors by name. A name is that of the weight in the checkpoint, that of the
-            parameter, or that of the layer; the shape is the weight's.
+        given: a file, a folder of files, or tensors by name. A name is that of the weight in the
+            checkpoint, that of the parameter, or that of the layer; the shape is the weight's.
         targets: of the run.
 
     Raises:
-        UserError: a file is unreadable, or the scores of a target are missing or have another shape or dtype.
+        UserError: a file is unreadable, or the scores of a target are missing or have another shape
+            or dtype.
     """
 
     def __init__(self, given: str | Path | Mapping[str, Any] | None, targets: list[Target]) -> None:
         if given is None:
-            raise UserError("the scores that decided the masks are not at hand; give their file with --scores.")
+            raise UserError(
+                "the scores that decided the masks are not at hand; give their file with --scores."
+            )
         self._files: list[Path] = []
         self._tensors: Mapping[str, Any]
         if isinstance(given, str | Path):
-            self.name, path = f"--scores {given}", Path(given)
+            self.name = f"--scores {given}"
+            path = Path(given)
             self._files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
             if not self._files:
                 raise UserError(f"--scores {given}: the folder holds no safetensors files.")
-            self._tensors = {tensor.name: tensor for file in self._files for tensor in read_header(file)}
+            self._tensors = {
+                tensor.name: tensor for file in self._files for tensor in read_header(file)
+            }
         else:
-            self.name, self._tensors = "the scores", given
+            self.name = "the scores"
+            self._tensors = given
         for target in targets:
             self._check(target)
 
@@ -240,8 +285,11 @@ class GivenScores:
         return digest.hexdigest()
 
     def rows(self, target: Target, first: int, last: int) -> "Tensor":
-        """The scores of rows first to last - 1 of a target, on the CPU; UserError if they are complex numbers."""
-        tensor, matrix = self._tensors[self._name(target)], target.matrix
+        """The scores of rows first to last - 1 of a target, on the CPU; UserError if they are
+        complex numbers.
+        """
+        tensor = self._tensors[self._name(target)]
+        matrix = target.matrix
         if isinstance(tensor, StoredTensor):
             with FileReader(tensor.shard) as file:
                 words = Matrix(tensor, matrix.transposed, matrix.expert).read(file, first, last)
@@ -255,7 +303,10 @@ class GivenScores:
         names = (target.matrix.stored.name, target.layer.parameter, target.name)
         found = next((name for name in names if name in self._tensors), None)
         if found is None:
-            raise UserError(f"{self.name}: no scores for {names[0]}. Leave the layer out with --ignore, or add its scores.")
+            raise UserError(
+                f"{self.name}: no scores for {names[0]}. Leave the layer out with "
+                "--ignore, or add its scores."
+            )
         return found
 
     def _check(self, target: Target) -> None:
@@ -267,10 +318,14 @@ class GivenScores:
             raise UserError(f"{self.name}: {name} is a {type(tensor).__name__}, not a tensor.")
         if tuple(tensor.shape) != tuple(target.matrix.stored.shape):
             raise UserError(
-                f"{self.name}: {name} has the shape {list(tensor.shape)}; the weight has {list(target.matrix.stored.shape)}."
+                f"{self.name}: {name} has the shape {list(tensor.shape)}; the weight has "
+                f"{list(target.matrix.stored.shape)}."
             )
         if isinstance(tensor, StoredTensor) and tensor.dtype not in PRUNABLE_DTYPES:
-            raise UserError(f"{self.name}: {name} is stored as {tensor.dtype}; give {', '.join(PRUNABLE_DTYPES)}.")
+            raise UserError(
+                f"{self.name}: {name} is stored as {tensor.dtype}; give "
+                f"{', '.join(PRUNABLE_DTYPES)}."
+            )
 
 
 def recorded(recipe: Recipe) -> Recipe:
@@ -298,17 +353,19 @@ def input_norms(
     """
     if relative and not activations.relative:
         raise UserError(
-            f"{name}: it has no norms relative to the outputs, which relative scores need. Run emp-llm calibrate again, or use "
-            "a wanda method without --score relative."
+            f"{name}: it has no norms relative to the outputs, which relative scores need. Run "
+            "emp-llm calibrate again, or use a wanda method without --score relative."
         )
     norms = {}
     for target in targets:
-        norm, inputs = activations.norm(target.name, relative), target.matrix.columns
+        norm = activations.norm(target.name, relative)
+        inputs = target.matrix.columns
         if norm is None or norm.numel() != inputs:
             wrong = "no norms" if norm is None else f"{norm.numel()} norms for {inputs} inputs"
             raise UserError(
-                f"{name}: {target.name} has {wrong}. Either the norms are of another model or of other layers (run "
-                "emp-llm calibrate for this model), or the forward pass does not call this layer (leave it out with --ignore)."
+                f"{name}: {target.name} has {wrong}. Either the norms are of another model or of "
+                "other layers (run emp-llm calibrate for this model), or the forward pass does not "
+                "call this layer (leave it out with --ignore)."
             )
         norms[target.name] = InputStatistics(norm, activations.tokens_of(target.name))
     return norms
@@ -320,11 +377,19 @@ def naming_rows(target: Target, first: int, words: Words) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        stored, rows = target.matrix.stored, f"rows {first} to {first + words.shape[0] - 1}"
+        stored = target.matrix.stored
+        rows = f"rows {first} to {first + words.shape[0] - 1}"
         if bool(as_tensor(words, stored.dtype).double().isfinite().all()):
-            raise UserError(f"{target.name}: the scores overflow in {rows}; its activations are too large.") from error
-        where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "  # a model in memory has no file
-        remedy = "The checkpoint is damaged; download it again." if where else "Load the model again."
+            raise UserError(
+                f"{target.name}: the scores overflow in {rows}; its activations are too large."
+            ) from error
+        # A model in memory has no file.
+        where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "
+        remedy = (
+            ("The checkpoint is damaged; download it again.")
+            if where
+            else ("Load the model again.")
+        )
         raise UserError(f"{where}{stored.name} holds NaN or infinity ({rows}). {remedy}") from error
 
 

@@ -1,6 +1,8 @@
-"""Rows that keep next to nothing, because their effective number is that of a few inputs that dominate all others."""
+"""Rows that keep next to nothing, because their effective number is that of a few inputs that
+dominate all others.
+"""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +12,16 @@ from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner, measure_targets
 from emp_llm.pruning.outcome import Outcome, Outcomes
 from emp_llm.pruning.scores import Scores
+from emp_llm.selection.criteria import MAGNITUDE
 
 LEAST = 0.05  # of a row's weights; below, it starves
 _LAYERS = 3  # that are named
 
 
 class _Starved(NamedTuple):
-    """The starving rows of a target, and the input that carries most of their scores, with its mean share of these."""
+    """The starving rows of a target, and the input that carries most of their scores, with its
+    mean share of these.
+    """
 
     name: str
     rows: int
@@ -25,13 +30,15 @@ class _Starved(NamedTuple):
 
 
 def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
-    """A sentence on the rows that keep less than 5 % of their weights by an effective number; None if there are none.
+    """A sentence on rows that keep less than 5 % of their weights by an effective number, or None.
 
-    It says which inputs carry their scores, and what order 1 would remove in place of order 2: exp of the entropy of the shares
-    of the scores is a larger effective number than one over the sum of their squares, the more so the more a few dominate.
+    It says which inputs carry their scores, and what other counts would remove. Order 1, exp of the
+    entropy of the shares of the scores, is a larger effective number than one over the sum of their
+    squares, the more so the more a few dominate. The magnitudes know no inputs.
 
     Args:
-        pruner: of the run. The weights of layers with such rows are read again, and those of all layers once, for order 1.
+        pruner: of the run. The weights of layers with such rows are read again, and those of all
+            layers for each other count.
         outcomes: its outcomes.
     """
     recipe = pruner.scores.recipe
@@ -44,26 +51,36 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
     number = sum(int(_starves(outcome).sum()) for outcome in starved)
     total = sum(outcome.kept.size for outcome in outcomes.of_targets)
     places = [_place(pruner, outcome) for outcome in starved[:_LAYERS]]
-    told = "; ".join(f"in {each.name}, input {each.input} has {percent_cell(each.share)} % of the scores" for each in places)
+    told = "; ".join(
+        f"in {each.name}, input {each.input} has {percent_cell(each.share)} % of the scores"
+        for each in places
+    )
     return (
-        f"{number:,} of {total:,} rows keep less than {100 * LEAST:g} % of their weights, in {len(starved)} of "
-        f"{len(outcomes.of_targets)} matrices: a few inputs carry their scores ({told}). {_remedy(pruner, outcomes)}"
+        f"{number:,} of {total:,} rows keep less than {100 * LEAST:g} % of their weights, in "
+        f"{len(starved)} of {len(outcomes.of_targets)} matrices: a few inputs carry their scores "
+        f"({told}). {_remedy(pruner, outcomes)}"
     )
 
 
 def _remedy(pruner: Pruner, outcomes: Outcomes) -> str:
-    """What a recipe of order 1 would do."""
+    """What other counts would do."""
     recipe = pruner.scores.recipe
-    if recipe.order == 1:
-        return "--sparsity with --method wanda removes the same share of every row."
-    if recipe.beta is None or recipe.sparsity is not None:
-        return "--order 1 removes as much, more evenly; --method wanda the same share of every row."
-    of_order_1 = Scores(pruner.checkpoint, pruner.targets, recipe.but(order=1.0), pruner.scores.norms)
-    (other,) = measure_targets([Pruner(of_order_1, counts_of(of_order_1))])
-    return (
-        f"--order 1 would remove {percent_cell(_removed(other))} % in place of {percent_cell(_removed(outcomes))} %; "
-        "--method wanda --sparsity 0.5 removes the same share of every row."
-    )
+    others: dict[str, dict[str, Any]] = {}
+    if recipe.order != 1:
+        others["--order 1"] = {"order": 1.0}
+    if recipe.scored_by is not MAGNITUDE and not recipe.counts_by_magnitude:
+        others["--count-by magnitude"] = {"count_by": "magnitude"}
+    if recipe.sparsity is not None:
+        return f"{' and '.join(others) or '--method wanda'} removes as much, more evenly."
+    told = []
+    for flag, change in others.items():
+        changed = recipe.but(**change)
+        scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.norms)
+        (other,) = measure_targets([Pruner(scores, counts_of(scores))])
+        told.append(f"{flag} would remove {percent_cell(_removed(other))} %")
+    if not told:
+        return "--method wanda --sparsity 0.5 removes the same share of every row."
+    return f"Instead of {percent_cell(_removed(outcomes))} %, {', and '.join(told)}."
 
 
 def _removed(outcomes: Outcomes) -> float:
@@ -73,7 +90,9 @@ def _removed(outcomes: Outcomes) -> float:
 
 
 def _starves(outcome: Outcome) -> NDArray[np.bool_]:
-    """Which rows of a target starve: bool, shape (rows,). A row of one or two weights does not, nor one without scores."""
+    """Which rows of a target starve: bool, shape (rows,). A row of one or two weights does not,
+    nor one without scores.
+    """
     columns = outcome.target.matrix.columns
     return (outcome.kept < LEAST * columns) & (outcome.mass > 0)
 
@@ -82,7 +101,8 @@ def _place(pruner: Pruner, outcome: Outcome) -> _Starved:
     """Where the scores of a target's starving rows are."""
     import torch
 
-    target, rows = outcome.target, torch.from_numpy(_starves(outcome))
+    target = outcome.target
+    rows = torch.from_numpy(_starves(outcome))
     shares = torch.zeros(target.matrix.columns, dtype=torch.float64)
     first = 0
     with pruner.checkpoint.open_files() as files:

@@ -1,4 +1,6 @@
-"""The update of the kept weights in a run of `prune`: what it needs from the recipe and its masks, and its place in the run."""
+"""The update of the kept weights in a run of `prune`: what it needs from the recipe and its
+masks, and its place in the run.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,16 +26,24 @@ from emp_llm.update.walk import OfTarget
 
 
 def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
-    """Raise UserError if weights cannot move: because of an encoder, or of calibration data with images."""
+    """Raise UserError if weights cannot move: because of an encoder, or of calibration data with
+    images.
+    """
     by_blocks = f"{recipe.update_flag} runs block by block"
     if not isinstance(data, CalibrationText):
-        raise UserError(f"{by_blocks}, on text alone. {recipe.without_update}, or leave out image= in --calibration.")
+        raise UserError(
+            f"{by_blocks}, on text alone. {recipe.without_update}, or leave out image= "
+            "in --calibration."
+        )
     if chosen.checkpoint.config.get("is_encoder_decoder"):
-        raise UserError(f"{by_blocks}, which an encoder-decoder model cannot. {recipe.without_update}.")
+        raise UserError(
+            f"{by_blocks}, which an encoder-decoder model cannot. {recipe.without_update}."
+        )
 
 
 def counts_to_search(pruner: Pruner, mask_of: OfTarget) -> OfTarget | None:
-    """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix. None without a search.
+    """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix.
+    None without a search.
 
     SparseGPT shares the kept weights of a matrix among its rows itself.
     """
@@ -41,7 +51,8 @@ def counts_to_search(pruner: Pruner, mask_of: OfTarget) -> OfTarget | None:
     if search is None or (search == "sparsegpt" and pruner.scores.recipe.pattern is not None):
         return None
     if search == "sparsegpt":
-        by_matrix = cache(lambda: counts_of(pruner.scores, group="matrix"))  # it may read the weights
+        # It may read the weights.
+        by_matrix = cache(lambda: counts_of(pruner.scores, group="matrix"))
         return lambda target: torch.from_numpy(by_matrix().kept[target.name])
     if pruner.counts.group == "matrix":
         return lambda target: mask_of(target).sum().reshape(1)
@@ -56,7 +67,8 @@ def moved_weights(
     name: str,
     update: Callable[[PreTrainedModel, MovedWeights], None],
 ) -> MovedWeights:
-    """The weights that a run's update moves, or those of an interrupted run, in the work folder. A collective call.
+    """The weights that a run's update moves, or those of an interrupted run, in the work folder. A
+    collective call.
 
     Args:
         dense: folder of the model.

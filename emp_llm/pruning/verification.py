@@ -1,6 +1,8 @@
-"""Verification of a pruned checkpoint: files against the manifest, bytes against the source, and masks decided again.
+"""Verification of a pruned checkpoint: files against the manifest, bytes against the source, and
+masks decided again.
 
-It only reads. The masks are decided by the slow reference in plain torch, not by the kernel that wrote them.
+It only reads. The masks are decided by the slow reference in plain torch, not by the kernel that
+wrote them.
 """
 
 from collections import Counter
@@ -48,7 +50,9 @@ class Findings:
 
 
 def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
-    """Check sizes and hashes of all files that a manifest names, and look for weights that it does not name."""
+    """Check sizes and hashes of all files that a manifest names, and look for weights that it
+    does not name.
+    """
     total = sum(entry.bytes for entry in manifest.files.values())
     with progress_bar(total, "hash", "B") as bar:
         for name, entry in manifest.files.items():
@@ -60,38 +64,52 @@ def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix in OTHER_WEIGHTS and path.is_file() and name not in manifest.files:
-            findings.differences.append(f"{name}: weights that the manifest does not name; move the file away.")
+            findings.differences.append(
+                f"{name}: weights that the manifest does not name; move the file away."
+            )
 
 
 def _file_difference(path: Path, entry: FileEntry) -> str | None:
-    """The difference between a file and its entry in the manifest, as a sentence; None if there is none."""
+    """The difference between a file and its entry in the manifest, as a sentence; None if there
+    is none.
+    """
     if not path.is_file():
         return "it is missing."
     if (size := path.stat().st_size) != entry.bytes:
         return f"it has {size:,} bytes; the manifest says {entry.bytes:,}."
     found = file_hash(path)
-    return None if found == entry.blake3 else f"its BLAKE3 is {found}; the manifest says {entry.blake3}."
+    return (
+        None
+        if found == entry.blake3
+        else (f"its BLAKE3 is {found}; the manifest says {entry.blake3}.")
+    )
 
 
 def check_source(source: Checkpoint, manifest: Manifest) -> None:
     """Raise UserError if a checkpoint is not the model that was pruned."""
     if identity_of(source) != manifest.source.identity:
         raise UserError(
-            f"--source {source.folder}: its weights are not those that were pruned. Give the model that {REPORT_NAME} names."
+            f"--source {source.folder}: its weights are not those that were pruned. Give the model "
+            f"that {REPORT_NAME} names."
         )
 
 
 def check_activations(activations: Activations, manifest: Manifest, name: str) -> None:
     """Raise UserError if norms are not those that decided the masks; `name` names their file."""
     if manifest.activations is None or activations.digest != manifest.activations.norms:
-        raise UserError(f"{name}: not the norms that decided these masks. Give their file, or leave --activations out.")
+        raise UserError(
+            f"{name}: not the norms that decided these masks. Give their file, or "
+            "leave --activations out."
+        )
 
 
 def check_headers(source: Checkpoint, pruned: Checkpoint, findings: Findings) -> None:
     """Compare the names and headers of the shards with the source, and the side files."""
     names = [shard.name for shard in source.shards]
     if names != [shard.name for shard in pruned.shards]:
-        findings.differences.append(f"{pruned.folder}: its shards are not those of the source, {', '.join(names)}.")
+        findings.differences.append(
+            f"{pruned.folder}: its shards are not those of the source, {', '.join(names)}."
+        )
     else:
         for ours, theirs in zip(pruned.shards, source.shards, strict=True):
             header = header_text(theirs)
@@ -99,30 +117,42 @@ def check_headers(source: Checkpoint, pruned: Checkpoint, findings: Findings) ->
             if header_text(ours) != header:
                 findings.differences.append(f"{ours.name}: its header differs from the source.")
     for relative in source.side_files():
-        ours, theirs = pruned.folder / relative, source.folder / relative
+        ours = pruned.folder / relative
+        theirs = source.folder / relative
         findings.checked["side files"] += 1
         if not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
             findings.differences.append(f"{relative}: differs from the source.")
 
 
 def check_config(source: Path, saved: Path, trust_remote_code: bool, findings: Findings) -> None:
-    """Compare the fields of config.json, read by transformers, that `save_pretrained` does not write anew."""
+    """Compare the fields of config.json, read by transformers, that `save_pretrained` does not
+    write anew.
+    """
     from emp_llm.models.loading import read_config
 
-    ours, theirs = (_fields(read_config(folder, trust_remote_code)[0].to_dict()) for folder in (saved, source))
+    ours, theirs = (
+        _fields(read_config(folder, trust_remote_code)[0].to_dict()) for folder in (saved, source)
+    )
     findings.checked["config.json"] += 1
-    changed = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    changed = [
+        name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)
+    ]
     if changed:
-        findings.differences.append(f"config.json: its values are not the source's: {shortened_list(changed)}.")
+        findings.differences.append(
+            f"config.json: its values are not the source's: {shortened_list(changed)}."
+        )
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in config.items() if name not in _WRITTEN}
-    return {name: _fields(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return {
+        name: _fields(value) if isinstance(value, dict) else value for name, value in fields.items()
+    }
 
 
 def names_in_saved(model: "nn.Module", source: Architecture, saved: Architecture) -> dict[str, str]:
-    """Name of a tensor in a checkpoint -> its name in a folder of `save_pretrained`, without tensors that no model loads.
+    """Name of a tensor in a checkpoint -> its name in a folder of `save_pretrained`, without
+    tensors that no model loads.
 
     The folder has the names of the model's class, and one of two tied tensors.
 
@@ -132,7 +162,10 @@ def names_in_saved(model: "nn.Module", source: Architecture, saved: Architecture
     """
     from emp_llm.models.modules import not_ignored
 
-    names = {stored: saved.stored_names.get(parameter, stored) for parameter, stored in source.stored_names.items()}
+    names = {
+        stored: saved.stored_names.get(parameter, stored)
+        for parameter, stored in source.stored_names.items()
+    }
     others = [name for name in source.checkpoint.tensors if name not in names]
     return names | {name: name for name in not_ignored(model, "unexpected", others)}
 
@@ -145,7 +178,8 @@ def check_tensors(
     findings: Findings,
     healed: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
-    """Compare dtypes and shapes of all tensors with the source, and every byte outside of the targets.
+    """Compare dtypes and shapes of all tensors with the source, and every byte outside of the
+    targets.
 
     Args:
         source, pruned: the checkpoints.
@@ -163,7 +197,9 @@ def check_tensors(
     total = sum(tensor.end - tensor.start for tensor in source.tensors.values())
     with source.open_files() as files, progress_bar(total, "compare", "B") as bar:
         for name, own in names.items():
-            ours, theirs, different = pruned.tensors.get(own), source.tensors[name], 0
+            ours = pruned.tensors.get(own)
+            theirs = source.tensors[name]
+            different = 0
             if ours is None:
                 findings.differences.append(f"{own}: it is missing.")
                 continue
@@ -172,8 +208,11 @@ def check_tensors(
                 findings.differences.append(f"{own}: {has}; the source has {had}.")
                 continue
             found[name] = ours
-            one, other = files.reader(ours.shard), files.reader(theirs.shard)
-            for start, end in gaps(inside.get(name, []), theirs.start, theirs.end) if name not in healed else ():
+            one = files.reader(ours.shard)
+            other = files.reader(theirs.shard)
+            for start, end in (
+                gaps(inside.get(name, []), theirs.start, theirs.end) if name not in healed else ()
+            ):
                 for first in range(start, end, PIECE):
                     size = min(PIECE, end - first)
                     piece = one.take(ours.start + first - theirs.start, size)
@@ -184,35 +223,50 @@ def check_tensors(
                 where = f"{count_of(different, 'byte')} outside of the targets"
                 findings.differences.append(f"{own}: differs from the source in {where}.")
     known = set(names.values())
-    findings.differences += [f"{own}: the source has no such tensor." for own in pruned.tensors if own not in known]
+    findings.differences += [
+        f"{own}: the source has no such tensor." for own in pruned.tensors if own not in known
+    ]
     return found
 
 
 def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findings) -> None:
-    """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
+    """Decide all masks again and compare: a weight that the recipe keeps must be the source's,
+    every other one zero.
 
-    After a refit or healing, a kept weight may have any finite value. The masks of SparseGPT and ADMM are not decided again;
-    only the numbers of their kept weights are checked.
+    After a refit or healing, a kept weight may have any finite value. The masks of SparseGPT and
+    ADMM are not decided again; only the numbers of their kept weights are checked.
 
     Args:
         pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
         scores: of the source, by the recipe and the norms of the run.
     """
-    recipe, compared = scores.recipe, {target.name: _Compared() for target in scores.targets}
-    by_matrix = counts_of(scores, group="matrix") if recipe.name == "sparsegpt" and recipe.pattern is None else None
+    recipe = scores.recipe
+    compared = {target.name: _Compared() for target in scores.targets}
+    by_matrix = (
+        counts_of(scores, group="matrix")
+        if recipe.name == "sparsegpt" and recipe.pattern is None
+        else None
+    )
 
     def compare(target: Target, chunk: Chunk) -> None:
-        found, matrix = compared[target.name], replace(target.matrix, stored=pruned[target.matrix.stored.name])
+        found = compared[target.name]
+        matrix = replace(target.matrix, stored=pruned[target.matrix.stored.name])
         with FileReader(matrix.stored.shard) as file:
             written = matrix.read(file, chunk.first, chunk.first + len(chunk.words))
         values = as_tensor(written, matrix.stored.dtype)
         is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
         found.finite = found.finite and bool(is_finite.all())
-        wrong = np.where(chunk.words == 0, written != 0, ~is_finite) if recipe.moves else chunk.words != written
+        wrong = (
+            np.where(chunk.words == 0, written != 0, ~is_finite)
+            if recipe.moves
+            else chunk.words != written
+        )
         found.wrong += int(np.count_nonzero(wrong))
-        here, there = _kept(written, recipe), _kept(chunk.words, recipe)
+        here = _kept(written, recipe)
+        there = _kept(chunk.words, recipe)
         found.over += int(np.count_nonzero(here > there))
-        found.left, found.most = found.left + int(here.sum()), found.most + int(there.sum())
+        found.left = found.left + int(here.sum())
+        found.most = found.most + int(there.sum())
 
     Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True).decide(compare)
     for target in scores.targets:
@@ -242,24 +296,36 @@ class _Compared:
 def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """The number of weights that are not zero, in each row or in every M weights of it."""
     width = words.shape[1] if recipe.n_of_m is None else recipe.n_of_m[1]
-    kept: np.ndarray[tuple[int], np.dtype[np.int64]] = np.count_nonzero(words.reshape(-1, width), axis=1)
+    kept: np.ndarray[tuple[int], np.dtype[np.int64]] = np.count_nonzero(
+        words.reshape(-1, width), axis=1
+    )
     return kept
 
 
-def _differences(recipe: Recipe, target: Target, compared: _Compared, in_matrix: int | None) -> list[str]:
-    """What is wrong with a target, one sentence each; `in_matrix` is the number of weights that SparseGPT keeps."""
-    name, wrong, left = target.name, compared.wrong, compared.left
+def _differences(
+    recipe: Recipe, target: Target, compared: _Compared, in_matrix: int | None
+) -> list[str]:
+    """What is wrong with a target, one sentence each; `in_matrix` is the number of weights that
+    SparseGPT keeps.
+    """
+    name = target.name
+    wrong = compared.wrong
+    left = compared.left
     if recipe.search is None:
         return [f"{name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
     found = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
     if in_matrix is not None:
         # A target that was not updated is pruned row by row, which may keep more weights.
         if left > in_matrix and wrong:
-            zeros, removed = target.matrix.numel - left, target.matrix.numel - in_matrix
+            zeros = target.matrix.numel - left
+            removed = target.matrix.numel - in_matrix
             found.append(f"{name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
     elif left > compared.most:
         found.append(f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}.")
     elif compared.over and recipe.group == "row":
         groups = "group" if recipe.pattern is not None else "row"
-        found.append(f"{name}: more weights are left in {count_of(compared.over, groups)} than the recipe keeps.")
+        found.append(
+            f"{name}: more weights are left in {count_of(compared.over, groups)} than the "
+            "recipe keeps."
+        )
     return found

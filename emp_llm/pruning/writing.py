@@ -1,7 +1,8 @@
 """Writing a pruned checkpoint: pruned rows, an exact copy of all other bytes, and the manifest.
 
-A shard is written in order, under its final name in the work folder. When it is on the disk, its hash and the statistics of its
-rows are noted there, and an interrupted run resumes after it; a shard that is not finished is written again.
+A shard is written in order, under its final name in the work folder. When it is on the disk, its
+hash and the statistics of its rows are noted there, and an interrupted run resumes after it; a
+shard that is not finished is written again.
 """
 
 import shutil
@@ -16,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from emp_llm.checkpoint.checkpoint import Checkpoint, identity_from_hashes, known_hashes, remember_hashes
+from emp_llm.checkpoint.checkpoint import (
+    Checkpoint,
+    identity_from_hashes,
+    known_hashes,
+    remember_hashes,
+)
 from emp_llm.checkpoint.files import (
     INDEX_LIMIT,
     PIECE,
@@ -65,7 +71,10 @@ class Written:
 
 
 def write_checkpoint(
-    pruner: Pruner, folder: Path, output: OutputFolder | None = None, moved: "MovedWeights | None" = None
+    pruner: Pruner,
+    folder: Path,
+    output: OutputFolder | None = None,
+    moved: "MovedWeights | None" = None,
 ) -> Written:
     """Write the shards and side files of a pruned checkpoint. Everything is on disk on return.
 
@@ -76,7 +85,8 @@ def write_checkpoint(
         moved: rows whose kept weights moved; None if none did.
 
     Raises:
-        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
+            reading.
     """
     checkpoint = pruner.checkpoint
     for relative in checkpoint.side_files():
@@ -86,7 +96,8 @@ def write_checkpoint(
     sources = {} if known else {shard: RunningHash(shard) for shard in checkpoint.shards}
     total = sum(shard.stat().st_size for shard in checkpoint.shards)
     try:
-        once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations  # a calibration has just read it
+        # A calibration has just read it.
+        once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations
         with FilePool(sources, once) as files, progress_bar(total, "prune", "B") as bar:
             write = _write_together if pruner.counts.group == "all" else _write_shards
             outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
@@ -105,26 +116,36 @@ def write_checkpoint(
 
 
 def _write_shards(
-    pruner: Pruner, folder: Path, files: FilePool, bar: Bar, output: OutputFolder | None, moved: "MovedWeights | None"
+    pruner: Pruner,
+    folder: Path,
+    files: FilePool,
+    bar: Bar,
+    output: OutputFolder | None,
+    moved: "MovedWeights | None",
 ) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
     """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
     outcomes: dict[str, Outcome] = {}
     hashes: dict[str, str] = dict((output and output.get("shards")) or {})
     for shard in pruner.checkpoint.shards:
-        targets, size = targets_in(pruner.targets, shard), shard.stat().st_size
+        targets = targets_in(pruner.targets, shard)
+        size = shard.stat().st_size
         if output is not None and shard.name in hashes:
             statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
             for done, rows in zip(targets, statistics, strict=True):
                 outcomes[done.name] = pruner.outcome(done, rows, None)
             bar.update(size)
             continue
-        digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
+        digest = RunningHash(folder / shard.name)
+        statistics = []
+        reader = files.reader(shard)
         with _ShardFile(folder / shard.name, digest, bar) as file:
             for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
                 file.copy(reader, start, end)
                 if target is not None:
                     selector = pruner.search([target], files)
-                    statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
+                    statistics.append(
+                        file.put_rows(target, pruner.pruned(target, files, selector, moved))
+                    )
                     outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
         sync_path(folder / shard.name)
         hashes[shard.name] = digest.finish()
@@ -136,9 +157,16 @@ def _write_shards(
 
 
 def _write_together(
-    pruner: Pruner, folder: Path, files: FilePool, bar: Bar, output: OutputFolder | None, moved: "MovedWeights | None"
+    pruner: Pruner,
+    folder: Path,
+    files: FilePool,
+    bar: Bar,
+    output: OutputFolder | None,
+    moved: "MovedWeights | None",
 ) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
-    """Write the targets of all shards in their order, as one group: of equal scores, the first in this order are kept."""
+    """Write the targets of all shards in their order, as one group: of equal scores, the first
+    in this order are kept.
+    """
     digests = {shard: RunningHash(folder / shard.name) for shard in pruner.checkpoint.shards}
     selector = pruner.search(pruner.targets, files)
     for shard, digest in digests.items():
@@ -153,11 +181,16 @@ def _write_together(
         outcomes[target.name] = pruner.outcome(target, statistics, selector)
     for shard in digests:
         sync_path(folder / shard.name)
-    return outcomes, pruner.whole(selector), {shard.name: digest.finish() for shard, digest in digests.items()}
+    return (
+        outcomes,
+        pruner.whole(selector),
+        {shard.name: digest.finish() for shard, digest in digests.items()},
+    )
 
 
 class _ShardFile:
-    """A shard that is being written, by a thread behind the caller; it is created if missing. Use it as a context.
+    """A shard that is being written, by a thread behind the caller; it is created if missing. Use
+    it as a context.
 
     Args:
         path: the file.
@@ -166,7 +199,8 @@ class _ShardFile:
     """
 
     def __init__(self, path: Path, digest: RunningHash, bar: Bar) -> None:
-        self._digest, self._bar = digest, bar
+        self._digest = digest
+        self._bar = bar
         self._file = FileWriter(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-write")
         self._waiting: deque[Future[None]] = deque()
@@ -214,11 +248,16 @@ class _ShardFile:
 
 def targets_in(targets: Sequence[Target], shard: Path) -> list[Target]:
     """Those of some targets that are in a shard, in the order of their bytes."""
-    return sorted((t for t in targets if t.matrix.stored.shard == shard), key=lambda target: target.matrix.start)
+    return sorted(
+        (t for t in targets if t.matrix.stored.shard == shard),
+        key=lambda target: target.matrix.start,
+    )
 
 
 def gaps(targets: Sequence[Target], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the bytes of a range before each target in it, given in order, and of those after the last."""
+    """(start, end) of the bytes of a range before each target in it, given in order, and of
+    those after the last.
+    """
     for target in targets:
         yield start, target.matrix.start
         start = target.matrix.end
@@ -231,12 +270,16 @@ def _save_statistics(path: Path, statistics: list[RowFigures]) -> None:
 
 
 def _saved_statistics(path: Path, targets: list[Target]) -> list[RowFigures]:
-    table, ends = np.load(path), accumulate((target.matrix.rows for target in targets), initial=0)
+    table = np.load(path)
+    ends = accumulate((target.matrix.rows for target in targets), initial=0)
     return [RowFigures(*table[:, first:end]) for first, end in pairwise(ends)]
 
 
-def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str, Any] | None) -> dict[str, Any]:
-    """Everything that the bytes of a pruned checkpoint depend on, as JSON. Known before any weight is read.
+def run_signature(
+    checkpoint: Checkpoint, recipe: Recipe, activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Everything that the bytes of a pruned checkpoint depend on, as JSON. Known before any weight
+    is read.
 
     Args:
         activations: identifies the norms; None if none are needed.
@@ -250,7 +293,12 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
 
 
 def write_manifest(
-    folder: Path, checkpoint: Checkpoint, identity: str | None, recipe: Recipe, norms: str | None, hashes: dict[str, str]
+    folder: Path,
+    checkpoint: Checkpoint,
+    identity: str | None,
+    recipe: Recipe,
+    norms: str | None,
+    hashes: dict[str, str],
 ) -> None:
     """Write the manifest of a finished checkpoint.
 
@@ -264,11 +312,19 @@ def write_manifest(
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        if not is_hidden(Path(name)) and name not in (MANIFEST_NAME, REPORT_NAME) and not name.startswith(EVALUATION_FOLDER):
-            files[name] = FileEntry(bytes=path.stat().st_size, blake3=hashes.get(name) or file_hash(path))
+        if (
+            not is_hidden(Path(name))
+            and name not in (MANIFEST_NAME, REPORT_NAME)
+            and not name.startswith(EVALUATION_FOLDER)
+        ):
+            files[name] = FileEntry(
+                bytes=path.stat().st_size, blake3=hashes.get(name) or file_hash(path)
+            )
     Manifest(
         emp_llm=versions().get("emp-llm", "unknown"),
-        source=ManifestSource(identity=identity, bytes={name: state[0] for name, state in checkpoint.states.items()}),
+        source=ManifestSource(
+            identity=identity, bytes={name: state[0] for name, state in checkpoint.states.items()}
+        ),
         recipe=recipe,
         activations=None if norms is None else NormsRecord(norms=norms),
         files=files,
@@ -279,5 +335,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint; UserError if it is missing or invalid."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        raise UserError(f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune.")
+        raise UserError(
+            f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune."
+        )
     return read_record(path, Manifest, INDEX_LIMIT)

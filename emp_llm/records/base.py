@@ -1,7 +1,7 @@
 """Typed records with a format version: one declaration serves writing and reading.
 
-A file record begins with `"format": "emp-llm KIND VERSION"`; other versions are refused. Fields are attributes;
-`record["field"]` works too, as in the JSON.
+A file record begins with `"format": "emp-llm KIND VERSION"`; other versions are refused. Fields are
+attributes; `record["field"]` works too, as in the JSON.
 """
 
 import re
@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a record. Fields with their default value are not written, unless the class says otherwise."""
+    """A part of a record. Fields with their default value are not written, unless the class says
+    otherwise.
+    """
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -60,8 +62,8 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
         limit: largest size of the file in bytes.
 
     Raises:
-        UserError: the file cannot be read as JSON, holds another kind of record or another version of it, or a field is missing
-            or wrong.
+        UserError: the file cannot be read as JSON, holds another kind of record or another version
+            of it, or a field is missing or wrong.
     """
     return record_of(read_json(path, unique=True, limit=limit), kind, str(path))
 
@@ -72,17 +74,25 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version != kind.VERSION:
-        remedy = "Upgrade emp-llm: pip install --upgrade emp-llm" if version > kind.VERSION else "Write it again."
+        remedy = (
+            ("Upgrade emp-llm: pip install --upgrade emp-llm")
+            if version > kind.VERSION
+            else "Write it again."
+        )
         raise UserError(
-            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads version "
-            f"{kind.VERSION}. {remedy}"
+            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm "
+            f"reads version {kind.VERSION}. {remedy}"
         )
     return converted(values, kind, where)
 
 
 def version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
     """The format version of a record's JSON; None for a record of another kind."""
-    named = re.fullmatch(rf"emp-llm {re.escape(kind.KIND)} ([0-9]{{1,9}})", str(values.get("format")))
+    named = re.fullmatch(
+        rf"emp-llm {re.escape(kind.KIND)} "
+        rf"([0-9]{{1,9}})",
+        str(values.get("format")),
+    )
     return None if named is None else int(named[1])
 
 
@@ -102,11 +112,19 @@ def converted(values: Any, kind: type[T], where: str, strict: bool = True) -> T:
 
 
 def _sentence(error: BaseException) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.targets.kept`" as "targets.kept: expected int, got str."."""
+    """msgspec's "Expected `int`, got `str` - at `$.targets.kept`" as "targets.kept: expected
+    int, got str.".
+    """
     text, _, path = reason(error).partition(" - at `")
-    for phrase, plain in (("`", ""), ("Object missing required", "missing"), ("Object contains ", ""), (" | null", "")):
+    for phrase, plain in (
+        ("`", ""),
+        ("Object missing required", "missing"),
+        ("Object contains ", ""),
+        (" | null", ""),
+    ):
         text = text.replace(phrase, plain)
-    words, field = quotable(text[:1].lower() + text[1:]), path.strip("$.`")
+    words = quotable(text[:1].lower() + text[1:])
+    field = path.strip("$.`")
     return f"{field}: {words}." if field else f"{words}."
 
 

@@ -15,8 +15,8 @@ class LoadedModel(Part, kw_only=True, omit_defaults=False):
         runtime: "dense" or "sparse".
         load_seconds: from the files, which were read before.
         weight_bytes: of its weights in memory.
-        memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and ran for the first time, on
-            the smallest batch.
+        memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and
+            ran for the first time, on the smallest batch.
     """
 
     model: str
@@ -33,7 +33,8 @@ class Speed(Part, kw_only=True, omit_defaults=False):
     Attributes:
         dense_seconds, sparse_seconds: in each round; both models run in it, one after the other.
         dense, sparse: tokens per second over all sequences, from the medians of the seconds.
-        ratio, lowest_ratio, highest_ratio: speed of sparse over that of dense in the rounds: their median, and their range.
+        ratio, lowest_ratio, highest_ratio: speed of sparse over that of dense in the rounds: their
+            median, and their range.
     """
 
     dense_seconds: list[float]
@@ -51,8 +52,8 @@ class Batch(Part, kw_only=True, omit_defaults=False):
     Attributes:
         batch_size: the number of sequences.
         prefill: of the prompts; decode: of all new tokens.
-        equal_tokens: the share of new tokens that are the same in both, with the same model and greedy choice; null with
-            another baseline.
+        equal_tokens: the share of new tokens that are the same in both, with the same model and
+            greedy choice; null with another baseline.
     """
 
     batch_size: int
@@ -65,7 +66,8 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     """Two models measured in turn in one process.
 
     Attributes:
-        model: the pruned one; revision: its commit on the Hub; identity: of its checkpoint, as in results files.
+        model: the pruned one; revision: its commit on the Hub; identity: of its checkpoint, as in
+            results files.
         sparsity: the share of zeros in its packed layers; layers: their number.
         processor, threads, device: where; versions, command: how.
         text: the file of the prompts; null: random tokens, because the model has no tokenizer.

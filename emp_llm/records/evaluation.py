@@ -20,7 +20,8 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
         loss: mean of the blocks' mean next-token losses, each weighted by its tokens; in nats.
         tokens, blocks, block_length: extent of the measured text; the last block may be shorter.
         seconds: of the forward passes.
-        block_losses: mean loss of each block in order, to seven decimals, for the uncertainty of a difference.
+        block_losses: mean loss of each block in order, to seven decimals, for the uncertainty of a
+            difference.
         partial: whether a limit left out a part of the text.
     """
 
@@ -42,7 +43,9 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
     def block_tokens(self) -> list[int]:
         """Number of tokens of each block in `block_losses`; only the last may be shorter."""
         full = max(0, len(self.block_losses) - 1)
-        return [self.block_length] * full + [self.tokens - full * self.block_length] * bool(self.block_losses)
+        return [self.block_length] * full + [self.tokens - full * self.block_length] * bool(
+            self.block_losses
+        )
 
     @property
     def value(self) -> float:
@@ -51,7 +54,9 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
 
 
 class CheckRecord(Part, kw_only=True):
-    """The dense and the pruned model on sequences of the calibration's text that the calibration did not see."""
+    """The dense and the pruned model on sequences of the calibration's text that the calibration
+    did not see.
+    """
 
     dense: PerplexityRecord
     pruned: PerplexityRecord
@@ -65,13 +70,15 @@ class SampleCount(Part, kw_only=True):
 
 
 class AnswersRecord(Part, kw_only=True):
-    """The correct answers of a task, one bit for each example, for the standard error of a difference.
+    """The correct answers of a task, one bit for each example, for the standard error of a
+    difference.
 
     Attributes:
         examples: their number.
-        sha256: of the examples' numbers and hashes in order; equal for the same examples in the same order.
-        correct: for each accuracy ("acc,none"), the bits as base64: 1 for a correct answer. The first example has the highest
-            bit of the first byte; zeros fill the last byte.
+        sha256: of the examples' numbers and hashes in order; equal for the same examples in the
+            same order.
+        correct: for each accuracy ("acc,none"), the bits as base64: 1 for a correct answer. The
+            first example has the highest bit of the first byte; zeros fill the last byte.
     """
 
     examples: int
@@ -83,11 +90,20 @@ class AnswersRecord(Part, kw_only=True):
             self.bits(metric)
 
     def bits(self, metric: str) -> int:
-        """The bits of an accuracy as one number, the last example lowest; ValueError if their count is wrong."""
-        data, surplus = b64decode(self.correct[metric], validate=True), -self.examples % 8
+        """The bits of an accuracy as one number, the last example lowest; ValueError if their
+        count is wrong.
+        """
+        data = b64decode(self.correct[metric], validate=True)
+        surplus = -self.examples % 8
         bits = int.from_bytes(data)
-        if self.examples < 1 or 8 * len(data) != self.examples + surplus or bits & ((1 << surplus) - 1):
-            raise ValueError(f"correct: {metric} must be one bit for each of the {self.examples} examples")
+        if (
+            self.examples < 1
+            or 8 * len(data) != self.examples + surplus
+            or bits & ((1 << surplus) - 1)
+        ):
+            raise ValueError(
+                f"correct: {metric} must be one bit for each of the {self.examples} examples"
+            )
         return bits >> surplus
 
 
@@ -102,8 +118,8 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
     """One task of a suite, as lm-eval reports it.
 
     Attributes:
-        results: metrics by task; a group or tag has several tasks. Accuracies ("acc,none") are fractions; errors are named
-            with "_stderr". null is an infinite perplexity.
+        results: metrics by task; a group or tag has several tasks. Accuracies ("acc,none") are
+            fractions; errors are named with "_stderr". null is an infinite perplexity.
         versions, n_shot, n_samples: by task.
         higher_is_better: by task and metric; null if the members of a group disagree.
         groups: names in `results` that summarise others.
@@ -126,7 +142,8 @@ class Measures(Part, kw_only=True):
 
     Attributes:
         perplexity, tasks: the measured parts of the suite.
-        same_masks_as: in a sweep, the earlier point with the same masks, from which the numbers were copied.
+        same_masks_as: in a sweep, the earlier point with the same masks, from which the numbers
+            were copied.
     """
 
     perplexity: PerplexityRecord | None = None
@@ -140,7 +157,9 @@ class Measures(Part, kw_only=True):
 
 
 class SuiteTask(Part, kw_only=True):
-    """A task of a suite: its name and settings; for the user's own task files, name and hash of their folder."""
+    """A task of a suite: its name and settings; for the user's own task files, name and hash of
+    their folder.
+    """
 
     name: str
     num_fewshot: int | None = None

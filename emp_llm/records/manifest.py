@@ -1,4 +1,6 @@
-"""emp_manifest.json: every file that a run wrote with its hash, and everything that the masks depend on."""
+"""emp_manifest.json: every file that a run wrote with its hash, and everything that the masks
+depend on.
+"""
 
 from pathlib import PurePath
 from typing import Annotated, ClassVar
@@ -36,7 +38,9 @@ class NormsRecord(Part, kw_only=True):
 
 
 class Manifest(FileRecord, kw_only=True, omit_defaults=False):
-    """The manifest of a finished checkpoint. It leaves out the report, whose times differ from run to run."""
+    """The manifest of a finished checkpoint. It leaves out the report, whose times differ from
+    run to run.
+    """
 
     KIND: ClassVar[str] = "manifest"
     VERSION: ClassVar[int] = 2

@@ -1,4 +1,6 @@
-"""The output of `measure`: effective numbers and masses of a model's matrices, by criterion and order."""
+"""The output of `measure`: effective numbers and masses of a model's matrices, by criterion and
+order.
+"""
 
 from typing import ClassVar
 
@@ -31,7 +33,8 @@ class UnitPoint(Part, kw_only=True):
 
     Attributes:
         beta: of the effective number.
-        kept: the numbers of units that the rule keeps, by layer, in the order of `MeasureEntry.units`.
+        kept: the numbers of units that the rule keeps, by layer, in the order of
+            `MeasureEntry.units`.
         width: the largest number of units that stay in a layer, where all layers get one number.
         parameters, active_parameters, bytes: of the model; active are those that a token reaches.
     """
@@ -83,5 +86,11 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
         """A short table of what EMP with beta 1 removes."""
         rows = [["criterion", "order", "removed %"]]
         for entry in self.measures:
-            rows.append([entry.criterion, f"{entry.order:g}", percent_cell(entry.targets.sparsity_of_targets)])
+            rows.append(
+                [
+                    entry.criterion,
+                    f"{entry.order:g}",
+                    percent_cell(entry.targets.sparsity_of_targets),
+                ]
+            )
         return table(rows)

@@ -6,7 +6,9 @@ from emp_llm.records.base import FileRecord, Part
 
 
 class StudySummary(Part, kw_only=True):
-    """One model and one choice of targets: points, suites, figures, and comparisons of EMP with its baselines (`verdicts`)."""
+    """One model and one choice of targets: points, suites, figures, and comparisons of EMP with
+    its baselines (`verdicts`).
+    """
 
     title: str
     model: str = ""

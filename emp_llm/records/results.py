@@ -38,7 +38,9 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
 
 
 class PrunedBy(Part, kw_only=True):
-    """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the sparsity of the targets."""
+    """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the
+    sparsity of the targets.
+    """
 
     of: str = ""
     recipe: Recipe
@@ -51,7 +53,8 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
     Attributes:
         model: the name that the user gave; revision: its commit on the Hub.
         pruned: recipe and sparsity of a pruned model; null for a dense one.
-        suite, command: name of the suite, and the command line; made_by: everything that the numbers depend on.
+        suite, command: name of the suite, and the command line; made_by: everything that the
+            numbers depend on.
         complete: whether the whole suite is measured.
         perplexity, tasks: what was measured so far.
     """
@@ -76,9 +79,14 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
 
     def take(self, measures: Measures) -> None:
         """Replace the measurements by these."""
-        self.perplexity, self.tasks = measures.perplexity, measures.tasks
+        self.perplexity = measures.perplexity
+        self.tasks = measures.tasks
 
 
 def pruned_by(report: RunReport) -> PrunedBy:
     """The part of a pruning report that a results file keeps."""
-    return PrunedBy(of=report.source.model, recipe=report.recipe, sparsity_of_targets=report.targets.sparsity_of_targets)
+    return PrunedBy(
+        of=report.source.model,
+        recipe=report.recipe,
+        sparsity_of_targets=report.targets.sparsity_of_targets,
+    )

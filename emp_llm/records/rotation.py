@@ -14,7 +14,8 @@ class RotationRecord(FileRecord, kw_only=True):
     Attributes:
         source: the model as it was, the text and the versions; command: of a run of `rotate`.
         steps, pattern: of the search, and for which the columns are ordered.
-        n_eff_before, n_eff_after: the mean of N_eff/N over the rows of all linear layers in blocks, by EMP-Wanda's scores.
+        n_eff_before, n_eff_after: the mean of N_eff/N over the rows of all linear layers in blocks,
+            by EMP-Wanda's scores.
         difference: of the logits in float32, as a share of their norm.
         parameters_before, parameters_after: more if the head was tied to the embeddings.
         seconds: time taken.

@@ -1,4 +1,6 @@
-"""emp_report.json: the effect of a pruning run on each matrix, its evaluation, and everything that it depends on."""
+"""emp_report.json: the effect of a pruning run on each matrix, its evaluation, and everything
+that it depends on.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,15 +31,18 @@ class Quartiles(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # msgsp
 
 
 class MatrixRecord(Part, kw_only=True, omit_defaults=False):
-    """The effect of a run on one matrix. Masses are shares of sum |s|; quantities of rows are given as quartiles.
+    """The effect of a run on one matrix. Masses are shares of sum |s|; quantities of rows are given
+    as quartiles.
 
     Attributes:
-        tensor: its stored name; role: its name within the block; block: index of its block, null outside the blocks.
+        tensor: its stored name; role: its name within the block; block: index of its block, null
+            outside the blocks.
         rows, columns: its shape; kept: number of weights kept.
-        group_size: N, the number of weights in a group, if a group is a row or the matrix; else this and the fields below are
-            null.
-        n_eff, s_eff: effective number and effective mass; s_eff_bound: the lower bound on s_eff (order 2 only). If the
-            magnitudes set the counts, n_eff is theirs, s_eff that of the scores, and there is no bound.
+        group_size: N, the number of weights in a group, if a group is a row or the matrix; else
+            this and the fields below are null.
+        n_eff, s_eff: effective number and effective mass; s_eff_bound: the lower bound on s_eff
+            (order 2 only). If the magnitudes set the counts, n_eff is theirs, s_eff that of the
+            scores, and there is no bound.
         least_margin_over_bound: the smallest s_eff - s_eff_bound of a group.
     """
 
@@ -66,9 +71,11 @@ class FitRecord(Part, kw_only=True):
     Attributes:
         tokens: number of tokens of the fit; 0 if it was not fitted.
         damping: pull towards the dense weights, as a share of the mean second moment.
-        error_before, error_after: sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2 on the calibration tokens, of the masked
-            and of the fitted weights; xhat and x are the inputs in the pruned and in the dense model.
-        held_out_before, held_out_after: the same on calibration sequences that were held out of the fit.
+        error_before, error_after: sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2 on the
+            calibration tokens, of the masked and of the fitted weights; xhat and x are the inputs
+            in the pruned and in the dense model.
+        held_out_before, held_out_after: the same on calibration sequences that were held out of the
+            fit.
     """
 
     tokens: Count
@@ -86,11 +93,16 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
         matrices, matrices_outside: number of targets, and of those outside the decoder blocks.
         matrices_in_blocks: number of matrices in the blocks of the model.
         weights, kept, zeros: numbers of weights of the targets.
-        sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets, and of the model.
-        parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of the model, and of its blocks.
-        unreachable: names of parameters in blocks that cannot be pruned; the next two fields are their shares.
-        dense_towers: the share of the model of each part of a multimodal model that stays dense as a whole, by its name.
-        scored_by_magnitude: matrices of experts with too few tokens for norms, and their numbers of tokens.
+        sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets,
+            and of the model.
+        parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of
+            the model, and of its blocks.
+        unreachable: names of parameters in blocks that cannot be pruned; the next two fields are
+            their shares.
+        dense_towers: the share of the model of each part of a multimodal model that stays dense as
+            a whole, by its name.
+        scored_by_magnitude: matrices of experts with too few tokens for norms, and their numbers of
+            tokens.
         n_eff, s_eff, s_eff_bound: of all targets as one group (--group all); else null.
     """
 
@@ -116,7 +128,9 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
 
 
 class SizesRecord(Part, kw_only=True):
-    """Sizes of a pruned checkpoint's tensors in bytes: dense, packed raw, and as a mask of the targets; 0 after a refit."""
+    """Sizes of a pruned checkpoint's tensors in bytes: dense, packed raw, and as a mask of the
+    targets; 0 after a refit.
+    """
 
     dense: int
     packed: int
@@ -124,7 +138,9 @@ class SizesRecord(Part, kw_only=True):
 
 
 class PointRecord(Part, kw_only=True, omit_defaults=False):
-    """A point of a sweep: its recipe, and for a baseline the name of the EMP point that it is matched to."""
+    """A point of a sweep: its recipe, and for a baseline the name of the EMP point that it is
+    matched to.
+    """
 
     name: str
     method: str = ""
@@ -137,17 +153,22 @@ class PointRecord(Part, kw_only=True, omit_defaults=False):
 
 
 class UnitsRecord(Part, kw_only=True):
-    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or all layers.
+    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or
+    all layers.
 
     Attributes:
-        kind: "heads", "neurons", "experts" or "layers"; role: name of their last layer within the block, of the module of the
-            experts, or of the list of layers; block: its number.
+        kind: "heads", "neurons", "experts" or "layers"; role: name of their last layer within the
+            block, of the module of the experts, or of the list of layers; block: its number.
         units, kept: numbers in the dense and in the pruned model; groups of heads count as one.
         rule: the number that the rule keeps; where all layers get one width, `kept` may differ.
-        n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower bound (order 2 only).
-        tokens_lost, mass_lost: of experts, the share of the routed tokens, and of their gates times outputs, that lose theirs.
-        n_eff_together: effective number of the scores of all layers with this role, if they are one group.
-        scores, kept_units: of experts, the score of each to six digits, and the numbers of those that stay.
+        n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower
+            bound (order 2 only).
+        tokens_lost, mass_lost: of experts, the share of the routed tokens, and of their gates times
+            outputs, that lose theirs.
+        n_eff_together: effective number of the scores of all layers with this role, if they are one
+            group.
+        scores, kept_units: of experts, the score of each to six digits, and the numbers of those
+            that stay.
     """
 
     kind: str
@@ -172,7 +193,8 @@ class CostRecord(Part, kw_only=True):
     Attributes:
         parameters: number of elements of all stored tensors; bytes: their size.
         active_parameters: of a mixture, those that a token reaches.
-        flops_per_token: floating-point operations of a forward pass over the prompt, divided by its tokens.
+        flops_per_token: floating-point operations of a forward pass over the prompt, divided by its
+            tokens.
         tokens_per_second: of the same pass, the median of several.
     """
 
@@ -190,8 +212,9 @@ class StructureRecord(Part, kw_only=True):
         layers: by the name of the layer that reads them.
         dense, pruned: size and speed, measured in turn in one run.
         prompt_tokens: length of the prompt of the passes.
-        difference: ||a - b|| / ||a|| between the logits of the dense model with zeros in place of the removed heads and
-            neurons, and of the written checkpoint; null if the models were too large to compare.
+        difference: ||a - b|| / ||a|| between the logits of the dense model with zeros in place of
+            the removed heads and neurons, and of the written checkpoint; null if the models were
+            too large to compare.
         config: the changed fields of config.json, with their new values.
     """
 
@@ -207,11 +230,14 @@ class HealingRecord(Part, kw_only=True):
     """The training of the kept weights on the dense model's probabilities.
 
     Attributes:
-        steps, tokens: of the training; best: the step whose weights were kept; 0: those before the training.
+        steps, tokens: of the training; best: the step whose weights were kept; 0: those before the
+            training.
         by: the whole model at once, or block by block.
-        curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by blocks, the mean squared error
-            of a block's outputs as a share of their squares. A loss that is not finite is null in JSON.
-        perplexity: on the held-out sequences: of the dense model, and of the pruned one "before" and "after"; empty by blocks.
+        curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by
+            blocks, the mean squared error of a block's outputs as a share of their squares. A loss
+            that is not finite is null in JSON.
+        perplexity: on the held-out sequences: of the dense model, and of the pruned one "before"
+            and "after"; empty by blocks.
         origin: its text, seed and versions; command: of a run of `heal`.
     """
 
@@ -236,7 +262,8 @@ class RunReport(FileRecord, kw_only=True):
         fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.
         structure: the removed heads and neurons; null if weights were pruned.
         healing: the training of --heal, or of the command heal.
-        check: the perplexity of held-out text before and after; null without a text, or where the run does not measure it.
+        check: the perplexity of held-out text before and after; null without a text, or where the
+            run does not measure it.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`reporting.push.Pushed`); in memory only.
@@ -271,7 +298,13 @@ class RunReport(FileRecord, kw_only=True):
         rows = [["layers", "weights", "kept %"]]
         for role in dict.fromkeys(entry.role for entry in self.matrices.values()):
             entries = [entry for entry in self.matrices.values() if entry.role == role]
-            weights, kept = sum(entry.rows * entry.columns for entry in entries), sum(entry.kept for entry in entries)
-            rows.append([f"{role} x {len(entries)}", f"{weights:,}", percent_cell(kept / (weights or 1))])
+            weights = sum(entry.rows * entry.columns for entry in entries)
+            kept = sum(entry.kept for entry in entries)
+            rows.append(
+                [f"{role} x {len(entries)}", f"{weights:,}", percent_cell(kept / (weights or 1))]
+            )
         removed = percent_cell(self.targets.sparsity_of_targets)
-        return f"{table(rows)}\n{self.recipe.method} removed {removed} % of the targets of {self.source.model}"
+        return (
+            f"{table(rows)}\n{self.recipe.method} removed {removed} % of the targets of "
+            f"{self.source.model}"
+        )

@@ -29,7 +29,9 @@ class ModelSource(Part, kw_only=True):
 
 
 class TextFields(Part, kw_only=True):
-    """The fields of a recipe of a text and of its record, as described for `records.corpus.Corpus`."""
+    """The fields of a recipe of a text and of its record, as described for
+    `records.corpus.Corpus`.
+    """
 
     dataset: str | None = None
     config: str | None = None
@@ -50,7 +52,8 @@ class TextRecord(TextFields, kw_only=True):
     """A text. Files are named without their folders.
 
     Attributes:
-        bos: "each" also where "auto" found that the model needs it; "auto": begin tokens are those of the tokenizer.
+        bos: "each" also where "auto" found that the model needs it; "auto": begin tokens are those
+            of the tokenizer.
         sha256: hash of a text in memory, or of the file that holds the model's own text.
     """
 
@@ -85,7 +88,8 @@ class CalibrationRecord(Part, kw_only=True):
             generated text only.
         texts: for a mix, its parts in place of `text`; each has its number of samples.
         dtype, quantization, batch_size, ranks: of the forward passes.
-        execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned"; hidden_states: their place.
+        execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned";
+            hidden_states: their place.
         pruned_by: for pruned propagation, the recipe of the masks.
         versions: of the packages.
     """

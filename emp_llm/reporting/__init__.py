@@ -1,4 +1,6 @@
-"""Reports: runs as points, points as studies, their tables, figures and page; the tables that commands print; and the push.
+"""Reports: runs as points, points as studies, their tables, figures and page; the tables that
+commands print; and the push.
 
-May use `evaluation`, `selection` (for the bound on s_eff), `options`, `records`, `hub` and the rooms below these.
+May use `evaluation`, `selection` (for the bound on s_eff), `options`, `records`, `hub` and the
+rooms below these.
 """

@@ -13,7 +13,15 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.common.errors import printable
-from emp_llm.common.tables import Rows, csv_table, markdown_table, markdown_text, number_cell, percent_cell, table
+from emp_llm.common.tables import (
+    Rows,
+    csv_table,
+    markdown_table,
+    markdown_text,
+    number_cell,
+    percent_cell,
+    table,
+)
 from emp_llm.evaluation.comparison import (
     UNPAIRED,
     UNPAIRED_NOTE,
@@ -55,13 +63,21 @@ _MATCHES = {"total": "as many weights in total", "matrix": "as many weights in e
 
 
 def point_rows(study: Study) -> Rows:
-    """Every point: recipe, sparsity, and the main measures of every suite with their change from the dense model."""
-    measured = [(suite, measure) for suite in study.suites for measure in main_measures(suite.measures)]
+    """Every point: recipe, sparsity, and the main measures of every suite with their change from
+    the dense model.
+    """
+    measured = [
+        (suite, measure) for suite in study.suites for measure in main_measures(suite.measures)
+    ]
     rows = [["point", "method", "β", "order", "removed of targets %", "of all parameters %"]]
     for suite, measure in measured:
         rows[0] += [_of_suite(study, suite, measure), "change"]
     if any(suite.dense for suite in study.suites):
-        dense = [cell for suite, measure in measured for cell in (value_cell(measure, suite.dense.get(measure)), "")]
+        dense = [
+            cell
+            for suite, measure in measured
+            for cell in (value_cell(measure, suite.dense.get(measure)), "")
+        ]
         rows.append(["dense", "", "", "", "0.00", "0.00", *dense])
     for point in study.points:
         method = label_of(point) if point.pruned else f"{label_of(point)}: measured, not pruned"
@@ -69,28 +85,62 @@ def point_rows(study: Study) -> Rows:
         row += [percent_cell(point.sparsity), percent_cell(point.sparsity_of_all)]
         for suite, measure in measured:
             value = point.values_of(suite.key).get(measure)
-            row += [value_cell(measure, value), shown_change(measure, suite.dense.get(measure), value)]
+            row += [
+                value_cell(measure, value),
+                shown_change(measure, suite.dense.get(measure), value),
+            ]
         rows.append(row)
     return rows
 
 
 def difference_rows(study: Study, suite: StudySuite) -> Rows:
-    """EMP points and their baselines with as many removed weights; the heading alone if there are none."""
+    """EMP points and their baselines with as many removed weights; the heading alone if there
+    are none.
+    """
     rows = [
-        ["EMP", "β", "baseline", "removed of targets %", "measure", "EMP value", "baseline value", "EMP − baseline", "better"]
+        [
+            "EMP",
+            "β",
+            "baseline",
+            "removed of targets %",
+            "measure",
+            "EMP value",
+            "baseline value",
+            "EMP − baseline",
+            "better",
+        ]
     ]
     for each in differences(study, suite):
         if each.measure in main_measures(suite.measures):
             values = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
-            baseline = label_of(each.baseline) + (f", {_MATCHES['total']}" if each.match == "total" else "")
-            start = [label_of(each.point), _short(each.point.recipe.beta), baseline, percent_cell(each.point.sparsity)]
-            rows.append([*start, each.measure, *values, change_text(each.measure, each.change), each.verdict])
+            baseline = label_of(each.baseline) + (
+                f", {_MATCHES['total']}" if each.match == "total" else ""
+            )
+            start = [
+                label_of(each.point),
+                _short(each.point.recipe.beta),
+                baseline,
+                percent_cell(each.point.sparsity),
+            ]
+            rows.append(
+                [
+                    *start,
+                    each.measure,
+                    *values,
+                    change_text(each.measure, each.change),
+                    each.verdict,
+                ]
+            )
     return rows
 
 
 def verdict_rows(study: Study) -> Rows:
-    """For each EMP method, kind of baseline and main measure, the number of points at which EMP is better."""
-    rows = [["EMP", "uniform baseline", "measure", "EMP better", "EMP worse", "equal", "difference"]]
+    """For each EMP method, kind of baseline and main measure, the number of points at which EMP
+    is better.
+    """
+    rows = [
+        ["EMP", "uniform baseline", "measure", "EMP better", "EMP worse", "equal", "difference"]
+    ]
     for suite in study.suites:
         groups: dict[tuple[str, str, str], list[Difference]] = {}
         for each in differences(study, suite):
@@ -102,8 +152,20 @@ def verdict_rows(study: Study) -> Rows:
             least, most = (signed(end(each.change.value for each in members)) for end in (min, max))
             span = f"{least} to {most}" if len(members) > 1 else least
             unit = "points" if in_percent(measure) else "%"
-            counts = [_counted(better, members), _counted(worse, members), str(len(members) - len(better) - len(worse))]
-            rows.append([method, _MATCHES[match], _of_suite(study, suite, measure), *counts, f"{span} {unit}"])
+            counts = [
+                _counted(better, members),
+                _counted(worse, members),
+                str(len(members) - len(better) - len(worse)),
+            ]
+            rows.append(
+                [
+                    method,
+                    _MATCHES[match],
+                    _of_suite(study, suite, measure),
+                    *counts,
+                    f"{span} {unit}",
+                ]
+            )
     return rows
 
 
@@ -117,21 +179,46 @@ def _counted(chosen: list[Difference], members: list[Difference]) -> str:
 
 
 def role_rows(study: Study) -> Rows:
-    """N_eff / N by role for every criterion and order, over the blocks; one row for all targets if they were one group."""
-    rows = [["criterion", "layers", "N_eff/N % mean", "lowest block", "highest block", "s_eff", "bound", "least margin"]]
+    """N_eff / N by role for every criterion and order, over the blocks; one row for all targets
+    if they were one group.
+    """
+    rows = [
+        [
+            "criterion",
+            "layers",
+            "N_eff/N % mean",
+            "lowest block",
+            "highest block",
+            "s_eff",
+            "bound",
+            "least margin",
+        ]
+    ]
     for grid in study.measured:
         for role in grid.roles:
-            cells = [cell for (name, _), cell in grid.cells.items() if name == role and effective_share(cell) is not None]
+            cells = [
+                cell
+                for (name, _), cell in grid.cells.items()
+                if name == role and effective_share(cell) is not None
+            ]
             if cells:
                 shares = [effective_share(cell) or 0.0 for cell in cells]
                 margins = [m for cell in cells if (m := cell.least_margin_over_bound) is not None]
-                percents = map(percent_cell, (row_mean(cells, effective_share), min(shares), max(shares)))
+                percents = map(
+                    percent_cell, (row_mean(cells, effective_share), min(shares), max(shares))
+                )
                 margin = number_cell(min(margins, default=None))
-                rows.append([grid.label, f"{role} x {len(cells)}", *percents, *mass_cells(cells), margin])
+                rows.append(
+                    [grid.label, f"{role} x {len(cells)}", *percents, *mass_cells(cells), margin]
+                )
     for point in study.points:
         whole = point.targets
         if whole is not None and whole.n_eff is not None and whole.weights:
-            least = None if whole.s_eff_bound is None or whole.s_eff is None else whole.s_eff - whole.s_eff_bound
+            least = (
+                None
+                if whole.s_eff_bound is None or whole.s_eff is None
+                else whole.s_eff - whole.s_eff_bound
+            )
             numbers = map(number_cell, (whole.s_eff, whole.s_eff_bound, least))
             share = percent_cell(whole.n_eff / whole.weights)
             row = [label_of(point), "all targets as one group", share, "-", "-", *numbers]
@@ -140,13 +227,30 @@ def role_rows(study: Study) -> Rows:
 
 
 def fit_rows(study: Study) -> Rows:
-    """The mean output error of each role's layers before and after the fit, and the largest one held out, for each point."""
-    rows = [["method", "layers", "before %", "after %", "held out before %", "held out after %", "largest held out after %"]]
+    """The mean output error of each role's layers before and after the fit, and the largest one
+    held out, for each point.
+    """
+    rows = [
+        [
+            "method",
+            "layers",
+            "before %",
+            "after %",
+            "held out before %",
+            "held out after %",
+            "largest held out after %",
+        ]
+    ]
     for point in study.points:
-        roles = {name: point.matrices[name].role if name in point.matrices else name for name in point.fits}
+        roles = {
+            name: point.matrices[name].role if name in point.matrices else name
+            for name in point.fits
+        }
         for role in dict.fromkeys(roles.values()):
             fits = [fit for name, fit in point.fits.items() if roles[name] == role]
-            largest = max((fit.held_out_after for fit in fits if fit.held_out_after is not None), default=None)
+            largest = max(
+                (fit.held_out_after for fit in fits if fit.held_out_after is not None), default=None
+            )
             errors = [*(mean_error(fits, name) for name in FIT_ERRORS), largest]
             rows.append([label_of(point), f"{role} x {len(fits)}", *map(percent_cell, errors)])
     return rows
@@ -171,7 +275,12 @@ def value_records(study: Study) -> list[Record]:
     names = {point.id: point.name for point in study.points}
     records = []
     for suite in study.suites:
-        dense: Record = {"point": "dense", "method": "dense", "sparsity_of_targets": 0, "sparsity_of_all_parameters": 0}
+        dense: Record = {
+            "point": "dense",
+            "method": "dense",
+            "sparsity_of_targets": 0,
+            "sparsity_of_all_parameters": 0,
+        }
         results = [(dense, suite.dense)]
         for point in study.pruned:
             recipe: Record = {
@@ -181,11 +290,19 @@ def value_records(study: Study) -> list[Record]:
                 "order": point.recipe.order,
             }
             recipe |= {"match": point.match, "baseline_of": names.get(point.baseline_of or "")}
-            recipe |= {"sparsity_of_targets": point.sparsity, "sparsity_of_all_parameters": point.sparsity_of_all}
+            recipe |= {
+                "sparsity_of_targets": point.sparsity,
+                "sparsity_of_all_parameters": point.sparsity_of_all,
+            }
             results.append((recipe, point.values_of(suite.key)))
         for start, values in results:
             for measure, value in values.items():
-                numbers = {"measure": measure, "value": value.value, "stderr": value.stderr, "partial": value.partial}
+                numbers = {
+                    "measure": measure,
+                    "value": value.value,
+                    "stderr": value.stderr,
+                    "partial": value.partial,
+                }
                 records.append({"study": study.title, "suite": suite.name} | start | numbers)
     return records
 
@@ -220,7 +337,12 @@ def difference_records(study: Study) -> list[Record]:
 def matrix_records(study: Study) -> list[Record]:
     """The figures of every role and block of every point."""
     return [
-        {"study": study.title, "point": point.name, "method": point.recipe.method, "beta": point.recipe.beta}
+        {
+            "study": study.title,
+            "point": point.name,
+            "method": point.recipe.method,
+            "beta": point.recipe.beta,
+        }
         | {"order": point.recipe.order, "n_eff_over_n": effective_share(cell)}
         | flat(msgspec.to_builtins(cell))
         for point in study.points
@@ -231,47 +353,64 @@ def matrix_records(study: Study) -> list[Record]:
 def fit_records(study: Study) -> list[Record]:
     """The output errors of every fitted layer."""
     return [
-        {"study": study.title, "point": point.name, "method": point.recipe.method, "layer": name} | msgspec.structs.asdict(fit)
+        {"study": study.title, "point": point.name, "method": point.recipe.method, "layer": name}
+        | msgspec.structs.asdict(fit)
         for point in study.points
         for name, fit in point.fits.items()
     ]
 
 
 def flat(values: Record, prefix: str = "") -> Record:
-    """A nested dictionary as one: the key of an inner value is the outer key, an underscore and its own."""
+    """A nested dictionary as one: the key of an inner value is the outer key, an underscore and
+    its own.
+    """
     flattened: Record = {}
     for name, value in values.items():
-        flattened |= flat(value, f"{prefix}{name}_") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flattened |= (
+            flat(value, f"{prefix}{name}_")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flattened
 
 
 FIGURES = "figures"
-_NOT_EVALUATED = "Not evaluated. The option --evaluate of prune, or the command evaluate, measures what it cost."
-_NO_BASELINE = "No baseline has as many zeros as the point {}. To make one: prune --method {} --match RUN."
-_CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
+_NOT_EVALUATED = (
+    "Not evaluated. The option --evaluate of prune, or the command evaluate, measures what it cost."
+)
+_NO_BASELINE = (
+    "No baseline has as many zeros as the point {}. To make one: prune --method {} --match RUN."
+)
+_CLEARLY = (
+    "Number of points. Clearly: by more than two standard errors of the difference, where "
+    "these are known."
+)
 _DIFFERENCES = (
-    "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both models have the same number "
-    "of zeros, in total or in every matrix."
+    "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both "
+    "models have the same number of zeros, in total or in every matrix."
 )
 _PAIRED = (
-    "± of a difference: its paired standard error. Both models were judged on the same examples and blocks of text, and only "
-    "those count on which they differ."
+    "± of a difference: its paired standard error. Both models were judged on the same examples "
+    "and blocks of text, and only those count on which they differ."
 )
 _UNPAIRED = (
-    f"{UNPAIRED} An unpaired standard error: the root of the sum of both squares, as if the two models had answered different "
-    "examples. The results of one of them do not hold its answers (an older emp-llm wrote them), or the examples differ. "
-    "Paired errors are usually smaller, so a difference that is not clear here may still be real."
+    f"{UNPAIRED} An unpaired standard error: the root of the sum of both squares, as if the two "
+    "models had answered different examples. The results of one of them do not hold its answers "
+    "(an older emp-llm wrote them), or the examples differ. Paired errors are usually smaller, so "
+    "a difference that is not clear here may still be real."
 )
 _PARTIAL = "* partial: only some of the examples or of the text."
 _ERROR = (
-    "The squared error of the layers' outputs as a share of the dense outputs, with the masked weights (before) and with the "
-    "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
+    "The squared error of the layers' outputs as a share of the dense outputs, with the masked "
+    "weights (before) and with the fitted ones (after). Held out: on sequences of the calibration "
+    "text to which no weight was fitted."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what is below it, in this order: facts, a table with its notes, figures. Each of them may be missing.
+    """A heading with what is below it, in this order: facts, a table with its notes, figures. Each
+    of them may be missing.
 
     Attributes:
         title, level: the heading.
@@ -289,8 +428,12 @@ class Section:
     drawings: Sequence[Drawing] = ()
 
 
-def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches: Sequence[Bench]) -> list[Section]:
-    """The sections of a report from top to bottom. A section with an empty table and no figures is left out."""
+def sections(
+    title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches: Sequence[Bench]
+) -> list[Section]:
+    """The sections of a report from top to bottom. A section with an empty table and no figures
+    is left out.
+    """
     found = [Section(title, 1)]
     for study, drawings in studies:
         facts: dict[str, list[str]] = {"model": [study.model]}
@@ -302,18 +445,43 @@ def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches
         found += [Section(study.title, 2, facts=told), _points(study)]
         compared = [drawing for drawing in drawings if drawing.answers]
         found.append(
-            Section("Is EMP better at the same sparsity?", rows=verdict_rows(study), notes=[_CLEARLY], drawings=compared)
+            Section(
+                "Is EMP better at the same sparsity?",
+                rows=verdict_rows(study),
+                notes=[_CLEARLY],
+                drawings=compared,
+            )
         )
         for suite in study.suites:
             rows = difference_rows(study, suite)
-            found.append(Section(f"Differences, suite {suite.name}", rows=rows, notes=[_DIFFERENCES, *_table_notes(rows)]))
-        found.append(Section("Output error of the fitted layers", rows=fit_rows(study), notes=[_ERROR]))
-        for name, structure in [(f"{label_of(p)} ({p.name})", p.structure) for p in study.points if p.structure]:
-            kinds = " and ".join(dict.fromkeys(entry.kind for entry in structure.layers.values())).capitalize()
+            found.append(
+                Section(
+                    f"Differences, suite {suite.name}",
+                    rows=rows,
+                    notes=[_DIFFERENCES, *_table_notes(rows)],
+                )
+            )
+        found.append(
+            Section("Output error of the fitted layers", rows=fit_rows(study), notes=[_ERROR])
+        )
+        for name, structure in [
+            (f"{label_of(p)} ({p.name})", p.structure) for p in study.points if p.structure
+        ]:
+            kinds = " and ".join(
+                dict.fromkeys(entry.kind for entry in structure.layers.values())
+            ).capitalize()
             found.append(Section(f"{kinds}: {name}", rows=structure_rows(structure, by_layer=True)))
-            found.append(Section(f"Size and speed: {name}", rows=cost_rows(structure), notes=speed_notes(structure)))
+            found.append(
+                Section(
+                    f"Size and speed: {name}",
+                    rows=cost_rows(structure),
+                    notes=speed_notes(structure),
+                )
+            )
         others = [drawing for drawing in drawings if not drawing.answers]
-        found.append(Section("Where the model is redundant", rows=role_rows(study), drawings=others))
+        found.append(
+            Section("Where the model is redundant", rows=role_rows(study), drawings=others)
+        )
     if benches:
         found.append(Section("Speed and memory", 2, rows=speed_rows(benches), notes=[SPEED_NOTE]))
     return [each for each in found if len(each.rows) != 1 or each.drawings]
@@ -321,11 +489,16 @@ def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches
 
 def _points(study: Study) -> Section:
     """All points, with what to do if they were not evaluated, or cannot be compared."""
-    rows, notes = point_rows(study), []
+    rows = point_rows(study)
+    notes = []
     if study.pruned and not study.suites:
         notes.append(_NOT_EVALUATED)
     baselines = {point.baseline_of for point in study.points}
-    alone = {p.recipe.name: p.name for p in study.pruned if p.recipe.adaptive and p.structure is None and p.id not in baselines}
+    alone = {
+        p.recipe.name: p.name
+        for p in study.pruned
+        if p.recipe.adaptive and p.structure is None and p.id not in baselines
+    }
     notes += [_NO_BASELINE.format(name, criterion) for criterion, name in alone.items()]
     return Section("All points", rows=rows, notes=[*notes, *_table_notes(rows)])
 
@@ -345,30 +518,45 @@ def markdown_page(parts: Sequence[Section]) -> str:
     for part in parts:
         texts.append(f"{'#' * part.level} {markdown_text(part.title)}")
         if part.facts:
-            texts.append("\n".join(f"- {markdown_text(name)}: {markdown_text(fact)}" for name, fact in part.facts))
+            texts.append(
+                "\n".join(
+                    f"- {markdown_text(name)}: {markdown_text(fact)}" for name, fact in part.facts
+                )
+            )
         if len(part.rows) > 1:
             texts.append(markdown_table(part.rows))
             texts += map(markdown_text, part.notes)
         for drawing in part.drawings:
-            texts += [f"![{markdown_text(drawing.title)}]({FIGURES}/{drawing.name}.svg)", markdown_text(drawing.caption)]
+            texts += [
+                f"![{markdown_text(drawing.title)}]({FIGURES}/{drawing.name}.svg)",
+                markdown_text(drawing.caption),
+            ]
     return "\n\n".join(texts) + "\n"
 
 
 def html_page(title: str, parts: Sequence[Section]) -> str:
-    """The page as HTML by the template page.html.j2: figures inside it, no scripts, no requests, all texts escaped."""
+    """The page as HTML by the template page.html.j2: figures inside it, no scripts, no requests,
+    all texts escaped.
+    """
 
     def safe(value: Any) -> Any:
         return printable(value, 1000) if type(value) is str else value
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True, finalize=safe
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        keep_trailing_newline=True,
+        finalize=safe,
     )
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     return environment.get_template("page.html.j2").render(title=title, parts=parts)
 
 
 SUMMARY = "report.json"
-NOTHING_EQUAL = "no emp point and baseline have equally many zeros, so none are compared; the page shows all points"
+NOTHING_EQUAL = (
+    "no emp point and baseline have equally many zeros, so none are compared; the page "
+    "shows all points"
+)
 
 
 def report_content(
@@ -382,17 +570,26 @@ def report_content(
         plots: whether to draw figures; UserError if matplotlib is missing.
 
     Returns:
-        The content of report.json; all files by their relative names; the comparison of EMP with its baselines, for a terminal.
+        The content of report.json; all files by their relative names; the comparison of EMP with
+        its baselines, for a terminal.
     """
     page = ReportPage(title=printable(title))
     files: dict[str, bytes] = {}
-    drawn, lines = [], []
+    drawn = []
+    lines = []
     found = studies(points)
     for number, study in enumerate(found, 1):
-        drawings = draw(study, f"{number}-{study.title}" if len(found) > 1 else study.title) if plots else []
+        drawings = (
+            draw(study, f"{number}-{study.title}" if len(found) > 1 else study.title)
+            if plots
+            else []
+        )
         drawn.append((study, drawings))
         for drawing in drawings:
-            files |= {f"{FIGURES}/{drawing.name}.svg": drawing.svg, f"{FIGURES}/{drawing.name}.png": drawing.png}
+            files |= {
+                f"{FIGURES}/{drawing.name}.svg": drawing.svg,
+                f"{FIGURES}/{drawing.name}.png": drawing.png,
+            }
         heading, *verdicts = verdict_rows(study)
         page.studies.append(
             StudySummary(
@@ -401,13 +598,23 @@ def report_content(
                 targets=study.scope,
                 points=[point.name for point in study.pruned],
                 suites=[suite.name for suite in study.suites],
-                verdicts=["; ".join(f"{name}: {cell}" for name, cell in zip(heading, row, strict=True)) for row in verdicts],
+                verdicts=[
+                    "; ".join(f"{name}: {cell}" for name, cell in zip(heading, row, strict=True))
+                    for row in verdicts
+                ],
                 figures=[drawing.name for drawing in drawings],
             )
         )
-        tables: list[Rows] = [*(difference_rows(study, suite) for suite in study.suites), [heading, *verdicts]]
+        tables: list[Rows] = [
+            *(difference_rows(study, suite) for suite in study.suites),
+            [heading, *verdicts],
+        ]
         compared = [table(rows) for rows in tables if len(rows) > 1] or [NOTHING_EQUAL]
-        lines += [study.title, *compared, *([UNPAIRED_NOTE] if any(UNPAIRED in text for text in compared) else [])]
+        lines += [
+            study.title,
+            *compared,
+            *([UNPAIRED_NOTE] if any(UNPAIRED in text for text in compared) else []),
+        ]
     parts = sections(page.title, drawn, benches)
     files["report.html"] = html_page(page.title, parts).encode()
     files["report.md"] = markdown_page(parts).encode()
@@ -416,7 +623,14 @@ def report_content(
         ("differences.csv", [record for study in found for record in difference_records(study)]),
         ("matrices.csv", [record for study in found for record in matrix_records(study)]),
         ("fits.csv", [record for study in found for record in fit_records(study)]),
-        ("speeds.csv", [flat(values | batch) for values in map(Bench.as_dict, benches) for batch in values.pop("batches")]),
+        (
+            "speeds.csv",
+            [
+                flat(values | batch)
+                for values in map(Bench.as_dict, benches)
+                for batch in values.pop("batches")
+            ],
+        ),
     ):
         if records:
             files[name] = _csv(records)

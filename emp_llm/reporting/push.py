@@ -1,7 +1,8 @@
-"""The push of a finished checkpoint to the Hub: the files, their public form, the model card, and a single commit.
+"""The push of a finished checkpoint to the Hub: the files, their public form, the model card, and a
+single commit.
 
-The client uploads large files before it commits. The Hub keeps them by their SHA-256, so an interrupted upload resumes after
-the last finished large file without any state here.
+The client uploads large files before it commits. The Hub keeps them by their SHA-256, so an
+interrupted upload resumes after the last finished large file without any state here.
 """
 
 import json
@@ -32,7 +33,14 @@ from jinja2 import Environment, FileSystemLoader
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
-from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
+from emp_llm.common.errors import (
+    UserError,
+    count_of,
+    format_bytes,
+    quotable,
+    reason,
+    shortened_list,
+)
 from emp_llm.common.paths import (
     ACTIVATIONS_NAME,
     CARD_MARK,
@@ -43,7 +51,14 @@ from emp_llm.common.paths import (
     REPORT_NAME,
     is_hidden,
 )
-from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text, table
+from emp_llm.common.tables import (
+    Rows,
+    markdown_code,
+    markdown_table,
+    markdown_text,
+    printable_text,
+    table,
+)
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
 from emp_llm.hub.client import hub_errors_explained, with_retries
@@ -64,13 +79,15 @@ R = TypeVar("R", bound=Part)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 _TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml")
-# Fields and options that hold a Hub id or a folder, and fields that hold a path, or a name without slashes.
+# Fields and options that hold a Hub id or a folder, and fields that hold a path, or a name without
+# slashes.
 _MODELS = ("model", "of", "dataset", "--model", "--calibration", "--baseline", "--push-to-hub")
 _FILES = ("file", "match", "suite", "folder", "device_map")
 
 
 def public(record: R, folders: Collection[str] = ()) -> R:
-    """The same record without local paths: a path is reduced to its last component; Hub ids of models and data sets stay.
+    """The same record without local paths: a path is reduced to its last component; Hub ids of
+    models and data sets stay.
 
     Args:
         record: any record, with everything in it.
@@ -94,7 +111,8 @@ def _public(value: Any, key: str, folders: Collection[str]) -> Any:
     if not isinstance(value, str):
         return value
     if key == "command":
-        words, flag = [], ""
+        words = []
+        flag = ""
         for word in _words(value):
             if word.startswith("--"):
                 flag = word.partition("=")[0]
@@ -122,7 +140,12 @@ def _name_of(path: str, may_be_model: bool, folders: Collection[str]) -> str:
     """The last component of a path; a Hub id as it is."""
     if may_be_model:
         name = path.partition(":")[0]  # without the number of sequences of a calibration text
-        if _HUB_ID.fullmatch(name) and name not in folders and not name.endswith(_TEXTS) and not Path(name).exists():
+        if (
+            _HUB_ID.fullmatch(name)
+            and name not in folders
+            and not name.endswith(_TEXTS)
+            and not Path(name).exists()
+        ):
             return path
         cached = cached_repository(path)
         if cached:
@@ -134,7 +157,8 @@ def _name_of(path: str, may_be_model: bool, folders: Collection[str]) -> str:
 _METHODS = {
     "wanda": "Wanda scores (weight magnitude times input norm)",
     "magnitude": "weight magnitudes",
-    "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
+    "relative": "relative scores (weight magnitude times input norm relative to each token's "
+    "output)",
     "ria": "RIA scores (relative importance and activations)",
     "sparsegpt": "SparseGPT",
     "admm": "masks and weights searched for together (ADMM)",
@@ -164,7 +188,10 @@ def method_words(recipe: Recipe) -> str:
     """The method of a run in words."""
     if recipe.structure is not None:
         rule = "EMP" if recipe.adaptive else "a fixed share"
-        how = f"{rule} of whole {_UNITS[recipe.structure.structure]} scored by {_UNIT_SCORES[recipe.name]}"
+        how = (
+            f"{rule} of whole {_UNITS[recipe.structure.structure]} scored by "
+            f"{_UNIT_SCORES[recipe.name]}"
+        )
     else:
         how = _METHODS.get(recipe.method) or _METHODS.get(recipe.name, recipe.name)
         how = f"Effective Model Pruning (EMP) with {how}" if recipe.adaptive else how
@@ -188,7 +215,8 @@ class Origin:
     Attributes:
         name: Hub id; None for a folder without a known repository.
         revision: its commit.
-        metadata: the part of its card that holds for a pruned model too: licence, languages, pipeline tag, tags.
+        metadata: the part of its card that holds for a pruned model too: licence, languages,
+            pipeline tag, tags.
     """
 
     name: str | None
@@ -197,22 +225,28 @@ class Origin:
 
 
 def find_origin(source: ModelSource, base_model: str | None = None) -> Origin:
-    """The dense model, from the report, its folder and the Hub. Missing information is a warning, not an error.
+    """The dense model, from the report, its folder and the Hub. Missing information is a warning,
+    not an error.
 
     Args:
         source: the dense model, as the report of the pruning run names it.
         base_model: its Hub id, if the user gave it.
     """
     name: str | None = source.model
-    revision, cards = source.revision, []
+    revision = source.revision
+    cards = []
     if revision is None:
         card = Path(source.model).expanduser() / CARD_NAME
         cards = [str(card)] if card.is_file() else []
         name, revision = cached_repository(source.model) or (None, None)
     if base_model is not None and base_model != name:
-        name, revision = base_model, None
+        name = base_model
+        revision = None
     if name is None:
-        logger.warning("warning: the model was pruned from a folder, so the card names no base model. Give --base-model ID.")
+        logger.warning(
+            "warning: the model was pruned from a folder, so the card names no base "
+            "model. Give --base-model ID."
+        )
     else:
         cards.append(name)
     metadata: dict[str, Any] = {}
@@ -220,9 +254,14 @@ def find_origin(source: ModelSource, base_model: str | None = None) -> Origin:
         try:
             metadata = metadata or ModelCard.load(place, ignore_metadata_errors=True).data.to_dict()
         except Exception as error:  # people write cards by hand, so anything can be wrong in them
-            logger.warning("warning: %s: its card cannot be read (%s).", place, type(error).__name__)
+            logger.warning(
+                "warning: %s: its card cannot be read (%s).", place, type(error).__name__
+            )
     if not metadata.get("license"):
-        logger.warning("warning: no licence of the base model was found, so the card names none. Add it before others use it.")
+        logger.warning(
+            "warning: no licence of the base model was found, so the card names none. "
+            "Add it before others use it."
+        )
     return Origin(name, revision, {key: metadata[key] for key in _CARRIED if metadata.get(key)})
 
 
@@ -243,20 +282,31 @@ def card_text(
         name, branch: the repository, and the branch; None: main.
         report: of the pruning run, in its public form.
         origin: the dense model.
-        evaluated: results files; this: the identity of the checkpoint, whose results are among them.
+        evaluated: results files; this: the identity of the checkpoint, whose results are among
+            them.
         plots: PNG files by their path in the repository.
         benches: outputs of `bench` for this checkpoint.
         files: the other files of the repository.
     """
-    measured, suites, structure = results_of_report(report), by_suite(evaluated, this), report.structure
+    measured = results_of_report(report)
+    suites = by_suite(evaluated, this)
+    structure = report.structure
     tables = [compare(measured, "markdown", ["dense", "pruned"])] if len(measured) == 2 else []
     own = [each for each in measured if each.pruned is not None]
     own += [each for suite in suites for each in suite if each.made_by.model.identity == this]
     fitted = sum(fit.error_after is not None for fit in report.fits.values())
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.filters |= {"text": markdown_text, "code": markdown_code, "word": shlex.quote, "address": quote}
+    environment.filters |= {
+        "text": markdown_text,
+        "code": markdown_code,
+        "word": shlex.quote,
+        "address": quote,
+    }
     return environment.get_template("card.md.j2").render(
         metadata=_metadata(name, report, origin, own),
         mark=CARD_MARK,
@@ -266,9 +316,15 @@ def card_text(
         origin=origin,
         base=_base(report, origin),
         method=method_words(report.recipe),
-        lines=run_tables.pruning_lines(report) if structure is None else run_tables.structure_lines(report),
+        lines=run_tables.pruning_lines(report)
+        if structure is None
+        else run_tables.structure_lines(report),
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
-        removed=markdown_table(run_tables.pruning_rows(report) if structure is None else run_tables.structure_rows(structure)),
+        removed=markdown_table(
+            run_tables.pruning_rows(report)
+            if structure is None
+            else run_tables.structure_rows(structure)
+        ),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
         speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
         speed_note=run_tables.SPEED_NOTE,
@@ -276,7 +332,9 @@ def card_text(
         reproduction=markdown_table(_reproduction_rows(report, origin)),
         norms=ACTIVATIONS_NAME if str(ACTIVATIONS_NAME) in files else "",
         licence=origin.metadata.get("license_name") or origin.metadata.get("license"),
-        texts=sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY"))),
+        texts=sorted(
+            file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY"))
+        ),
     )
 
 
@@ -288,13 +346,19 @@ def _base(report: RunReport, origin: Origin) -> str:
 
 
 def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
-    """Models grouped by text, tasks and limit: in each group dense models first, then the one of the identity `this`."""
+    """Models grouped by text, tasks and limit: in each group dense models first, then the one of
+    the identity `this`.
+    """
     suites: dict[bytes, list[Results]] = {}
     for each in evaluated:
         made_by = each.made_by
-        suites.setdefault(msgspec.json.encode([made_by.text, made_by.tasks, made_by.limit]), []).append(each)
+        suites.setdefault(
+            msgspec.json.encode([made_by.text, made_by.tasks, made_by.limit]), []
+        ).append(each)
     return [
-        sorted(suite, key=lambda each: (each.pruned is not None, each.made_by.model.identity != this))
+        sorted(
+            suite, key=lambda each: (each.pruned is not None, each.made_by.model.identity != this)
+        )
         for suite in suites.values()
     ]
 
@@ -302,11 +366,14 @@ def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
 def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Results]) -> str:
     """The metadata as YAML; `evaluated` are the measurements of this checkpoint."""
     carried = dict(origin.metadata)
-    kind = ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
+    kind = (
+        ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
+    )
     results = {
         (result.dataset_type, result.dataset_config, result.metric_name): result
         for each in evaluated
-        if not (each.made_by.quantization or each.made_by.limit)  # another model, or some of the questions
+        # Another model, or some of the questions.
+        if not (each.made_by.quantization or each.made_by.limit)
         for result in _results_of(each)
     }
     data = ModelCardData(
@@ -325,7 +392,8 @@ def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Resu
 
 def _results_of(evaluated: Results) -> Iterator[EvalResult]:
     """The whole perplexity of a model, and the accuracies of its tasks, for the metadata."""
-    perplexity, text = evaluated.measures.perplexity, evaluated.made_by.text
+    perplexity = evaluated.measures.perplexity
+    text = evaluated.made_by.text
     if perplexity is not None and perplexity.perplexity is not None and not perplexity.partial:
         dataset = (text.dataset or text.file if text is not None else None) or "text"
         yield EvalResult(
@@ -335,7 +403,8 @@ def _results_of(evaluated: Results) -> Iterator[EvalResult]:
             dataset_config=None if text is None else text.config,
             dataset_split=None if text is None else text.split,
             metric_type="perplexity",
-            metric_name=f"perplexity per token, blocks of {perplexity.block_length}{'' if text is None else text.bos_note}",
+            metric_name="perplexity per token, blocks of "
+            f"{perplexity.block_length}{'' if text is None else text.bos_note}",
             metric_value=perplexity.perplexity,
         )
     for task in evaluated.measures.tasks.values():
@@ -360,8 +429,13 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
     if origin.revision:
         rows.append(["commit of the base model", f"`{markdown_code(origin.revision)}`"])
     if report.source.identity:
-        rows.append(["identity of its weights (BLAKE3)", f"`{markdown_code(report.source.identity)}`"])
-    rows += [[name, f"`{markdown_code(json.dumps(value))}`"] for name, value in report.recipe.as_dict().items()]
+        rows.append(
+            ["identity of its weights (BLAKE3)", f"`{markdown_code(report.source.identity)}`"]
+        )
+    rows += [
+        [name, f"`{markdown_code(json.dumps(value))}`"]
+        for name, value in report.recipe.as_dict().items()
+    ]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "propagate"):
             rows.append([f"calibration: {name}", f"`{markdown_code(json.dumps(value))}`"])
@@ -392,7 +466,9 @@ class Destination:
     def check_name(self) -> None:
         """Raise UserError if the name cannot be that of a repository."""
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.name):
-            raise UserError(f"{self.name!r} is not a name on the Hub; give USER/NAME, or ORGANISATION/NAME.")
+            raise UserError(
+                f"{self.name!r} is not a name on the Hub; give USER/NAME, or ORGANISATION/NAME."
+            )
 
 
 @dataclass(frozen=True)
@@ -417,12 +493,16 @@ def pushed_words(pushed: Pushed) -> str:
     total = f"{count_of(len(pushed.files), 'file')}, {format_bytes(sum(pushed.files.values()))}"
     if pushed.commit is not None:
         return f"{pushed.url} holds {pushed.folder}: {total} (commit {pushed.commit[:10]})"
-    rows = [["file", "size"], *([path, format_bytes(size)] for path, size in sorted(pushed.files.items()))]
+    rows = [
+        ["file", "size"],
+        *([path, format_bytes(size)] for path, size in sorted(pushed.files.items())),
+    ]
     return f"{table(rows)}\n{total}, would be pushed to {pushed.url}"
 
 
 def check_login(to: Destination) -> None:
-    """Check before hours of work that the Hub accepts the token and that it may write. Nothing is created.
+    """Check before hours of work that the Hub accepts the token and that it may write. Nothing is
+    created.
 
     Raises:
         UserError: there is no valid token with write access, or the Hub cannot be reached.
@@ -430,15 +510,29 @@ def check_login(to: Destination) -> None:
     with hub_errors_explained(to.name):
         user = with_retries(HfApi().whoami)
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"{to.name}: your token can only read. Make one with write access: hf auth login --force")
-    owner, names = to.name.partition("/")[0], [each["name"] for each in (user, *user.get("orgs", []))]
+        raise UserError(
+            f"{to.name}: your token can only read. Make one with write access: hf auth "
+            "login --force"
+        )
+    owner = to.name.partition("/")[0]
+    names = [each["name"] for each in (user, *user.get("orgs", []))]
     if owner not in names:
-        logger.warning("warning: %s: you are %s, not a member of %s; the push may be refused.", to.name, names[0], owner)
+        logger.warning(
+            "warning: %s: you are %s, not a member of %s; the push may be refused.",
+            to.name,
+            names[0],
+            owner,
+        )
 
 
 def push_finished(folder: Path, to: Destination) -> Pushed:
-    """`push_checkpoint` at the end of a pruning run. If the push fails, the message holds the command that repeats it."""
-    options = [*(["--private"] if to.private else []), *(["--revision", to.branch] if to.branch else [])]
+    """`push_checkpoint` at the end of a pruning run. If the push fails, the message holds the
+    command that repeats it.
+    """
+    options = [
+        *(["--private"] if to.private else []),
+        *(["--revision", to.branch] if to.branch else []),
+    ]
     options += ["--overwrite"] if to.overwrite else []
     again = f"repeat the push: emp-llm push {shlex.join([str(folder), to.name, *options])}"
     try:
@@ -459,48 +553,64 @@ def push_checkpoint(
 ) -> Pushed:
     """Push a pruned checkpoint with a model card, which is also written to its folder as README.md.
 
-    A README.md that emp-llm did not write is pushed as it is. Report, manifest, activations and results are pushed in a public
-    form: they name models and files, not folders of this machine. PNG files in the checkpoint's folder `emp_llm` are shown in
-    the card.
+    A README.md that emp-llm did not write is pushed as it is. Report, manifest, activations and
+    results are pushed in a public form: they name models and files, not folders of this machine.
+    PNG files in the checkpoint's folder `emp_llm` are shown in the card.
 
     Args:
         folder: the output of a finished prune.
         to: the destination.
-        results: results files of `evaluate`, of this checkpoint and of models to compare with; and outputs of `bench`.
+        results: results files of `evaluate`, of this checkpoint and of models to compare with; and
+            outputs of `bench`.
         base_model: Hub id of the dense model, if the report names a folder.
         dry_run: check everything and list the files; neither the folder nor the Hub is changed.
 
     Raises:
-        UserError: the folder is no finished checkpoint, it differs from its manifest, or a results file does not fit;
-            or the Hub refuses.
+        UserError: the folder is no finished checkpoint, it differs from its manifest, or a results
+            file does not fit; or the Hub refuses.
     """
     to.check_name()
-    manifest, report = read_manifest(folder), read_report(folder)
+    manifest = read_manifest(folder)
+    report = read_report(folder)
     findings = Findings()
     check_files(folder, manifest, findings)
     check_links(folder)
     pickles = {*OTHER_WEIGHTS} - {".safetensors"}
-    kept_back = [name for name in manifest.files if is_hidden(Path(name)) or Path(name).suffix in pickles]
+    kept_back = [
+        name for name in manifest.files if is_hidden(Path(name)) or Path(name).suffix in pickles
+    ]
     if kept_back:
         shown = shortened_list([quotable(name) for name in kept_back])
-        logger.warning("warning: not pushed: %s; hidden files, pickles and weights of other formats stay here.", shown)
-    manifest.files = {name: entry for name, entry in manifest.files.items() if name not in kept_back}
+        logger.warning(
+            "warning: not pushed: %s; hidden files, pickles and weights of other "
+            "formats stay here.",
+            shown,
+        )
+    manifest.files = {
+        name: entry for name, entry in manifest.files.items() if name not in kept_back
+    }
     if findings.differences:
-        raise UserError(f"{folder / findings.differences[0]} Nothing was pushed. To see all: emp-llm verify {folder}")
+        raise UserError(
+            f"{folder / findings.differences[0]} Nothing was pushed. To see all: "
+            f"emp-llm verify {folder}"
+        )
     paths, benches = run_tables.split_benches(results)
     measured = {path: read_results(path, "--results") for path in paths}
     this = identity_of(Checkpoint(folder)) if results else None
     _check_evidence(folder, this, measured, benches)
     names = [path.name for path in paths]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{twice}: two files of this name would be pushed to the same folder; rename one.")
+        raise UserError(
+            f"{twice}: two files of this name would be pushed to the same folder; rename one."
+        )
 
     # The public form of the records.
     source = report.source
     speeds = [speed for bench in benches for speed in (bench.dense, bench.sparse)]
     models = [source, report.calibration, *measured.values(), *speeds]
     folders = {each.model for each in models if each is not None and each.revision is None}
-    report, manifest = public(report, folders), public(manifest, folders)
+    report = public(report, folders)
+    manifest = public(manifest, folders)
     measured = {path: public(each, folders) for path, each in measured.items()}
     benches = [public(each, folders) for each in benches]
 
@@ -513,21 +623,41 @@ def push_checkpoint(
             if about != activations.about:
                 files[norms] = Path(scratch) / norms
                 replace(activations, about=about).save(files[norms])
-                manifest.files[norms] = FileEntry(bytes=files[norms].stat().st_size, blake3=file_hash(files[norms]))
-        records: dict[str, FileRecord] = {f"{EXTRAS}/{path.name}": each for path, each in measured.items()}
+                manifest.files[norms] = FileEntry(
+                    bytes=files[norms].stat().st_size, blake3=file_hash(files[norms])
+                )
+        records: dict[str, FileRecord] = {
+            f"{EXTRAS}/{path.name}": each for path, each in measured.items()
+        }
         for name, record in (records | {MANIFEST_NAME: manifest, REPORT_NAME: report}).items():
             files[name] = Path(scratch) / name
             record.save(files[name])
-        plots = {f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("[!.]*.png"))}
+        plots = {
+            f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("[!.]*.png"))
+        }
         files |= plots
 
-        card, text = folder / CARD_NAME, ""
-        if card.exists() and CARD_MARK not in card.read_text(encoding="utf-8", errors="replace"):  # or its mark was deleted
-            logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
+        card = folder / CARD_NAME
+        text = ""
+        # Or its mark was deleted.
+        if card.exists() and CARD_MARK not in card.read_text(encoding="utf-8", errors="replace"):
+            logger.info(
+                "%s: not written by emp-llm, so it is pushed as it is. Remove it to get a "
+                "model card.",
+                card,
+            )
         else:
             origin = find_origin(source, base_model)
             text = card_text(
-                to.name, to.branch, report, origin, list(measured.values()), this, list(plots), benches, list(files)
+                to.name,
+                to.branch,
+                report,
+                origin,
+                list(measured.values()),
+                this,
+                list(plots),
+                benches,
+                list(files),
             )
         sizes = {name: file.stat().st_size for name, file in files.items()}
         sizes[CARD_NAME] = len(text.encode()) if text else card.stat().st_size
@@ -537,7 +667,9 @@ def push_checkpoint(
             if text:
                 write_text(card, text)
         except OSError as error:
-            raise UserError(f"{card}: the model card cannot be written ({reason(error)}).") from error
+            raise UserError(
+                f"{card}: the model card cannot be written ({reason(error)})."
+            ) from error
         files[CARD_NAME] = card
         message = f"{report.source.model} pruned by {report.recipe.method} with emp-llm"
         with hub_errors_explained(to.name):
@@ -545,27 +677,40 @@ def push_checkpoint(
     return Pushed(folder, to.url, sizes, commit)
 
 
-def _check_evidence(folder: Path, this: str | None, measured: Mapping[Path, Results], benches: Sequence[Bench]) -> None:
-    """Refuse results that are not complete, and suites and benches without this checkpoint, whose identity is `this`.
+def _check_evidence(
+    folder: Path, this: str | None, measured: Mapping[Path, Results], benches: Sequence[Bench]
+) -> None:
+    """Refuse results that are not complete, and suites and benches without this checkpoint, whose
+    identity is `this`.
 
-    In every suite one of the models must be this checkpoint, so that no other model's numbers are mistaken for its own.
+    In every suite one of the models must be this checkpoint, so that no other model's numbers are
+    mistaken for its own.
     """
     for path, results in measured.items():
         if not results.complete:
-            raise UserError(f"--results {path}: that run has not finished; run its command again to resume it.")
+            raise UserError(
+                f"--results {path}: that run has not finished; run its command again to resume it."
+            )
     for suite in by_suite(list(measured.values()), this):
         if not any(each.made_by.model.identity == this for each in suite):
             path = next(path for path, each in measured.items() if each is suite[0])
-            raise UserError(f"--results {path}: it is of other weights than those in {folder}. Evaluate this checkpoint.")
+            raise UserError(
+                f"--results {path}: it is of other weights than those in {folder}. "
+                "Evaluate this checkpoint."
+            )
     for bench in benches:
         if bench.identity != this:
-            raise UserError(f"--results: the bench of {bench.model} is of other weights than those in {folder}.")
+            raise UserError(
+                f"--results: the bench of {bench.model} is of other weights than those in {folder}."
+            )
 
 
 def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
-    """Make a branch hold some files, by one commit. Other weights in it are deleted; all its other files stay.
+    """Make a branch hold some files, by one commit. Other weights in it are deleted; all its other
+    files stay.
 
-    After a transient error it is called again, and commits what then differs: nothing if the answer to a commit was lost.
+    After a transient error it is called again, and commits what then differs: nothing if the answer
+    to a commit was lost.
 
     Args:
         files: by their path in the repository.
@@ -576,43 +721,71 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
         The id of the branch's newest commit.
 
     Raises:
-        UserError: a file holds the access token, the branch holds other weights, or the repository is public or ignores a file.
+        UserError: a file holds the access token, the branch holds other weights, or the repository
+            is public or ignores a file.
     """
     token = (get_token() or "").encode()
     for path, file in files.items():
         if token and not _is_weights(path) and token in file.read_bytes():
-            raise UserError(f"{file}: it holds your access token, so nothing was pushed. Remove the token from it.")
-    api, main, overwrite = HfApi(), constants.DEFAULT_REVISION, to.overwrite
+            raise UserError(
+                f"{file}: it holds your access token, so nothing was pushed. Remove "
+                "the token from it."
+            )
+    api = HfApi()
+    main = constants.DEFAULT_REVISION
+    overwrite = to.overwrite
     branch = to.branch or main
     api.create_repo(to.name, private=to.private or None, exist_ok=True)
     if to.private and not api.model_info(to.name).private:
         raise UserError(
-            f"{to.name}: the repository is public, and --private does not change that. Change its settings, or name another."
+            f"{to.name}: the repository is public, and --private does not change that. Change its "
+            "settings, or name another."
         )
     if branch != main and not branch.startswith("refs/"):
         api.create_branch(to.name, branch=branch, exist_ok=True)
         heads = {each.name: each.target_commit for each in api.list_repo_refs(to.name).branches}
-        overwrite = overwrite or heads[branch] == heads[main]  # a new branch has the weights of main
+        # A new branch has the weights of main.
+        overwrite = overwrite or heads[branch] == heads[main]
 
     head = api.model_info(to.name, revision=branch).sha
     tree = api.list_repo_tree(to.name, recursive=True, revision=head)
-    held = {each.path: each.lfs.sha256 if each.lfs else None for each in tree if isinstance(each, RepoFile)}
+    held = {
+        each.path: each.lfs.sha256 if each.lfs else None
+        for each in tree
+        if isinstance(each, RepoFile)
+    }
     additions = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
-    additions = [each for each in additions if each.upload_info.sha256.hex() != held.get(each.path_in_repo)]
-    stale = [path for path in held if path not in files and (_is_weights(path) or path.endswith(".index.json"))]
-    other = [path for path in (*(each.path_in_repo for each in additions), *stale) if path in held and _is_weights(path)]
+    additions = [
+        each for each in additions if each.upload_info.sha256.hex() != held.get(each.path_in_repo)
+    ]
+    stale = [
+        path
+        for path in held
+        if path not in files and (_is_weights(path) or path.endswith(".index.json"))
+    ]
+    other = [
+        path
+        for path in (*(each.path_in_repo for each in additions), *stale)
+        if path in held and _is_weights(path)
+    ]
     if other and not overwrite:
         raise UserError(
-            f"{to.name}: {other[0]} on branch {branch} holds other weights. Name another repository or branch, or add "
-            "--overwrite: the old ones stay in the history."
+            f"{to.name}: {other[0]} on branch {branch} holds other weights. Name another "
+            "repository or branch, or add --overwrite: the old ones stay in the history."
         )
     # The client leaves out small files that are the same there.
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *map(CommitOperationDelete, stale)]
-    commit = api.create_commit(to.name, operations, commit_message=message, revision=branch, parent_commit=head).oid
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *additions,
+        *map(CommitOperationDelete, stale),
+    ]
+    commit = api.create_commit(
+        to.name, operations, commit_message=message, revision=branch, parent_commit=head
+    ).oid
     missing = sorted(files.keys() - set(api.list_repo_files(to.name, revision=commit)))
     if missing:
         raise UserError(
-            f"{to.name}: {missing[0]} is missing from the commit. If a .gitignore there names it, remove that entry."
+            f"{to.name}: {missing[0]} is missing from the commit. If a .gitignore there names it, "
+            "remove that entry."
         )
     return commit
 

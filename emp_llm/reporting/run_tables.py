@@ -29,7 +29,14 @@ from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
-from emp_llm.records.run_report import FitRecord, MatrixRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
+from emp_llm.records.run_report import (
+    FitRecord,
+    MatrixRecord,
+    RunReport,
+    StructureRecord,
+    TargetsRecord,
+    UnitsRecord,
+)
 from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -45,18 +52,33 @@ def pruning_table(report: RunReport) -> str:
 
 def pruning_rows(report: RunReport) -> Rows:
     """One row for each role (such as down_proj of all blocks)."""
-    rows = [["layers", "kept %", "min row", "median", "max row", "N_eff/N %", "s_eff", "bound", "kept mass"]]
+    rows = [
+        [
+            "layers",
+            "kept %",
+            "min row",
+            "median",
+            "max row",
+            "N_eff/N %",
+            "s_eff",
+            "bound",
+            "kept mass",
+        ]
+    ]
     for role, entries in _by_role(report.matrices).items():
         fractions = [entry.kept_fraction for entry in entries]
         shares = (
-            sum(entry.kept for entry in entries) / sum(entry.rows * entry.columns for entry in entries),
+            sum(entry.kept for entry in entries)
+            / sum(entry.rows * entry.columns for entry in entries),
             min(fraction.min for fraction in fractions),
             sorted(fraction.median for fraction in fractions)[len(fractions) // 2],
             max(fraction.max for fraction in fractions),
             row_mean(entries, effective_share),
         )
         mass = number_cell(row_mean(entries, lambda entry: entry.kept_mass))
-        rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), *mass_cells(entries), mass])
+        rows.append(
+            [f"{role} x {len(entries)}", *map(percent_cell, shares), *mass_cells(entries), mass]
+        )
     return rows
 
 
@@ -68,8 +90,13 @@ def _by_role(matrices: dict[str, MatrixRecord]) -> dict[str, list[MatrixRecord]]
 
 
 def pruning_lines(report: RunReport) -> list[str]:
-    """Lines on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
-    targets, sizes, asked, share = report.targets, report.sizes, "", report.recipe.sparsity
+    """Lines on the total sparsity, the targets' share of the model, and the sizes of the weights
+    in each form.
+    """
+    targets = report.targets
+    sizes = report.sizes
+    asked = ""
+    share = report.recipe.sparsity
     if share is not None and percent_cell(share) != percent_cell(targets.sparsity_of_targets):
         why = f"each {report.recipe.group} loses a whole number of weights, rounded down"
         if report.fits and targets.sparsity_of_targets > share:
@@ -77,17 +104,25 @@ def pruning_lines(report: RunReport) -> list[str]:
         asked = f" ({100 * share:g} % asked; {why})"
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets{asked}, "
-        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
+        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} "
+        "parameters",
         f"{covered(targets)}, {percent_cell(targets.share_of_all_parameters)} % of all parameters",
         *dense_lines(targets.dense_towers),
     ]
     if targets.n_eff is not None:
-        bound = "" if targets.s_eff_bound is None else f" (at least {number_cell(targets.s_eff_bound)})"
-        lines.append(f"all targets as one group: N_eff {targets.n_eff:,.0f}, s_eff {number_cell(targets.s_eff)}{bound}")
+        bound = (
+            ""
+            if targets.s_eff_bound is None
+            else (f" (at least {number_cell(targets.s_eff_bound)})")
+        )
+        lines.append(
+            f"all targets as one group: N_eff {targets.n_eff:,.0f}, s_eff "
+            f"{number_cell(targets.s_eff)}{bound}"
+        )
     if sizes is not None:
         lines.append(
-            f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed (emp-llm pack)"
-            + (f", {format_bytes(sizes.mask)} as a mask" if sizes.mask else "")
+            f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed "
+            "(emp-llm pack)" + (f", {format_bytes(sizes.mask)} as a mask" if sizes.mask else "")
         )
     return lines
 
@@ -97,8 +132,8 @@ def covered(targets: TargetsRecord) -> str:
     inside = targets.matrices - targets.matrices_outside
     outside = f" and {targets.matrices_outside} outside" if targets.matrices_outside else ""
     return (
-        f"targets: {inside} of {count_of(targets.matrices_in_blocks, 'matrix', 'matrices')} in blocks{outside}, "
-        f"{percent_cell(targets.share_of_blocks)} % of the weights there"
+        f"targets: {inside} of {count_of(targets.matrices_in_blocks, 'matrix', 'matrices')} in "
+        f"blocks{outside}, {percent_cell(targets.share_of_blocks)} % of the weights there"
     )
 
 
@@ -115,12 +150,20 @@ def evaluation_table(report: RunReport) -> str:
 
 
 def effective_share(entry: MatrixRecord) -> float | None:
-    """The mean of N_eff / N over the groups of a matrix; None if a group is larger than the matrix."""
-    return None if entry.n_eff_mean is None or entry.group_size is None else entry.n_eff_mean / entry.group_size
+    """The mean of N_eff / N over the groups of a matrix; None if a group is larger than the
+    matrix.
+    """
+    return (
+        None
+        if entry.n_eff_mean is None or entry.group_size is None
+        else entry.n_eff_mean / entry.group_size
+    )
 
 
 def curve_table(title: str, curve: list[CurvePoint]) -> str:
-    """A column for each beta: the percentage that EMP removes, of the targets and of all parameters."""
+    """A column for each beta: the percentage that EMP removes, of the targets and of all
+    parameters.
+    """
     rows: Rows = [
         [f"{title}: removed % at beta", *(f"{point.beta:g}" for point in curve)],
         ["of the targets", *(percent_cell(point.sparsity_of_targets) for point in curve)],
@@ -135,27 +178,36 @@ def dry_run_table(plan: "DryRun") -> str:
     for role, entry in plan.layers.items():
         shape = " x ".join(str(length) for length in entry.shape)
         rows.append([f"{role} x {entry.count}", shape, f"{entry.weights:,}"])
-    coverage, memory = plan.coverage, "1 GB"
+    coverage = plan.coverage
+    memory = "1 GB"
     if plan.model_bytes is not None:
-        memory += f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
+        memory += (
+            f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
+        )
     lines = [
         table(rows),
         f"{covered(coverage)}, {coverage.weights:,} of {coverage.parameters:,} parameters "
         f"({percent_cell(coverage.share_of_all_parameters)} %)",
         *dense_lines(coverage.dense_towers),
         f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
-        + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
+        + (
+            " (it exists: name another --output, or add --overwrite)"
+            if plan.needs_overwrite
+            else ""
+        ),
         f"memory: {memory}",
     ]
     if plan.resume_bytes is not None:
         lines.append(
-            f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of hidden states beside the output, "
-            "for resuming an interrupted run (none with --no-resumable-calibration)"
+            f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of "
+            "hidden states beside the output, for resuming an interrupted run (none with "
+            "--no-resumable-calibration)"
         )
     if plan.fit_bytes is not None and plan.fit_disk_bytes is not None:
         lines.append(
-            f"refit: up to {format_bytes(plan.fit_bytes)} more memory, beside two sets of hidden states and a block's inputs; "
-            f"{format_bytes(plan.fit_disk_bytes)} of disk beside the output until it is written"
+            f"refit: up to {format_bytes(plan.fit_bytes)} more memory, beside two sets of hidden "
+            f"states and a block's inputs; {format_bytes(plan.fit_disk_bytes)} of disk beside the "
+            "output until it is written"
         )
     if plan.push_to_hub is not None:
         lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
@@ -167,26 +219,35 @@ def dry_run_table(plan: "DryRun") -> str:
     return "\n".join(lines)
 
 
-# The error is sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2, with the inputs xhat in the pruned and x in the dense model.
-# The sequences held out guard against fitting the calibration text: weights are not fitted to them.
+# The error is sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2, with the inputs xhat in the
+# pruned and x in the dense model. The sequences held out guard against fitting the calibration
+# text: weights are not fitted to them.
 FIT_ERRORS = ("error_before", "error_after", "held_out_before", "held_out_after")
 
 
 def healing_lines(report: RunReport) -> list[str]:
-    """One line: the distance from the dense model on held-out sequences, before and after; none without healing."""
+    """One line: the distance from the dense model on held-out sequences, before and after; none
+    without healing.
+    """
     healing = report.healing
     if healing is None:
         return []
     curve = {step: math.inf if loss is None else loss for step, loss in healing.curve}
-    by_model, minutes, told = healing.by == "model", report.stages["heal"].seconds / 60, ""
+    by_model = healing.by == "model"
+    minutes = report.stages["heal"].seconds / 60
+    told = ""
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
-    what, unit = ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
+    what, unit = (
+        ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
+    )
     if healing.perplexity:
-        known = {name: math.inf if value is None else value for name, value in healing.perplexity.items()}
+        known = {
+            name: math.inf if value is None else value for name, value in healing.perplexity.items()
+        }
         told = "; perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(**known)
     return [
-        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences {what} "
-        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
+        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences "
+        f"{what} {curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
     ]
 
 
@@ -194,15 +255,24 @@ def check_lines(report: RunReport) -> list[str]:
     """One line: the perplexity of held-out text, dense and pruned; none without a check."""
     if report.check is None:
         return []
-    dense, pruned = (Value(each.value, losses=losses_of(each)) for each in (report.check.dense, report.check.pruned))
+    dense, pruned = (
+        Value(each.value, losses=losses_of(each))
+        for each in (report.check.dense, report.check.pruned)
+    )
     change = change_text("perplexity", change_of("perplexity", pruned, dense))
     blocks = f"{report.check.dense.blocks} x {report.check.dense.block_length} tokens"
-    return [f"held-out text, {blocks}: perplexity {dense.value:.4g} to {pruned.value:.4g} ({change})"]
+    return [
+        f"held-out text, {blocks}: perplexity {dense.value:.4g} to {pruned.value:.4g} ({change})"
+    ]
 
 
 def fit_lines(report: RunReport) -> list[str]:
-    """One line: the mean output error over the fitted layers, before and after; none without a fit."""
-    before, after, held_before, held_after = (mean_error(report.fits.values(), name) for name in FIT_ERRORS)
+    """One line: the mean output error over the fitted layers, before and after; none without a
+    fit.
+    """
+    before, after, held_before, held_after = (
+        mean_error(report.fits.values(), name) for name in FIT_ERRORS
+    )
     if before is None or after is None:
         return []
     held = ""
@@ -210,8 +280,8 @@ def fit_lines(report: RunReport) -> list[str]:
         held = f", held out {percent_cell(held_before)} % to {percent_cell(held_after)} %"
     fitted = sum(each.error_after is not None for each in report.fits.values())
     return [
-        f"output error, mean of {count_of(fitted, 'layer')}: calibration text {percent_cell(before)} % to "
-        f"{percent_cell(after)} %{held}"
+        f"output error, mean of {count_of(fitted, 'layer')}: calibration text "
+        f"{percent_cell(before)} % to {percent_cell(after)} %{held}"
     ]
 
 
@@ -222,15 +292,34 @@ def mean_error(fits: Iterable[FitRecord | UnitsRecord], name: str) -> float | No
 
 
 def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
-    """One row for each role (such as down_proj of all blocks); with `by_layer`, one for the experts of each block."""
+    """One row for each role (such as down_proj of all blocks); with `by_layer`, one for the
+    experts of each block.
+    """
     by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
     for entry in structure.layers.values():
-        by_role[entry.kind, f"block {entry.block}" if by_layer and entry.kind == "experts" else entry.role].append(entry)
+        by_role[
+            entry.kind,
+            f"block {entry.block}" if by_layer and entry.kind == "experts" else entry.role,
+        ].append(entry)
     routed = any(entry.tokens_lost is not None for entry in structure.layers.values())
-    rows = [["layers", "units", "of", "stay", "by the rule", "least", "most", "N_eff/N %", "s_eff", "bound"]]
+    rows = [
+        [
+            "layers",
+            "units",
+            "of",
+            "stay",
+            "by the rule",
+            "least",
+            "most",
+            "N_eff/N %",
+            "s_eff",
+            "bound",
+        ]
+    ]
     rows[0] += ["tokens lost %", "mass lost %"] * routed
     for (kind, role), entries in by_role.items():
-        total, kept = sum(entry.units for entry in entries), sum(entry.kept for entry in entries)
+        total = sum(entry.units for entry in entries)
+        kept = sum(entry.kept for entry in entries)
         bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
         rows.append(
             [
@@ -244,7 +333,10 @@ def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
                 percent_cell(sum(entry.n_eff for entry in entries) / total),
                 number_cell(sum(entry.s_eff for entry in entries) / len(entries)),
                 number_cell(sum(bounds) / len(bounds) if len(bounds) == len(entries) else None),
-                *[percent_cell(mean_error(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
+                *[
+                    percent_cell(mean_error(entries, name))
+                    for name in ("tokens_lost", "mass_lost") * routed
+                ],
             ]
         )
     return rows
@@ -260,7 +352,8 @@ def cost_rows(structure: StructureRecord) -> Rows:
         ("FLOPs per token", "flops_per_token", lambda number: f"{number / 1e6:,.2f} M"),
         ("tokens/s", "tokens_per_second", "{:,.0f}".format),
     ):
-        before, after = getattr(structure.dense, field), getattr(structure.pruned, field)
+        before = getattr(structure.dense, field)
+        after = getattr(structure.pruned, field)
         if before is not None and after is not None:
             rows.append([name, cell(before), cell(after), f"{after / before:.3f}"])
     return rows
@@ -274,25 +367,36 @@ def speed_notes(structure: StructureRecord) -> list[str]:
 
 
 def structure_lines(report: RunReport) -> list[str]:
-    """Lines on the removed share of the model, its size and speed, and the changes of config.json."""
-    structure, targets = report.structure, report.targets
+    """Lines on the removed share of the model, its size and speed, and the changes of
+    config.json.
+    """
+    structure = report.structure
+    targets = report.targets
     assert structure is not None
     done = "removed" if structure.config else "set to zero"
     lines = [
         f"{done}: {percent_cell(targets.sparsity_of_targets)} % of the weights of these layers, "
-        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters"
+        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} "
+        "parameters"
     ]
     if structure.config:
-        lines += [f"{name}: {before} -> {after} ({ratio} x)" for name, before, after, ratio in cost_rows(structure)[1:]]
+        lines += [
+            f"{name}: {before} -> {after} ({ratio} x)"
+            for name, before, after, ratio in cost_rows(structure)[1:]
+        ]
     if any(entry.kind == "layers" for entry in structure.layers.values()):
         lines.append("layers: their removal costs more in long generations than a perplexity shows")
     lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(
-            f"checked: the logits are those of the dense model without these parts (difference {structure.difference:.1e})"
+            "checked: the logits are those of the dense model without these parts (difference "
+            f"{structure.difference:.1e})"
         )
     if structure.config:
-        lines.append(f"config.json: {', '.join(f'{name} {value}' for name, value in structure.config.items())}")
+        lines.append(
+            "config.json: "
+            f"{', '.join(f'{name} {value}' for name, value in structure.config.items())}"
+        )
     return lines
 
 
@@ -303,30 +407,49 @@ def sweep_table(record: Sweep) -> str:
     """The dense model, then all points by sparsity."""
     dense = values_of(record.dense or Measures())
     names = main_measures(dense)
-    rows: Rows = [["point", "removed %", "of all %", *(head for name in names for head in (name, "change"))]]
+    rows: Rows = [
+        ["point", "removed %", "of all %", *(head for name in names for head in (name, "change"))]
+    ]
     swept = [
-        (point.name, point.sparsity_of_targets, point.sparsity_of_all_parameters, values_of(point.evaluation))
+        (
+            point.name,
+            point.sparsity_of_targets,
+            point.sparsity_of_all_parameters,
+            values_of(point.evaluation),
+        )
         for point in sorted(record.points, key=lambda point: point.sparsity_of_targets)
     ]
     for point, of_targets, of_all, values in [("dense", 0.0, 0.0, dense), *swept]:
         row = [point, percent_cell(of_targets), percent_cell(of_all)]
         for name in names:
             value = values.get(name)
-            row.append("-" if value is None else formatted(value.value, 2 if in_percent(name) else 3))
+            row.append(
+                "-" if value is None else formatted(value.value, 2 if in_percent(name) else 3)
+            )
             row.append("" if values is dense else shown_change(name, dense.get(name), value))
         rows.append(row)
     notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
     same = [(point.name, point.evaluation.same_masks_as) for point in record.points]
-    notes += [f"{name}: the same masks as {other}, so the same values" for name, other in same if other is not None]
+    notes += [
+        f"{name}: the same masks as {other}, so the same values"
+        for name, other in same
+        if other is not None
+    ]
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent; their changes in points")
     notes += change_notes(names, dense, [values for *_, values in swept])
     emp, fixed = (
-        [each.sparsity_of_targets for each in record.points if each.method.startswith("emp-") is own] for own in (True, False)
+        [
+            each.sparsity_of_targets
+            for each in record.points
+            if each.method.startswith("emp-") is own
+        ]
+        for own in (True, False)
     )
     if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:
         notes.append(
-            "no emp point removes as much as a point of another method; --emp-sparsities or --matched-baselines adds some"
+            "no emp point removes as much as a point of another method; --emp-sparsities or "
+            "--matched-baselines adds some"
         )
     if any(value.partial for value in dense.values()):
         notes.append("partial: only some of the examples or of the text")
@@ -334,7 +457,9 @@ def sweep_table(record: Sweep) -> str:
 
 
 def measure_table(record: Measure) -> str:
-    """N_eff / N by role and depth, and the sparsity at many betas: two tables for every criterion and order."""
+    """N_eff / N by role and depth, and the sparsity at many betas: two tables for every
+    criterion and order.
+    """
     return "\n\n".join(map(_measure, record.measures))
 
 
@@ -345,12 +470,25 @@ def _measure(measure: MeasureEntry) -> str:
     blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
     depths = [part.tolist() for part in np.array_split(blocks, _DEPTHS) if len(part)]
     heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
-    rows: Rows = [[f"{name}: N_eff/N % in blocks", *heads, "all", "min row", "median", "max row", "s_eff", "bound"]]
+    rows: Rows = [
+        [
+            f"{name}: N_eff/N % in blocks",
+            *heads,
+            "all",
+            "min row",
+            "median",
+            "max row",
+            "s_eff",
+            "bound",
+        ]
+    ]
     for role, entries in _by_role(measure.matrices).items():
         parts = [[entry for entry in entries if entry.block in depth] for depth in depths]
         shares = [row_mean(part, effective_share) for part in [*parts, entries]]
         known = [
-            (entry.n_eff, entry.group_size) for entry in entries if entry.n_eff is not None and entry.group_size is not None
+            (entry.n_eff, entry.group_size)
+            for entry in entries
+            if entry.n_eff is not None and entry.group_size is not None
         ]
         medians = sorted(n_eff.median / size for n_eff, size in known)
         shares += [min(n_eff.min / size for n_eff, size in known), medians[len(medians) // 2]]
@@ -364,8 +502,21 @@ def _measure(measure: MeasureEntry) -> str:
 
 def _measure_of_units(name: str, measure: MeasureEntry) -> str:
     """What the rule keeps of each layer at each beta, and the size of the model that is left."""
-    before, first = measure.targets.parameters or 0, next(iter(measure.units.values()))
-    rows: Rows = [[f"{name}: beta", f"{first.kind} kept", "least", "most", "in each", "parameters", "%", "active", "weights"]]
+    before = measure.targets.parameters or 0
+    first = next(iter(measure.units.values()))
+    rows: Rows = [
+        [
+            f"{name}: beta",
+            f"{first.kind} kept",
+            "least",
+            "most",
+            "in each",
+            "parameters",
+            "%",
+            "active",
+            "weights",
+        ]
+    ]
     for point in measure.unit_curve:
         rows.append(
             [
@@ -382,12 +533,17 @@ def _measure_of_units(name: str, measure: MeasureEntry) -> str:
         )
     total = sum(each.units for each in measure.units.values())
     layers = count_of(len(measure.units), "layer")
-    note = f"{total:,} {first.kind} in {layers}; least and most: of a layer, by the rule; in each: one number for all layers"
+    note = (
+        f"{total:,} {first.kind} in {layers}; least and most: of a layer, by the rule; in each: "
+        "one number for all layers"
+    )
     return "\n".join([table(rows), note])
 
 
 def main_measures(names: Iterable[str]) -> list[str]:
-    """The measures to show of many points: the perplexity, and the mean accuracy or, without one, every task."""
+    """The measures to show of many points: the perplexity, and the mean accuracy or, without
+    one, every task.
+    """
     perplexities = [name for name in names if name.startswith("perplexity")]
     others = [name for name in names if name not in perplexities]
     return perplexities + ([name for name in others if name.startswith("mean acc of ")] or others)
@@ -395,11 +551,16 @@ def main_measures(names: Iterable[str]) -> list[str]:
 
 def mass_cells(entries: list[MatrixRecord]) -> list[str]:
     """The means of s_eff and of its bound over all rows of some matrices, as cells."""
-    means = (row_mean(entries, lambda entry: entry.s_eff_mean), row_mean(entries, lambda entry: entry.s_eff_bound_mean))
+    means = (
+        row_mean(entries, lambda entry: entry.s_eff_mean),
+        row_mean(entries, lambda entry: entry.s_eff_bound_mean),
+    )
     return [number_cell(mean) for mean in means]
 
 
-def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
+def row_mean(
+    entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]
+) -> float | None:
     """A mean over all rows of some matrices; None if it is unknown for one of them."""
     known = [(number, entry.rows) for entry in entries if (number := value(entry)) is not None]
     if not known or len(known) < len(entries):
@@ -408,9 +569,10 @@ def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float 
 
 
 SPEED_NOTE = (
-    "The pruned model from packed weights (a bit for each weight, and the weights that are not zero), and the same model or a "
-    "baseline dense. Both are measured in turn in one process: medians, and the range of the ratios of the rounds. Tokens: "
-    "sequences x tokens of a prompt + new tokens. Memory is what the process grew by, with one batch of the smallest size."
+    "The pruned model from packed weights (a bit for each weight, and the weights that are not "
+    "zero), and the same model or a baseline dense. Both are measured in turn in one process: "
+    "medians, and the range of the ratios of the rounds. Tokens: sequences x tokens of a prompt + "
+    "new tokens. Memory is what the process grew by, with one batch of the smallest size."
 )
 
 
@@ -420,7 +582,8 @@ def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
     Raises:
         UserError: an output of `bench` is wrong or of a newer version.
     """
-    others, benches = [], []
+    others = []
+    benches = []
     for path in paths:
         try:
             values = read_json(path, limit=REPORT_LIMIT) if path.is_file() else {}
@@ -436,17 +599,32 @@ def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
 def speed_rows(benches: Sequence[Bench]) -> Rows:
     """A row for each batch size of each bench."""
     rows = [
-        ["model", "zeros in packed layers", "machine", "tokens", "prefill, tokens/s", "decode, tokens/s", "memory", "weights"]
+        [
+            "model",
+            "zeros in packed layers",
+            "machine",
+            "tokens",
+            "prefill, tokens/s",
+            "decode, tokens/s",
+            "memory",
+            "weights",
+        ]
     ]
     for bench in benches:
-        dense, sparse = bench.dense, bench.sparse
+        dense = bench.dense
+        sparse = bench.sparse
         threads = f", {bench.threads} threads" if bench.device == "cpu" else ""
         rows += [
             [
-                printable(bench.model if dense.model == bench.model else f"{bench.model}, dense: {dense.model}"),
+                printable(
+                    bench.model
+                    if dense.model == bench.model
+                    else f"{bench.model}, dense: {dense.model}"
+                ),
                 f"{bench.sparsity:.1%}",
                 printable(bench.processor if bench.device == "cpu" else bench.device) + threads,
-                f"{batch.batch_size} x {bench.prompt_tokens}{'' if bench.text else ' at random'} + {bench.new_tokens}",
+                f"{batch.batch_size} x {bench.prompt_tokens}{'' if bench.text else ' at random'} + "
+                f"{bench.new_tokens}",
                 _change(batch.prefill),
                 _change(batch.decode),
                 _smaller(dense.memory_bytes, sparse.memory_bytes),

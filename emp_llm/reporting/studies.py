@@ -1,6 +1,8 @@
-"""Points sorted into studies, one for each model and choice of targets, and the numbers in every figure of a study.
+"""Points sorted into studies, one for each model and choice of targets, and the numbers in every
+figure of a study.
 
-A point is a pruned model with its measurements, read from a run, a sweep, a measure or a results file.
+A point is a pruned model with its measurements, read from a run, a sweep, a measure or a results
+file.
 """
 
 import json
@@ -40,7 +42,8 @@ from emp_llm.reporting.run_tables import effective_share, healing_lines, split_b
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
 _DENSE = Recipe(method="dense")
-# Fields of a recipe that set it apart from others of its method and targets, unless they have their defaults.
+# Fields of a recipe that set it apart from others of its method and targets, unless they have their
+# defaults.
 _VARIANT = (
     *("pattern", "neff_dtype", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
     *("refit", "refit_weighting", "refit_target", "heal", "heal_steps", "heal_weights", "group"),
@@ -53,7 +56,8 @@ class SuiteResult:
 
     Attributes:
         suite: its name.
-        key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are comparable.
+        key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are
+            comparable.
         values: measure -> value, from `evaluation.comparison.values_of`.
     """
 
@@ -69,10 +73,12 @@ class MeasuredPoint:
     Attributes:
         id: the path that it was read from; unique.
         name: of its folder or file, for display.
-        model: the dense model's name as the user gave it; identity: of its weights, or the name if that is unknown.
+        model: the dense model's name as the user gave it; identity: of its weights, or the name if
+            that is unknown.
         recipe: of the pruned model; its method is "dense" for the dense model itself.
         variant: other differences from points of the same method, in words; usually empty.
-        match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
+        match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and
+            the id of the EMP point.
         sparsity, sparsity_of_all: of the targets, and of all parameters, which may be unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets by layer, each expert alone; targets: counts over all of them.
@@ -80,7 +86,8 @@ class MeasuredPoint:
         structure: the removed heads and neurons; None if weights were pruned.
         healing: the training of the kept weights.
         results: one for each suite; dense: those of the dense model in the same run.
-        signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
+        signature: recipe and sparsity as JSON; equal in a run's report and in results of its
+            checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
         facts: name -> text for the head of the report.
     """
@@ -115,24 +122,42 @@ class MeasuredPoint:
 def scope_of(recipe: Recipe) -> str:
     """The targets of a recipe in words: "mlp", "mlp without lm_head"."""
     targets, ignored = (
-        value if isinstance(value, str) else ", ".join(value) for value in (recipe.targets, recipe.ignore or "")
+        value if isinstance(value, str) else ", ".join(value)
+        for value in (recipe.targets, recipe.ignore or "")
     )
     tower = {"language": "", "vision": " (vision tower)", "all": " (all towers)"}[recipe.tower]
     return printable(targets + (f" without {ignored}" if ignored else "") + tower)
 
 
-def by_role_and_block(matrices: Mapping[str, MatrixRecord]) -> dict[tuple[str, int | None], MatrixRecord]:
-    """(role, block) -> matrix. Of the matrices of a mixture's experts, which share both, the mean (`_pooled`)."""
+def by_role_and_block(
+    matrices: Mapping[str, MatrixRecord],
+) -> dict[tuple[str, int | None], MatrixRecord]:
+    """(role, block) -> matrix. Of the matrices of a mixture's experts, which share both, the
+    mean (`_pooled`).
+    """
     groups: dict[tuple[str, int | None], list[MatrixRecord]] = {}
     for matrix in matrices.values():
         groups.setdefault((matrix.role, matrix.block), []).append(matrix)
-    return {key: members[0] if len(members) == 1 else _pooled(members) for key, members in groups.items()}
+    return {
+        key: members[0] if len(members) == 1 else _pooled(members)
+        for key, members in groups.items()
+    }
 
 
 def _pooled(experts: list[MatrixRecord]) -> MatrixRecord:
-    """The experts of a block as one matrix: sums of counts, the least minimum, the largest maximum, the mean of the rest."""
+    """The experts of a block as one matrix: sums of counts, the least minimum, the largest
+    maximum, the mean of the rest.
+    """
     pooled: dict[str, Any] = {}
-    for name in ("rows", "kept", "kept_fraction", "s_eff", "n_eff_mean", "s_eff_mean", "s_eff_bound_mean"):
+    for name in (
+        "rows",
+        "kept",
+        "kept_fraction",
+        "s_eff",
+        "n_eff_mean",
+        "s_eff_mean",
+        "s_eff_bound_mean",
+    ):
         values = [getattr(expert, name) for expert in experts]
         if None in values:
             pooled[name] = None
@@ -142,15 +167,23 @@ def _pooled(experts: list[MatrixRecord]) -> MatrixRecord:
             pooled[name] = Quartiles(min=min(low), q1=q1, median=median, q3=q3, max=max(high))
         else:
             pooled[name] = sum(values) if isinstance(values[0], int) else fmean(values)
-    margins = [expert.least_margin_over_bound for expert in experts if expert.least_margin_over_bound is not None]
-    return msgspec.structs.replace(experts[0], **pooled, least_margin_over_bound=min(margins, default=None))
+    margins = [
+        expert.least_margin_over_bound
+        for expert in experts
+        if expert.least_margin_over_bound is not None
+    ]
+    return msgspec.structs.replace(
+        experts[0], **pooled, least_margin_over_bound=min(margins, default=None)
+    )
 
 
 def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
-    """Read the points of some files and folders, in the order given, each once; and the outputs of `bench` among them.
+    """Read the points of some files and folders, in the order given, each once; and the outputs of
+    `bench` among them.
 
     Args:
-        paths: output folders of prune or sweep, their report files, outputs of measure and bench, results files of evaluate.
+        paths: output folders of prune or sweep, their report files, outputs of measure and bench,
+            results files of evaluate.
 
     Raises:
         UserError: there is no path, or one is none of these.
@@ -168,23 +201,39 @@ def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
 
 def _read(path: Path) -> Iterator[MeasuredPoint]:
     if path.is_dir():
-        file = next((path / name for name in (SWEEP_NAME, REPORT_NAME) if (path / name).is_file()), None)
+        file = next(
+            (path / name for name in (SWEEP_NAME, REPORT_NAME) if (path / name).is_file()), None
+        )
         if file is None:
-            raise UserError(f"{path}: it holds neither {SWEEP_NAME} nor {REPORT_NAME}; give {_ACCEPTED}.")
+            raise UserError(
+                f"{path}: it holds neither {SWEEP_NAME} nor {REPORT_NAME}; give {_ACCEPTED}."
+            )
         path = file
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
     values = read_json(path, limit=REPORT_LIMIT)
-    kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
+    kind = next(
+        (
+            kind
+            for kind in (Sweep, Measure, Results, RunReport)
+            if version_of(values, kind) is not None
+        ),
+        None,
+    )
     if kind is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     record = record_of(values, kind, str(path))
     if isinstance(record, Sweep):  # each point has its own report; sweep.json tells the baselines
         points = path.parent.resolve() / "points"
         for entry in record.points:
-            point = _run(read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT), points / entry.name)
+            point = _run(
+                read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT),
+                points / entry.name,
+            )
             point.match = cast(MatchBy | None, entry.match)
-            point.baseline_of = None if entry.baseline_of is None else str(points / entry.baseline_of)
+            point.baseline_of = (
+                None if entry.baseline_of is None else str(points / entry.baseline_of)
+            )
             yield point
     elif isinstance(record, Measure):
         yield from _measures(record, path)
@@ -195,7 +244,8 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
 
 
 def _run(report: RunReport, path: Path) -> MeasuredPoint:
-    path, masks = path.resolve(), report.masks or ""
+    path = path.resolve()
+    masks = report.masks or ""
     models = results_of_report(report)
     return MeasuredPoint(
         id=str(path),
@@ -217,7 +267,11 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
 def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
     for number, entry in enumerate(measure.measures):
         recipe = measure.recipe.with_method(
-            f"emp-{entry.criterion}", group="row", order=entry.order, score=entry.score, count_by=entry.count_by
+            f"emp-{entry.criterion}",
+            group="row",
+            order=entry.order,
+            score=entry.score,
+            count_by=entry.count_by,
         )
         yield MeasuredPoint(
             id=f"{path.resolve()}#{number}",
@@ -230,8 +284,16 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
 
 def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord) -> dict[str, Any]:
     """The fields of a point that a run and a measure have in common."""
-    point = {"model": printable(record.source.model), "identity": record.source.key, "recipe": recipe, "targets": targets}
-    point |= {"sparsity": targets.sparsity_of_targets, "sparsity_of_all": targets.sparsity_of_all_parameters}
+    point = {
+        "model": printable(record.source.model),
+        "identity": record.source.key,
+        "recipe": recipe,
+        "targets": targets,
+    }
+    point |= {
+        "sparsity": targets.sparsity_of_targets,
+        "sparsity_of_all": targets.sparsity_of_all_parameters,
+    }
     facts = {"model": record.source.model, "revision": record.source.revision}
     if targets.parameters is not None:
         facts["parameters"] = f"{targets.parameters:,}"
@@ -242,7 +304,11 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
     texts = record.calibration.all_texts if record.calibration is not None else []
     facts["calibration"] = "; ".join(
         f"{text.name}{text.bos_note}, {text.samples} "
-        + (f"x {text.seqlen} tokens" if text.image is None else f"rows with images, of up to {text.seqlen} tokens")
+        + (
+            f"x {text.seqlen} tokens"
+            if text.image is None
+            else f"rows with images, of up to {text.seqlen} tokens"
+        )
         for text in texts
     )
     if isinstance(record, RunReport) and record.healing is not None:
@@ -252,15 +318,27 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
 
 
 def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
-    """Everything that sets a recipe apart from others of the same method, in the words of its options."""
+    """Everything that sets a recipe apart from others of the same method, in the words of its
+    options.
+    """
     usual = Recipe(method=recipe.method, refit=recipe.refit, heal=recipe.heal, shares=recipe.shares)
     values = {name: getattr(recipe, name) for name in _VARIANT}
     always = ("refit", "heal", "shares")
-    values = {name: value for name, value in values.items() if value != getattr(usual, name) or name in always}
+    values = {
+        name: value
+        for name, value in values.items()
+        if value != getattr(usual, name) or name in always
+    }
     if recipe.structure is not None:
         structure = msgspec.to_builtins(recipe.structure)
-        values |= {name: value for name, value in structure.items() if value != "group" and name != "width_multiple"}
-    words = [name if value is True else f"{name} {value}" for name, value in values.items() if value]
+        values |= {
+            name: value
+            for name, value in structure.items()
+            if value != "group" and name != "width_multiple"
+        }
+    words = [
+        name if value is True else f"{name} {value}" for name, value in values.items() if value
+    ]
     if digest := recipe.scores_digest or recipe.criterion_source:
         words.append(f"version {digest[:6]}")
     if calibration is not None and calibration.propagate == "pruned":
@@ -269,10 +347,15 @@ def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
 
 
 def _results(results: Results, path: Path) -> MeasuredPoint:
-    place, name, result, pruned = str(path.resolve()), printable(path.stem), suite_result_of(results), results.pruned
+    place = str(path.resolve())
+    name = printable(path.stem)
+    result = suite_result_of(results)
+    pruned = results.pruned
     if pruned is None:
         identity = results.made_by.model.identity or results.model
-        return MeasuredPoint(place, name, printable(results.model), identity, _DENSE, dense=(result,))
+        return MeasuredPoint(
+            place, name, printable(results.model), identity, _DENSE, dense=(result,)
+        )
     return MeasuredPoint(
         place,
         name,
@@ -295,11 +378,15 @@ def suite_result_of(model: Results) -> SuiteResult:
     base, *changes = model.suite.split(",")
     marks = [PurePath(base).stem or base, *changes]
     marks += [model.made_by.quantization.bits] if model.made_by.quantization else []
-    return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values_of(model.measures))
+    return SuiteResult(
+        printable(", ".join(marks)), json.dumps(key, sort_keys=True), values_of(model.measures)
+    )
 
 
 def _identify(points: Iterable[MeasuredPoint]) -> None:
-    """Give points that have only their model's name its identity, if exactly one model of that name is given."""
+    """Give points that have only their model's name its identity, if exactly one model of that
+    name is given.
+    """
     known: dict[str, set[str]] = {}
     for point in points:
         known.setdefault(point.model, set()).update({point.identity} - {point.model})
@@ -309,16 +396,29 @@ def _identify(points: Iterable[MeasuredPoint]) -> None:
 
 
 def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Join results files with the run of the same checkpoint, if that is given too: they add a suite to the run.
+    """Join results files with the run of the same checkpoint, if that is given too: they add a
+    suite to the run.
 
-    Runs with equal signatures may differ in their calibration, which results do not record. Their point then stays alone.
+    Runs with equal signatures may differ in their calibration, which results do not record. Their
+    point then stays alone.
     """
     left = list(points)
     for point in points:
-        runs = [run for run in points if run.matrices and run.pruned and run.signature == point.signature]
-        if point.matrices or point.recipe is _DENSE or not runs or any(run.matrices != runs[0].matrices for run in runs):
+        runs = [
+            run
+            for run in points
+            if run.matrices and run.pruned and run.signature == point.signature
+        ]
+        if (
+            point.matrices
+            or point.recipe is _DENSE
+            or not runs
+            or any(run.matrices != runs[0].matrices for run in runs)
+        ):
             continue
-        runs[-1].results += tuple(result for result in point.results if not runs[-1].values_of(result.key))
+        runs[-1].results += tuple(
+            result for result in point.results if not runs[-1].values_of(result.key)
+        )
         left.remove(point)
     return left
 
@@ -356,12 +456,16 @@ class Grid:
     @property
     def blocks(self) -> list[int | None]:
         """In order; None, for matrices outside of the blocks, is last."""
-        return sorted({block for _, block in self.cells}, key=lambda block: math.inf if block is None else block)
+        return sorted(
+            {block for _, block in self.cells},
+            key=lambda block: math.inf if block is None else block,
+        )
 
 
 @dataclass(frozen=True)
 class Study:
-    """The points of one model and one choice of targets. Only points of one study may share a curve.
+    """The points of one model and one choice of targets. Only points of one study may share a
+    curve.
 
     Attributes:
         title: name of the model; unique in the report.
@@ -383,7 +487,9 @@ class Study:
 
     @property
     def measured(self) -> list[Grid]:
-        """The matrices with effective numbers of each criterion, order and variant; once, unless the numbers differ."""
+        """The matrices with effective numbers of each criterion, order and variant; once, unless
+        the numbers differ.
+        """
         found: list[Grid] = []
         numbers: dict[str, list[list[float | None]]] = {}
         for point in self.points:
@@ -391,7 +497,11 @@ class Study:
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
             held = numbers.setdefault(label, [])
-            if point.recipe.adaptive and own not in held and any(share is not None for share in own):
+            if (
+                point.recipe.adaptive
+                and own not in held
+                and any(share is not None for share in own)
+            ):
                 name = f"{label} ({point.name})" if held else label
                 found.append(Grid(name, by_role_and_block(point.matrices)))
                 held.append(own)
@@ -399,7 +509,8 @@ class Study:
 
     @property
     def kept(self) -> list[Grid]:
-        """The kept fractions of the rows: for each EMP method those of the point whose β is nearest to 1.
+        """The kept fractions of the rows: for each EMP method those of the point whose β is nearest
+        to 1.
 
         Without EMP points, those of all points whose rows keep different fractions.
         """
@@ -408,21 +519,34 @@ class Study:
         for point in sorted(adaptive, key=lambda point: abs((point.recipe.beta or 1) - 1)):
             chosen.setdefault(label_of(point), point)
         if not chosen:
-            uneven = [p for p in self.pruned if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices.values())]
+            uneven = [
+                p
+                for p in self.pruned
+                if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices.values())
+            ]
             chosen = {point.name: point for point in uneven}
-        betas = {label: "" if p.recipe.beta in (None, 1.0) else f", β = {p.recipe.beta:g}" for label, p in chosen.items()}
-        return [Grid(label + betas[label], by_role_and_block(point.matrices)) for label, point in chosen.items()]
+        betas = {
+            label: "" if p.recipe.beta in (None, 1.0) else f", β = {p.recipe.beta:g}"
+            for label, p in chosen.items()
+        }
+        return [
+            Grid(label + betas[label], by_role_and_block(point.matrices))
+            for label, point in chosen.items()
+        ]
 
 
 def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
-    """Sort points by model and targets, in the order given. Results of a dense model belong to all of its studies."""
+    """Sort points by model and targets, in the order given. Results of a dense model belong to
+    all of its studies.
+    """
     models: dict[str, list[MeasuredPoint]] = {}
     for point in points:
         models.setdefault(point.identity, []).append(point)
     found: list[Study] = []
     taken: set[str] = set()
     for own in models.values():
-        model, dense = own[0].model, [point for point in own if point.recipe.method == "dense"]
+        model = own[0].model
+        dense = [point for point in own if point.recipe.method == "dense"]
         titles = (short_model_name(model), model, f"{model} ({len(taken) + 1})")
         title = next(each for each in titles if each not in taken)
         taken.add(title)
@@ -441,7 +565,9 @@ def label_of(point: MeasuredPoint) -> str:
     """The method of a point in words, without the quantities that vary along a curve."""
     name = _NAMES.get(point.recipe.name, point.recipe.name)
     if point.recipe.adaptive:
-        words = [f"EMP-{name}"] + ([f"order {point.recipe.order:g}"] if point.recipe.order != 2 else [])
+        words = [f"EMP-{name}"] + (
+            [f"order {point.recipe.order:g}"] if point.recipe.order != 2 else []
+        )
     elif point.match == "matrix":
         words = [f"{name}, same total per matrix"]
     else:
@@ -456,17 +582,25 @@ def short_model_name(model: str) -> str:
 
 
 def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Link uniform points, as baselines, to an EMP point of the same criterion that removes exactly as many weights."""
+    """Link uniform points, as baselines, to an EMP point of the same criterion that removes
+    exactly as many weights.
+    """
     adaptive: dict[tuple[str, bool, float], list[MeasuredPoint]] = {}
     for point in points:
         if point.recipe.adaptive and point.pruned:
-            adaptive.setdefault((point.recipe.name, point.recipe.relative, point.sparsity), []).append(point)
+            adaptive.setdefault(
+                (point.recipe.name, point.recipe.relative, point.sparsity), []
+            ).append(point)
     linked = []
     for point in points:
         recipe = point.recipe
         same = adaptive.get((recipe.name, recipe.relative, point.sparsity), [])
         if same and not recipe.adaptive and recipe.group == "row" and point.baseline_of is None:
-            named = [other for other in same if recipe.match and Path(recipe.match).resolve() == Path(other.id)]
+            named = [
+                other
+                for other in same
+                if recipe.match and Path(recipe.match).resolve() == Path(other.id)
+            ]
             point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
         linked.append(point)
     return linked
@@ -478,7 +612,11 @@ def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     named = []
     for point in points:
         count[point.name] = count.get(point.name, 0) + 1
-        named.append(point if count[point.name] == 1 else replace(point, name=f"{point.name} ({count[point.name]})"))
+        named.append(
+            point
+            if count[point.name] == 1
+            else replace(point, name=f"{point.name} ({count[point.name]})")
+        )
     return named
 
 
@@ -494,12 +632,15 @@ def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[St
     return tuple(found)
 
 
-Allocation = Literal["emp", "total", "matrix"]  # EMP, or the quantity in which a uniform baseline matches an EMP point
+# EMP, or the quantity in which a uniform baseline matches an EMP point.
+Allocation = Literal["emp", "total", "matrix"]
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a curve: β (for a baseline, of its EMP point), sparsity of the targets, and the measured value."""
+    """A point of a curve: β (for a baseline, of its EMP point), sparsity of the targets, and the
+    measured value.
+    """
 
     beta: float | None
     sparsity: float
@@ -527,7 +668,8 @@ class Difference:
         measure: its name; value: of the point; base: of the baseline.
         change: from base to value, in percent of base; for accuracies in points. 0 for equal masks.
             It has the paired standard error if both models were judged on the same examples.
-        better: whether the change is in EMP's favour; None if it is unknown whether high or low values are good.
+        better: whether the change is in EMP's favour; None if it is unknown whether high or low
+            values are good.
     """
 
     point: MeasuredPoint
@@ -542,11 +684,15 @@ class Difference:
     @property
     def clear(self) -> bool | None:
         """Whether the change exceeds two standard errors; None if these are unknown."""
-        return None if self.change.stderr is None else abs(self.change.value) > 2 * self.change.stderr
+        return (
+            None if self.change.stderr is None else abs(self.change.value) > 2 * self.change.stderr
+        )
 
     @property
     def verdict(self) -> str:
-        """The better of the two. A difference below two standard errors, if they are known, is not clear."""
+        """The better of the two. A difference below two standard errors, if they are known, is
+        not clear.
+        """
         if self.better is None:
             return "-"
         if not self.change.value:
@@ -557,10 +703,11 @@ class Difference:
 
 
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
-    """One measure of a suite along every method: EMP, uniform rows, and uniform rows within each matrix.
+    """One measure of a suite along every method: EMP, uniform rows, and uniform rows within each
+    matrix.
 
-    A baseline that matches every matrix belongs to the order of its EMP point. A baseline that matches the total belongs to no
-    order, because equal totals give the same baseline.
+    A baseline that matches every matrix belongs to the order of its EMP point. A baseline that
+    matches the total belongs to no order, because equal totals give the same baseline.
     """
     of = {point.id: point for point in study.points}
     groups: dict[tuple[str, str, float | None, Allocation], list[Dot]] = {}
@@ -572,28 +719,50 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         matched = of.get(point.baseline_of or "", point)
         order = None if allocation == "total" else matched.recipe.order
         dot = Dot(matched.recipe.beta, point.sparsity, value.value)
-        label = label_of(point) + (f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else "")
+        label = label_of(point) + (
+            f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else ""
+        )
         groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
-    return [Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0)))) for key, dots in groups.items()]
+    return [
+        Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0))))
+        for key, dots in groups.items()
+    ]
 
 
 def differences(study: Study, suite: StudySuite) -> list[Difference]:
-    """The differences between every EMP point and each of its baselines, for every measure that both have."""
+    """The differences between every EMP point and each of its baselines, for every measure that
+    both have.
+    """
     of = {point.id: point for point in study.points}
     found = []
     for baseline in study.pruned:
         point = of.get(baseline.baseline_of or "")
         if point is None or baseline.match is None:
             continue
-        values, bases = point.values_of(suite.key), baseline.values_of(suite.key)
+        values = point.values_of(suite.key)
+        bases = baseline.values_of(suite.key)
         for measure in [name for name in suite.measures if name in values and name in bases]:
-            value, base = values[measure], bases[measure]
+            value = values[measure]
+            base = bases[measure]
             same = bool(point.masks) and point.masks == baseline.masks
             change = Change(0.0, 0.0) if same else change_of(measure, value, base)
             if not math.isnan(change.value):
                 lower = lower_is_better(measure)
-                better = None if lower is None else (change.value < 0) == lower and change.value != 0
-                found.append(Difference(point, baseline, baseline.match, measure, value.value, base.value, change, better))
+                better = (
+                    None if lower is None else (change.value < 0) == lower and change.value != 0
+                )
+                found.append(
+                    Difference(
+                        point,
+                        baseline,
+                        baseline.match,
+                        measure,
+                        value.value,
+                        base.value,
+                        change,
+                        better,
+                    )
+                )
     methods = list(dict.fromkeys(label_of(point) for point in study.points))
     return sorted(
         found,
@@ -610,4 +779,8 @@ def lower_is_better(measure: str) -> bool | None:
     """True for perplexities and losses, False for accuracies, None for unknown measures."""
     if in_percent(measure):
         return False
-    return True if any(word in measure for word in ("perplexity", "bits_per_byte", "loss", "brier")) else None
+    return (
+        True
+        if any(word in measure for word in ("perplexity", "bits_per_byte", "loss", "brier"))
+        else None
+    )

@@ -1,4 +1,5 @@
-"""Models of transformers whose pruned linear layers are `SparseLinear`: they compute from packed rows.
+"""Models of transformers whose pruned linear layers are `SparseLinear`: they compute from packed
+rows.
 
 The weights come from a packed folder or an ordinary checkpoint. Only commands import this room.
 """

@@ -1,8 +1,9 @@
-"""Products with packed rows on CPUs: loops in LLVM IR, compiled at their first use for the processor on which they run.
+"""Products with packed rows on CPUs: loops in LLVM IR, compiled at their first use for the
+processor on which they run.
 
-A mask word has the bits of 64 columns. Instructions take it in chunks of one vector: they load as many values as it may hold,
-spread them over the lanes whose bits are set, and leave zero in the others. A row is always summed in the same order, so
-results do not depend on the number of threads.
+A mask word has the bits of 64 columns. Instructions take it in chunks of one vector: they load as
+many values as it may hold, spread them over the lanes whose bits are set, and leave zero in the
+others. A row is always summed in the same order, so results do not depend on the number of threads.
 """
 
 import ctypes
@@ -36,20 +37,38 @@ _AHEAD = 4096  # bytes of values of each row to ask for in advance
 _MOST_VECTORS = 8  # of inputs that are multiplied together; more leave no registers for their sums
 _FEW = 192  # tokens whose inputs stay in the cache while many rows pass
 _CACHED = 9 << 16  # bytes of dense rows that stay in a thread's cache
-_MARGIN = 1.15  # by which torch must be faster; the matrix that is measured is small, which favours it
+# By which torch must be faster; the matrix that is measured is small, which favours it.
+_MARGIN = 1.15
 _TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
-Weights = Callable[[int, int], Any]  # those of a chunk, by the place of the row and the number of the chunk
+# Those of a chunk, by the place of the row and the number of the chunk.
+Weights = Callable[[int, int], Any]
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the next part of the rows until
-# none is left. next: the number of the next part, which threads raise; parts: their number; first, last: rows from first to
-# last - 1; height: rows in a part; slot: the number of the next thread; values, mask, offsets: addresses; tail: address of the
-# values for the rows from `safe` on, which are followed by enough others for the widest load; words: mask words of a row;
-# tokens: rows of inputs; tile, inputs, results: addresses, and numbers from one row of each to the next.
+# A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the
+# next part of the rows until none is left. next: the number of the next part, which threads raise;
+# parts: their number; first, last: rows from first to last - 1; height: rows in a part; slot: the
+# number of the next thread; values, mask, offsets: addresses; tail: address of the values for the
+# rows from `safe` on, which are followed by enough others for the widest load; words: mask words of
+# a row; tokens: rows of inputs; tile, inputs, results: addresses, and numbers from one row of each
+# to the next.
 _TASK = (
-    *("next", "parts", "first", "last", "height", "slot", "values", "tail", "safe", "mask", "offsets", "words", "tokens"),
+    *(
+        "next",
+        "parts",
+        "first",
+        "last",
+        "height",
+        "slot",
+        "values",
+        "tail",
+        "safe",
+        "mask",
+        "offsets",
+        "words",
+        "tokens",
+    ),
     *("tile", "tile_stride", "inputs", "inputs_stride", "results", "results_stride"),
 )
 _Task = ctypes.c_int64 * len(_TASK)
@@ -65,8 +84,8 @@ class Instructions:
         features: names in LLVM of what a processor needs for it.
         lanes: columns of a chunk.
         sums: vectors of sums that leave enough registers for weights and inputs.
-        spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the words of the columns, in 32
-            bits each; for `dot`, in 16.
+        spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the
+            words of the columns, in 32 bits each; for `dot`, in 16.
         dot: weights and inputs are multiplied in bfloat16. Otherwise they become float32 numbers.
     """
 
@@ -92,16 +111,29 @@ class CpuProducts:
     """
 
     def __init__(self, rows: PackedRows, how: Instructions) -> None:
-        self._rows, self._dtype, self._how = rows, NAMES[rows.values.dtype], how
+        self._rows = rows
+        self._dtype = NAMES[rows.values.dtype]
+        self._how = how
         self._padded = rows.words * WORD_COLUMNS
-        safe = int(torch.searchsorted(rows.offsets[1:], rows.values.numel() - _LONGEST_LOAD, right=True))
+        safe = int(
+            torch.searchsorted(rows.offsets[1:], rows.values.numel() - _LONGEST_LOAD, right=True)
+        )
         before = int(rows.offsets[safe])
         self._tail = functional.pad(rows.values[before:], (0, _LONGEST_LOAD))
-        tail = self._tail.data_ptr() - before * rows.values.element_size()  # so that the same positions hold
-        self._weights = (rows.values.data_ptr(), tail, safe, rows.mask.data_ptr(), rows.offsets.data_ptr(), rows.words)
+        # So that the same positions hold.
+        tail = self._tail.data_ptr() - before * rows.values.element_size()
+        self._weights = (
+            rows.values.data_ptr(),
+            tail,
+            safe,
+            rows.mask.data_ptr(),
+            rows.offsets.data_ptr(),
+            rows.words,
+        )
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ W.T + bias for x of shape (tokens, inputs), in float32 sums, rounded once to the dtype of x.
+        """x @ W.T + bias for x of shape (tokens, inputs), in float32 sums, rounded once to the
+        dtype of x.
 
         Returns:
             Shape (tokens, outputs).
@@ -111,64 +143,112 @@ class CpuProducts:
         return (self.own if own else self.by_torch)(x, how, bias)
 
     def own(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products by the loops here: of packed rows, or of a few rows at a time that are dense in a thread's cache."""
-        tokens, rows, threads = x.shape[0], self._rows.rows, torch.get_num_threads()
-        inputs, result, tiles = self._room(tokens, how).zero_(), x.new_empty(tokens, rows), tokens > _MOST_VECTORS
+        """The products by the loops here: of packed rows, or of a few rows at a time that are
+        dense in a thread's cache.
+        """
+        tokens = x.shape[0]
+        rows = self._rows.rows
+        threads = torch.get_num_threads()
+        inputs = self._room(tokens, how).zero_()
+        result = x.new_empty(tokens, rows)
+        tiles = tokens > _MOST_VECTORS
         inputs[:, : x.shape[1]] = x
-        height = max(12, min(_CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12, rows // (4 * threads)))
-        tile, sums = self._room(threads * height if tiles else 0, how), torch.empty(min(_FEW, tokens), rows)
+        height = max(
+            12,
+            min(_CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12, rows // (4 * threads)),
+        )
+        tile = self._room(threads * height if tiles else 0, how)
+        sums = torch.empty(min(_FEW, tokens), rows)
         for first in range(0, tokens if rows else 0, _FEW):
-            some, part = inputs[first : first + _FEW], sums[: tokens - first]
+            some = inputs[first : first + _FEW]
+            part = sums[: tokens - first]
             vectors = -(-some.shape[0] // -(-some.shape[0] // _MOST_VECTORS))
-            self._run(_compiled(product_module, self._dtype, how, vectors, tiles), 0, rows, height, tile, some, part)
+            self._run(
+                _compiled(product_module, self._dtype, how, vectors, tiles),
+                0,
+                rows,
+                height,
+                tile,
+                some,
+                part,
+            )
             result[first : first + _FEW] = part if bias is None else part.add_(bias)
         return result
 
     def by_torch(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
         """The products by torch, with rows that are dense for a while, in `how.dtype`."""
-        tokens, rows, threads = x.shape[0], self._rows.rows, torch.get_num_threads()
-        inputs, result, dense = x.to(how.dtype), x.new_empty(tokens, rows), _compiled(dense_module, self._dtype, how)
+        tokens = x.shape[0]
+        rows = self._rows.rows
+        threads = torch.get_num_threads()
+        inputs = x.to(how.dtype)
+        result = x.new_empty(tokens, rows)
+        dense = _compiled(dense_module, self._dtype, how)
         tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), how)
         for first in range(0, rows, tile.shape[0]):
             last = min(first + tile.shape[0], rows)
             self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
             part = None if bias is None else bias[first:last].to(how.dtype)
-            result[:, first:last] = functional.linear(inputs, tile[: last - first, : x.shape[1]], part)
+            result[:, first:last] = functional.linear(
+                inputs, tile[: last - first, : x.shape[1]], part
+            )
         return result
 
     def _room(self, rows: int, how: Instructions) -> Tensor:
-        """Rows of whole mask words, one word apart, or many would lie on the same lines of the cache."""
+        """Rows of whole mask words, one word apart, or many would lie on the same lines of the
+        cache.
+        """
         return torch.empty(rows, self._padded + WORD_COLUMNS, dtype=how.dtype)[:, : self._padded]
 
-    def _run(self, function: int, first: int, last: int, height: int, tile: Tensor, *inputs_and_results: Tensor) -> None:
-        matrices = [number for each in (tile, *inputs_and_results) for number in (each.data_ptr(), each.stride(0))]
-        parts, tokens = -(-(last - first) // height), inputs_and_results[0].shape[0] if inputs_and_results else 0
+    def _run(
+        self,
+        function: int,
+        first: int,
+        last: int,
+        height: int,
+        tile: Tensor,
+        *inputs_and_results: Tensor,
+    ) -> None:
+        matrices = [
+            number
+            for each in (tile, *inputs_and_results)
+            for number in (each.data_ptr(), each.stride(0))
+        ]
+        parts = -(-(last - first) // height)
+        tokens = inputs_and_results[0].shape[0] if inputs_and_results else 0
         task = _Task(0, parts, first, last, height, 0, *self._weights, tokens, *matrices)
         _run_on_threads(function, ctypes.addressof(task), min(parts, torch.get_num_threads()))
 
 
 @cache
 def most_own_tokens(how: Instructions) -> int:
-    """The most tokens with which the loops here are faster than torch on dense rows, by a measurement of milliseconds.
+    """The most tokens with which the loops here are faster than torch on dense rows, by a
+    measurement of milliseconds.
 
-    It is made once for a processor and a version of torch; the result is in the folder of cached results.
+    It is made once for a processor and a version of torch; the result is in the folder of cached
+    results.
     """
     machine = (llvm.get_host_cpu_name(), sorted(processor_features()), how.name, torch.__version__)
     path = cache_folder() / "products" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError):
         return int(path.read_text())
-    rows, columns, counts, gains = 512 * torch.get_num_threads(), 2048, (16, 32, 64, 128, 256), [0.0]
+    rows = 512 * torch.get_num_threads()
+    columns = 2048
+    counts = (16, 32, 64, 128, 256)
+    gains = [0.0]
     offsets = torch.arange(0, rows * columns // 2 + 1, columns // 2)
-    mask, values = torch.full((rows, columns // 8), 0x55, dtype=torch.uint8), torch.ones(rows * columns // 2, dtype=how.dtype)
+    mask = torch.full((rows, columns // 8), 0x55, dtype=torch.uint8)
+    values = torch.ones(rows * columns // 2, dtype=how.dtype)
     products = CpuProducts(PackedRows(mask, values, offsets, columns), how)
     for tokens in counts:
-        x, seconds = torch.ones(tokens, columns, dtype=how.dtype), []
+        x = torch.ones(tokens, columns, dtype=how.dtype)
+        seconds = []
         for run in 5 * (products.own, products.by_torch):
             begin = time.perf_counter()
             run(x, how)
             seconds.append(time.perf_counter() - begin)
         gains.append(gains[-1] + math.log(_MARGIN * min(seconds[1::2]) / min(seconds[::2])))
-    most = (_MOST_VECTORS, *counts[:-1], 1 << 62)[gains.index(max(gains))]  # one wrong time does not decide
+    # One wrong time does not decide.
+    most = (_MOST_VECTORS, *counts[:-1], 1 << 62)[gains.index(max(gains))]
     with suppress(OSError):
         write_bytes(path, str(most).encode())
     return most
@@ -182,26 +262,36 @@ def processor_features() -> frozenset[str]:
 
 def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     """The instructions of this processor for weights of a dtype, the fastest first."""
-    fitting = [each for each in INSTRUCTIONS if dtype == torch.bfloat16 or (dtype in NAMES and not each.dot)]
+    fitting = [
+        each
+        for each in INSTRUCTIONS
+        if dtype == torch.bfloat16 or (dtype in NAMES and not each.dot)
+    ]
     return [each for each in fitting if processor_features().issuperset(each.features)]
 
 
 def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> ir.Module:
-    """Products of rows with inputs, in float32: results[token, row] = the sum over the columns of row * inputs[token].
+    """Products of rows with inputs, in float32: results[token, row] = the sum over the columns of
+    row * inputs[token].
 
-    inputs: in the dtype of `how`, zero beyond the columns. results: float32. So many `vectors` of inputs are taken at a time;
-    the last ones end with the last token, so some of them may be taken twice.
+    inputs: in the dtype of `how`, zero beyond the columns. results: float32. So many `vectors` of
+    inputs are taken at a time; the last ones end with the last token, so some of them may be taken
+    twice.
 
     Args:
-        tiles: the rows of a part are made dense in `tile`, which has room for a part of each thread. Otherwise no dense row
-            is written to memory.
+        tiles: the rows of a part are made dense in `tile`, which has room for a part of each
+            thread. Otherwise no dense row is written to memory.
     """
     word = ir.VectorType(I16 if how.dot else FLOAT, how.lanes)
     kind = ir.VectorType(FLOAT, how.lanes // 2 if how.dot else how.lanes)
-    shared = min(4, how.sums // vectors) if vectors > 1 else 1  # rows that share their loads of the inputs
-    many = 2 if vectors == 1 else 1  # two sums for one product, or each addition would wait for the last
+    # Rows that share their loads of the inputs.
+    shared = min(4, how.sums // vectors) if vectors > 1 else 1
+    # Two sums for one product, or each addition would wait for the last.
+    many = 2 if vectors == 1 else 1
 
-    def product(b: Any, task: dict[str, Any], tile: Any, token: Any, row: Any, together: int) -> None:
+    def product(
+        b: Any, task: dict[str, Any], tile: Any, token: Any, row: Any, together: int
+    ) -> None:
         rows = [b.add(row, number(i)) for i in range(together)]
         tokens = [b.add(token, number(j)) for j in range(vectors)]
         inputs = [b.mul(each, task["inputs_stride"]) for each in tokens]
@@ -209,7 +299,8 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
 
         def add_word(at: Any, weights: Weights, sums: list[Any]) -> list[Any]:
             for chunk in range(WORD_COLUMNS // how.lanes):
-                factors, column = [weights(i, chunk) for i in range(together)], _column(b, how, at, chunk)
+                factors = [weights(i, chunk) for i in range(together)]
+                column = _column(b, how, at, chunk)
                 for j in range(vectors):
                     x = fetch(b, task["inputs"], b.add(column, inputs[j]), word)
                     for i in range(together):
@@ -219,7 +310,11 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
 
         def add_dense(at: Any, sums: list[Any]) -> list[Any]:
             return add_word(
-                at, lambda i, chunk: fetch(b, task["tile"], b.add(dense[i], _column(b, how, at, chunk)), word), sums
+                at,
+                lambda i, chunk: fetch(
+                    b, task["tile"], b.add(dense[i], _column(b, how, at, chunk)), word
+                ),
+                sums,
             )
 
         sums = [ir.Constant(kind, None)] * (together * vectors * many)
@@ -232,11 +327,23 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
                 lanes = sums[(i * vectors + j) * many]
                 lanes = lanes if many == 1 else b.fadd(lanes, sums[1])
                 zero = ir.Constant(FLOAT, -0.0)
-                total = intrinsic(b, f"llvm.vector.reduce.fadd.v{kind.count}f32", FLOAT, [zero, lanes], ("reassoc",))
-                store(b, total, task["results"], b.add(rows[i], b.mul(task["results_stride"], tokens[j])))
+                total = intrinsic(
+                    b,
+                    f"llvm.vector.reduce.fadd.v{kind.count}f32",
+                    FLOAT,
+                    [zero, lanes],
+                    ("reassoc",),
+                )
+                store(
+                    b,
+                    total,
+                    task["results"],
+                    b.add(rows[i], b.mul(task["results_stride"], tokens[j])),
+                )
 
     def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        tile = b.sub(b.mul(task["slot"], task["height"]), first)  # what a row's number lacks to its place in the tile
+        # What a row's number lacks to its place in the tile.
+        tile = b.sub(b.mul(task["slot"], task["height"]), first)
         if tiles:
             _make_dense(b, task, how, dtype, tile, first, last)
         middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(shared)), number(shared)))
@@ -244,7 +351,14 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
         def of_tokens(token: Any, _: Any) -> None:
             latest = b.sub(task["tokens"], number(vectors))
             token = b.select(b.icmp_signed("<", token, latest), token, latest)
-            _count(b, first, middle, shared, [], lambda row, _: product(b, task, tile, token, row, shared))
+            _count(
+                b,
+                first,
+                middle,
+                shared,
+                [],
+                lambda row, _: product(b, task, tile, token, row, shared),
+            )
             if shared > 1:
                 _count(b, middle, last, 1, [], lambda row, _: product(b, task, tile, token, row, 1))
 
@@ -254,7 +368,9 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
 
 
 def dense_module(dtype: str, how: Instructions) -> ir.Module:
-    """Rows with their zeros: tile[row - first, column], in the dtype of `how`, for all columns of their mask words."""
+    """Rows with their zeros: tile[row - first, column], in the dtype of `how`, for all columns
+    of their mask words.
+    """
 
     def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
         _make_dense(b, task, how, dtype, b.neg(task["first"]), first, last)
@@ -262,7 +378,9 @@ def dense_module(dtype: str, how: Instructions) -> ir.Module:
     return _module(rows_of_part)
 
 
-def _make_dense(b: Any, task: dict[str, Any], how: Instructions, dtype: str, tile: Any, first: Any, last: Any) -> None:
+def _make_dense(
+    b: Any, task: dict[str, Any], how: Instructions, dtype: str, tile: Any, first: Any, last: Any
+) -> None:
     """tile[row + tile] for each row from first to last - 1."""
 
     def dense(row: Any, _: Any) -> None:
@@ -283,12 +401,16 @@ def _column(b: Any, how: Instructions, at: Any, chunk: int) -> Any:
 
 
 def _module(rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
-    """A function "run" of a task that calls `rows_of_part(builder, task, first, last)` for parts until none is left."""
+    """A function "run" of a task that calls `rows_of_part(builder, task, first, last)` for parts
+    until none is left.
+    """
     module = ir.Module("rows")
     run = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer()]), "run")
     b = ir.IRBuilder(run.append_basic_block("entry"))
     task = {name: b.load(b.gep(run.args[0], [number(place)])) for place, name in enumerate(_TASK)}
-    task["slot"] = b.atomic_rmw("add", b.gep(run.args[0], [number(_TASK.index("slot"))]), number(1), "monotonic")
+    task["slot"] = b.atomic_rmw(
+        "add", b.gep(run.args[0], [number(_TASK.index("slot"))]), number(1), "monotonic"
+    )
     for name in ("values", "tail", "mask", "offsets", "tile", "inputs", "results"):
         task[name] = b.inttoptr(task[name], I8.as_pointer())
 
@@ -298,7 +420,9 @@ def _module(rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir
     def part(values: list[Any]) -> Values:
         first = b.add(task["first"], b.mul(values[0], task["height"]))
         end = b.add(first, task["height"])
-        rows_of_part(b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"]))
+        rows_of_part(
+            b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"])
+        )
         return [take()]
 
     _loop(b, [take()], lambda values: b.icmp_signed("<", values[0], task["parts"]), part)
@@ -315,14 +439,20 @@ def _each_mask_word(
     initial: Values,
     body: Callable[[Any, Weights, list[Any]], Values | None],
 ) -> list[Any]:
-    """Walk some rows together: `values = body(at, weights, values)` for each place `at` of a mask word."""
+    """Walk some rows together: `values = body(at, weights, values)` for each place `at` of a
+    mask word.
+    """
     word = _WORD[dtype]
     starts = [fetch(b, task["offsets"], row, I64) for row in rows]
     masks = [b.mul(row, task["words"]) for row in rows]
-    values = [b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"]) for row in rows]
+    values = [
+        b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"])
+        for row in rows
+    ]
 
     def one_word(at: Any, carried: list[Any]) -> Values:
-        places, others = carried[: len(rows)], carried[len(rows) :]
+        places = carried[: len(rows)]
+        others = carried[len(rows) :]
         bits = [fetch(b, task["mask"], b.add(mask, at), I64) for mask in masks]
         for base, place in zip(values, places, strict=True):
             _ask_for(b, base, b.add(place, number(_AHEAD * len(rows) * 8 // word.width)), word)
@@ -330,17 +460,24 @@ def _each_mask_word(
         def weights(i: int, chunk: int) -> Any:
             first = chunk * how.lanes
             below = _ones(b, b.and_(bits[i], number((1 << first) - 1)))
-            words = how.spread(b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype)
+            words = how.spread(
+                b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype
+            )
             return words if how.dot else _floats(b, words, dtype, how.lanes)
 
         following = body(at, weights, others) or []
-        return [*(b.add(place, _ones(b, mask)) for place, mask in zip(places, bits, strict=True)), *following]
+        return [
+            *(b.add(place, _ones(b, mask)) for place, mask in zip(places, bits, strict=True)),
+            *following,
+        ]
 
     return _count(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
 
 
 def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """`sums` and the products of weights with inputs; two adjacent ones of bfloat16 words go to one sum."""
+    """`sums` and the products of weights with inputs; two adjacent ones of bfloat16 words go to
+    one sum.
+    """
     kind = sums.type
     if weights.type == kind:
         return intrinsic(b, f"llvm.fma.v{kind.count}f32", kind, [weights, x, sums])
@@ -353,7 +490,12 @@ def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
     """The words of a chunk as float32 numbers."""
     kind = ir.VectorType(FLOAT, lanes)
     if dtype == "F16":
-        return b.fpext(b.bitcast(b.trunc(words, ir.VectorType(I16, lanes)), ir.VectorType(ir.HalfType(), lanes)), kind)
+        return b.fpext(
+            b.bitcast(
+                b.trunc(words, ir.VectorType(I16, lanes)), ir.VectorType(ir.HalfType(), lanes)
+            ),
+            kind,
+        )
     if dtype == "BF16":
         words = b.shl(words, ir.Constant(words.type, [16] * lanes))
     return b.bitcast(words, kind)
@@ -383,18 +525,27 @@ def _expand_words(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
 
 def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     """By vpermd: for each mask of eight bits, a table has the number of set bits below each bit."""
-    words, lanes = _next_values(b, values, at, 8, dtype), ir.VectorType(I32, 8)
-    zero, byte = ir.Constant(lanes, None), b.and_(bits, number(255))
+    words = _next_values(b, values, at, 8, dtype)
+    lanes = ir.VectorType(I32, 8)
+    zero = ir.Constant(lanes, None)
+    byte = b.and_(bits, number(255))
     if "places" not in b.module.globals:
         table = [(mask & ((1 << bit) - 1)).bit_count() for mask in range(256) for bit in range(8)]
         kind = ir.ArrayType(I8, len(table))
         places = ir.GlobalVariable(b.module, kind, "places")
-        places.linkage, places.global_constant, places.initializer = "internal", True, ir.Constant(kind, table)
-    order = b.zext(fetch(b, b.module.globals["places"], b.mul(byte, number(8)), ir.VectorType(I8, 8)), lanes)
+        places.linkage = "internal"
+        places.global_constant = True
+        places.initializer = ir.Constant(kind, table)
+    order = b.zext(
+        fetch(b, b.module.globals["places"], b.mul(byte, number(8)), ir.VectorType(I8, 8)), lanes
+    )
     moved = intrinsic(b, "llvm.x86.avx2.permd", lanes, [words, order])
-    single = b.insert_element(ir.Constant(lanes, ir.Undefined), b.trunc(byte, I32), ir.Constant(I32, 0))
+    single = b.insert_element(
+        ir.Constant(lanes, ir.Undefined), b.trunc(byte, I32), ir.Constant(I32, 0)
+    )
     own = b.and_(
-        b.shuffle_vector(single, ir.Constant(lanes, ir.Undefined), zero), ir.Constant(lanes, [1 << i for i in range(8)])
+        b.shuffle_vector(single, ir.Constant(lanes, ir.Undefined), zero),
+        ir.Constant(lanes, [1 << i for i in range(8)]),
     )
     return b.select(b.icmp_unsigned("!=", own, zero), moved, zero)
 
@@ -402,7 +553,9 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt")
 AVX512 = Instructions("avx512", _AVX512, 16, 24, _expand)
 INSTRUCTIONS = (  # the fastest first
-    Instructions("avx512bf16", (*_AVX512, "avx512vbmi2", "avx512bf16"), 32, 24, _expand_words, dot=True),
+    Instructions(
+        "avx512bf16", (*_AVX512, "avx512vbmi2", "avx512bf16"), 32, 24, _expand_words, dot=True
+    ),
     AVX512,
     Instructions("avx2", ("avx2", "fma", "f16c", "bmi", "popcnt"), 8, 16, _permute),
 )
@@ -416,12 +569,16 @@ def number(value: int) -> Any:
 def intrinsic(b: Any, name: str, result: Any, arguments: Values, flags: Sequence[str] = ()) -> Any:
     """Call an intrinsic of LLVM, declared at its first use."""
     if name not in b.module.globals:
-        ir.Function(b.module, ir.FunctionType(result, [argument.type for argument in arguments]), name)
+        ir.Function(
+            b.module, ir.FunctionType(result, [argument.type for argument in arguments]), name
+        )
     return b.call(b.module.globals[name], arguments, fastmath=flags)
 
 
 def fetch(b: Any, base: Any, index: Any, kind: Any) -> Any:
-    """The vector or number of a type at `base[index]`, where the index counts elements; the address need not be aligned."""
+    """The vector or number of a type at `base[index]`, where the index counts elements; the
+    address need not be aligned.
+    """
     return b.load(_address(b, base, index, kind), align=1)
 
 
@@ -447,10 +604,16 @@ def _ones(b: Any, bits: Any) -> Any:
     return intrinsic(b, "llvm.ctpop.i64", I64, [bits])
 
 
-def _loop(b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable[[list[Any]], Values]) -> list[Any]:
-    """`while proceed(values): values = body(values)`; returns the last values. The builder continues after the loop."""
-    before, head = b.block, b.append_basic_block("head")
-    inside, after = b.append_basic_block("body"), b.append_basic_block("after")
+def _loop(
+    b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable[[list[Any]], Values]
+) -> list[Any]:
+    """`while proceed(values): values = body(values)`; returns the last values. The builder
+    continues after the loop.
+    """
+    before = b.block
+    head = b.append_basic_block("head")
+    inside = b.append_basic_block("body")
+    after = b.append_basic_block("after")
     b.branch(head)
     b.position_at_end(head)
     values = [b.phi(value.type) for value in initial]
@@ -466,7 +629,12 @@ def _loop(b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable
 
 
 def _count(
-    b: Any, first: Any, last: Any, step: int, initial: Values, body: Callable[[Any, list[Any]], Values | None]
+    b: Any,
+    first: Any,
+    last: Any,
+    step: int,
+    initial: Values,
+    body: Callable[[Any, list[Any]], Values | None],
 ) -> list[Any]:
     """`for i in range(first, last, step): values = body(i, values)`; returns the last values."""
 
@@ -486,7 +654,9 @@ def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
     features = llvm.get_host_cpu_features().flatten()
     if "avx512f" in processor_features():
         features += ",-prefer-256-bit"  # or LLVM halves the vectors
-    machine = llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        llvm.get_host_cpu_name(), features, opt=3
+    )
     module.triple = machine.triple
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
@@ -499,9 +669,11 @@ def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
 
 
 def _run_on_threads(function: int, task: int, threads: int) -> None:
-    """Call a function `void run(task)` on each of several threads, those of torch's OpenMP where they can be found.
+    """Call a function `void run(task)` on each of several threads, those of torch's OpenMP where
+    they can be found.
 
-    torch's threads spin for a while after each of its operations. Other threads would wait for a processor until they sleep.
+    torch's threads spin for a while after each of its operations. Other threads would wait for a
+    processor until they sleep.
     """
     call = _FUNCTION(function)
     parallel = _openmp() if threads > 1 else None
@@ -525,7 +697,8 @@ def _openmp() -> Callable[..., Any] | None:
         library = ctypes.CDLL(path) if Path(path).name.startswith(_OPENMP) else None
         if library is not None and hasattr(library, "GOMP_parallel"):
             parallel = library.GOMP_parallel
-            parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+            parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            parallel.restype = None
             return parallel
     return None
 

@@ -1,13 +1,16 @@
-"""Products with packed rows on NVIDIA GPUs, in Triton. In its interpreter, tensors may be on any device.
+"""Products with packed rows on NVIDIA GPUs, in Triton. In its interpreter, tensors may be on any
+device.
 
-A mask word covers 64 columns, and `starts` says how many values of its row precede it: int32, or the bits of uint16 as int16,
-which are read without a sign. A thread takes four adjacent columns: the set bits below them in the word give the place of their
-first value, and the next three follow it. So no thread waits for another one, and neighbouring threads read neighbouring
-values. Each sum has one order, whatever the timing.
+A mask word covers 64 columns, and `starts` says how many values of its row precede it: int32, or
+the bits of uint16 as int16, which are read without a sign. A thread takes four adjacent columns:
+the set bits below them in the word give the place of their first value, and the next three follow
+it. So no thread waits for another one, and neighbouring threads read neighbouring values. Each sum
+has one order, whatever the timing.
 
-Sizes depend on the shapes alone, never on the GPU or on timings, so one matrix has one order of sums on every GPU. Nothing here
-waits for the GPU, so all of it can be captured in a CUDA graph once it has run. The constants were chosen from compiled code
-(instructions for each weight, registers), not from timings.
+Sizes depend on the shapes alone, never on the GPU or on timings, so one matrix has one order of
+sums on every GPU. Nothing here waits for the GPU, so all of it can be captured in a CUDA graph once
+it has run. The constants were chosen from compiled code (instructions for each weight, registers),
+not from timings.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +31,8 @@ _MOST_MULTIPLIED = 4  # tokens, beyond which products of matrices need fewer ins
 _PROGRAMS = 528  # four on each of 132 multiprocessors; rows are split until there are so many
 _LONGEST = 0xFFFF  # columns, for starts of 16 bits
 _COUNTED = 1 << 24  # mask bytes at a time
-_EXPANDED_ROWS, _EXPANDED_PAIRS = 4, 256
+_EXPANDED_ROWS = 4
+_EXPANDED_PAIRS = 256
 _TILE = 256 << 20  # bytes of rows that are dense at a time
 
 
@@ -37,7 +41,8 @@ class DeviceRows(NamedTuple):
 
     Attributes:
         mask: int64, shape (rows, words).
-        starts: int16 with the bits of uint16, or int32, shape (rows, words): the values of the row before each word.
+        starts: int16 with the bits of uint16, or int32, shape (rows, words): the values of the row
+            before each word.
         values: shape (number of them,).
         offsets: int64, shape (rows + 1,).
         columns: number of inputs.
@@ -63,10 +68,12 @@ class ProductSizes(NamedTuple):
 
 
 class CudaProducts:
-    """Multiplies packed rows on a GPU: one to 16 vectors from the packed form, more by dense rows and torch's product.
+    """Multiplies packed rows on a GPU: one to 16 vectors from the packed form, more by dense rows
+    and torch's product.
 
-    It can be traced by torch.compile, and captured in a CUDA graph once it has run. The dense rows are a temporary tensor:
-    torch gives its memory from one layer to the next, in the order of the stream.
+    It can be traced by torch.compile, and captured in a CUDA graph once it has run. The dense rows
+    are a temporary tensor: torch gives its memory from one layer to the next, in the order of the
+    stream.
 
     Args:
         rows: on the GPU; kept as long as this object. In Triton's interpreter, on any device.
@@ -82,7 +89,9 @@ class CudaProducts:
         return self._matrix.starts.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ W.T, in float32 sums, rounded to the dtype of x, + bias; x: shape (tokens, inputs), result: (tokens, outputs)."""
+        """x @ W.T, in float32 sums, rounded to the dtype of x, + bias; x: shape (tokens,
+        inputs), result: (tokens, outputs).
+        """
         if bias is not None:
             return self(x).add_(bias)
         if x.shape[0] <= MOST_TOKENS:
@@ -91,7 +100,9 @@ class CudaProducts:
         inputs = x.to(dtype)
         height = max(1, _TILE // max(1, self._matrix.columns * dtype.itemsize))
         parts = [
-            torch.mm(inputs, expand_rows(self._matrix, first, min(first + height, self._rows), dtype).T)
+            torch.mm(
+                inputs, expand_rows(self._matrix, first, min(first + height, self._rows), dtype).T
+            )
             for first in range(0, max(1, self._rows), height)
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
@@ -99,27 +110,41 @@ class CudaProducts:
 
 def device_rows(packed: PackedRows) -> DeviceRows:
     """Packed rows with the starts of their mask words, counted on their device."""
-    mask, rows, words, columns = packed.mask, packed.rows, packed.words, packed.columns
-    ones = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.int32, device=mask.device)
-    starts = torch.empty(rows, words, dtype=torch.int16 if columns <= _LONGEST else torch.int32, device=mask.device)
+    mask = packed.mask
+    rows = packed.rows
+    words = packed.words
+    columns = packed.columns
+    ones = torch.tensor(
+        [number.bit_count() for number in range(256)], dtype=torch.int32, device=mask.device
+    )
+    starts = torch.empty(
+        rows, words, dtype=torch.int16 if columns <= _LONGEST else torch.int32, device=mask.device
+    )
     height = max(1, _COUNTED // max(1, mask.shape[1]))
     for first in range(0, rows, height):
         part = mask[first : first + height]
         counts = ones[part.int()].view(part.shape[0], words, 8).sum(2)
         starts[first : first + height] = counts.cumsum(1) - counts
-    return DeviceRows(mask.contiguous().view(torch.int64), starts, packed.values, packed.offsets, columns)
+    return DeviceRows(
+        mask.contiguous().view(torch.int64), starts, packed.values, packed.offsets, columns
+    )
 
 
 def product_sizes(rows: int, columns: int, tokens: int) -> ProductSizes:
     """The launch parameters of a product of a matrix with 1 to 16 tokens."""
     dot = tokens > _MOST_MULTIPLIED
     if dot:
-        height, groups, warps = 32, 64, 8
+        height = 32
+        groups = 64
+        warps = 8
     else:
-        height, groups, warps = (8 if rows >= 8 * _PROGRAMS else 4 if rows >= _PROGRAMS else 2), 128, 4
+        height = 8 if rows >= 8 * _PROGRAMS else 4 if rows >= _PROGRAMS else 2
+        groups = 128
+        warps = 4
         height = height if tokens == 1 else min(height, 4)
     width = groups * 4
-    programs, tiles = -(-rows // height), max(1, -(-columns // width))
+    programs = -(-rows // height)
+    tiles = max(1, -(-columns // width))
     part = -(-tiles // min(tiles, -(-_PROGRAMS // max(1, programs)))) * width
     padded = MOST_TOKENS if dot else triton.next_power_of_2(tokens)
     return ProductSizes(padded, height, groups, dot, warps, part, max(1, -(-columns // part)))
@@ -133,7 +158,8 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
         x: shape (tokens, columns), 1 to 16 tokens, on the device of W.
         sizes: for measurements; default: those of `product_sizes`.
     """
-    rows, tokens = matrix.mask.shape[0], x.shape[0]
+    rows = matrix.mask.shape[0]
+    tokens = x.shape[0]
     if 0 in (rows, tokens, matrix.columns, matrix.values.shape[0]):
         return torch.zeros(tokens, rows, dtype=x.dtype, device=x.device)
     if x.stride(1) != 1:
@@ -141,33 +167,59 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
     how = product_sizes(rows, matrix.columns, tokens) if sizes is None else sizes
     kind = x.dtype if how.splits == 1 else torch.float32
     y = torch.empty(how.splits, tokens, rows, dtype=kind, device=x.device)
-    widen = x.dtype != matrix.values.dtype or not x.is_cuda  # the interpreter multiplies no bfloat16 matrices
+    # The interpreter multiplies no bfloat16 matrices.
+    widen = x.dtype != matrix.values.dtype or not x.is_cuda
     with _on(x.device):
         products_kernel[(-(-rows // how.rows), how.splits)](
-            *matrix[:4], x, y, matrix.values.shape[0], rows, matrix.columns, tokens, x.stride(0), how.part,
-            WORDS=matrix.mask.shape[1], TOKENS=how.tokens, ROWS=how.rows, GROUPS=how.groups, DOT=how.dot,
-            WIDEN=widen, num_warps=how.warps,
-        )  # fmt: skip
+            *matrix[:4],
+            x,
+            y,
+            matrix.values.shape[0],
+            rows,
+            matrix.columns,
+            tokens,
+            x.stride(0),
+            how.part,
+            WORDS=matrix.mask.shape[1],
+            TOKENS=how.tokens,
+            ROWS=how.rows,
+            GROUPS=how.groups,
+            DOT=how.dot,
+            WIDEN=widen,
+            num_warps=how.warps,
+        )
     return y[0] if how.splits == 1 else y.sum(0).to(x.dtype)
 
 
 def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Rows first to last - 1 with their zeros, converted to a dtype; shape (last - first, columns)."""
-    device, columns = matrix.values.device, matrix.columns
+    """Rows first to last - 1 with their zeros, converted to a dtype; shape (last - first,
+    columns).
+    """
+    device = matrix.values.device
+    columns = matrix.columns
     dense = torch.empty(last - first, columns, dtype=dtype, device=device)
     if dense.numel() == 0 or matrix.values.shape[0] == 0:
         return dense.zero_()
     grid = (-(-(last - first) // _EXPANDED_ROWS), -(-columns // (2 * _EXPANDED_PAIRS)))
     with _on(device):
         expand_kernel[grid](
-            *matrix[:4], dense, last - first, columns, first,
-            WORDS=matrix.mask.shape[1], ROWS=_EXPANDED_ROWS, GROUPS=_EXPANDED_PAIRS, num_warps=4,
-        )  # fmt: skip
+            *matrix[:4],
+            dense,
+            last - first,
+            columns,
+            first,
+            WORDS=matrix.mask.shape[1],
+            ROWS=_EXPANDED_ROWS,
+            GROUPS=_EXPANDED_PAIRS,
+            num_warps=4,
+        )
     return dense
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which Triton launches on the GPU of the matrix. Compiled graphs have their own."""
+    """A context in which Triton launches on the GPU of the matrix. Compiled graphs have their
+    own.
+    """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return torch.cuda.device(device)
@@ -175,7 +227,9 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 @triton.jit
 def _ones(bits):
-    """The number of set bits of uint64; the compiler knows this form and makes it one instruction for each half."""
+    """The number of set bits of uint64; the compiler knows this form and makes it one
+    instruction for each half.
+    """
     bits = bits - ((bits >> 1) & 0x5555555555555555)
     bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -184,7 +238,9 @@ def _ones(bits):
 
 @triton.jit
 def _words(mask, starts, row, word, WORDS: tl.constexpr):
-    """Mask words of rows, uint64, and the number of values of the row before each; behind the last word, that one again."""
+    """Mask words of rows, uint64, and the number of values of the row before each; behind the
+    last word, that one again.
+    """
     place = row.to(tl.int64)[:, None] * WORDS + tl.minimum(word, WORDS - 1)[None, :]
     before = tl.load(starts + place).to(tl.int32)
     if starts.dtype.element_ty == tl.int16:
@@ -194,7 +250,8 @@ def _words(mask, starts, row, word, WORDS: tl.constexpr):
 
 @triton.jit
 def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr):
-    """The values of the four columns of each group, and their bits. A value without its bit is any number.
+    """The values of the four columns of each group, and their bits. A value without its bit is any
+    number.
 
     CHECK: only `left` values follow the first one of the row.
     """
@@ -208,34 +265,69 @@ def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr)
         c = tl.load(own + place + 2, mask=place + 2 < left, other=0)
         d = tl.load(own + place + 3, mask=place + 3 < left, other=0)
     else:
-        a, b = tl.load(own + place), tl.load(own + place + 1)
-        c, d = tl.load(own + place + 2), tl.load(own + place + 3)
-    first, second, third = (mine & 1) != 0, (mine & 2) != 0, (mine & 4) != 0
-    at_1, next_1, last_1 = tl.where(first, b, a), tl.where(first, c, b), tl.where(first, d, c)
-    at_2, next_2 = tl.where(second, next_1, at_1), tl.where(second, last_1, next_1)
+        a = tl.load(own + place)
+        b = tl.load(own + place + 1)
+        c = tl.load(own + place + 2)
+        d = tl.load(own + place + 3)
+    first = (mine & 1) != 0
+    second = (mine & 2) != 0
+    third = (mine & 4) != 0
+    at_1 = tl.where(first, b, a)
+    next_1 = tl.where(first, c, b)
+    last_1 = tl.where(first, d, c)
+    at_2 = tl.where(second, next_1, at_1)
+    next_2 = tl.where(second, last_1, next_1)
     return a, at_1, at_2, tl.where(third, next_2, at_2), mine
 
 
 @triton.jit
-def _add(total, values, bit, x, token, tokens, column, columns, stride, DOT: tl.constexpr, WIDEN: tl.constexpr):
+def _add(
+    total,
+    values,
+    bit,
+    x,
+    token,
+    tokens,
+    column,
+    columns,
+    stride,
+    DOT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """`total` and the products of one column of each group."""
     inside = (token < tokens)[:, None] & (column < columns)[None, :]
     inputs = tl.load(x + token[:, None] * stride + column[None, :], mask=inside, other=0)
     if WIDEN or not DOT:
-        values, inputs = values.to(tl.float32), inputs.to(tl.float32)
+        values = values.to(tl.float32)
+        inputs = inputs.to(tl.float32)
     if DOT:
         tile = tl.where(bit != 0, values, tl.zeros_like(values))
         total = tl.dot(tile, tl.trans(inputs), total, input_precision="ieee")
     else:
-        total = tl.where((bit != 0)[None, :, :], total + values[None, :, :] * inputs[:, None, :], total)
+        total = tl.where(
+            (bit != 0)[None, :, :], total + values[None, :, :] * inputs[:, None, :], total
+        )
     return total
 
 
 @triton.jit
 def _tile(
-    total, bits, before, own, left, x, token, tokens, base, columns, stride,
-    GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
+    total,
+    bits,
+    before,
+    own,
+    left,
+    x,
+    token,
+    tokens,
+    base,
+    columns,
+    stride,
+    GROUPS: tl.constexpr,
+    DOT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """`total` and the products of a tile of columns from `base`."""
     a, b, c, d, mine = _columns(bits, before, own, left, GROUPS, CHECK)
     column = tl.arange(0, GROUPS) * WIDTH + base
@@ -247,12 +339,31 @@ def _tile(
 
 @triton.jit
 def _sums(
-    mask, starts, values, offsets, stored, x, row, token, tokens, columns, stride, start, end, WORDS: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
+    mask,
+    starts,
+    values,
+    offsets,
+    stored,
+    x,
+    row,
+    token,
+    tokens,
+    columns,
+    stride,
+    start,
+    end,
+    WORDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DOT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """The sums of a program over the columns from `start` to `end`, shape (TOKENS, ROWS)."""
     first = tl.load(offsets + row)
-    own, left = values + first[:, None], (stored - first)[:, None]
+    own = values + first[:, None]
+    left = (stored - first)[:, None]
     whole = start + (end - start) // (GROUPS * WIDTH) * (GROUPS * WIDTH)
     if DOT:
         total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -261,18 +372,48 @@ def _sums(
     word = tl.arange(0, GROUPS) // GROUPS_IN_WORD + start // WORD
     bits, before = _words(mask, starts, row, word, WORDS)
     for base in range(start, whole, GROUPS * WIDTH):
-        these, places = bits, before
-        # The next words are on their way while these are used: values cannot be asked for before their words are there.
+        these = bits
+        places = before
+        # The next words are on their way while these are used: values cannot be asked for before
+        # their words are there.
         word += GROUPS // GROUPS_IN_WORD
         bits, before = _words(mask, starts, row, word, WORDS)
         total = _tile(
-            total, these, places, own, left, x, token, tokens, base, columns, stride, GROUPS, DOT, WIDEN, CHECK
-        )  # fmt: skip
+            total,
+            these,
+            places,
+            own,
+            left,
+            x,
+            token,
+            tokens,
+            base,
+            columns,
+            stride,
+            GROUPS,
+            DOT,
+            WIDEN,
+            CHECK,
+        )
     if whole < end:
         bits = tl.where((word < WORDS)[None, :], bits, tl.zeros_like(bits))
         total = _tile(
-            total, bits, before, own, left, x, token, tokens, whole, columns, stride, GROUPS, DOT, WIDEN, CHECK
-        )  # fmt: skip
+            total,
+            bits,
+            before,
+            own,
+            left,
+            x,
+            token,
+            tokens,
+            whole,
+            columns,
+            stride,
+            GROUPS,
+            DOT,
+            WIDEN,
+            CHECK,
+        )
     if DOT:
         result = tl.trans(total)
     else:
@@ -282,14 +423,31 @@ def _sums(
 
 @triton.jit
 def products_kernel(
-    mask, starts, values, offsets, x, y, stored, rows, columns, tokens, stride, part,
-    WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    DOT: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split, in float32.
+    mask,
+    starts,
+    values,
+    offsets,
+    x,
+    y,
+    stored,
+    rows,
+    columns,
+    tokens,
+    stride,
+    part,
+    WORDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DOT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split,
+    in float32.
 
-    A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices, whose sizes are 16 or more;
-    WIDEN: in float32. `stored` is the number of values, and `part` a multiple of the columns of a tile.
+    A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices,
+    whose sizes are 16 or more; WIDEN: in float32. `stored` is the number of values, and `part` a
+    multiple of the columns of a tile.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
@@ -298,24 +456,75 @@ def products_kernel(
     behind = tl.program_id(0) * ROWS + ROWS
     if (behind <= rows) & (tl.load(offsets + tl.minimum(behind, rows)) + WIDTH <= stored):
         total = _sums(
-            mask, starts, values, offsets, stored, x, place, token, tokens, columns, stride, start, end,
-            WORDS, TOKENS, ROWS, GROUPS, DOT, WIDEN, False,
-        )  # fmt: skip
+            mask,
+            starts,
+            values,
+            offsets,
+            stored,
+            x,
+            place,
+            token,
+            tokens,
+            columns,
+            stride,
+            start,
+            end,
+            WORDS,
+            TOKENS,
+            ROWS,
+            GROUPS,
+            DOT,
+            WIDEN,
+            False,
+        )
     else:  # nothing behind the last value is read; the last row stands in for rows behind it
         total = _sums(
-            mask, starts, values, offsets, stored, x, tl.minimum(place, rows - 1), token, tokens, columns, stride, start, end,
-            WORDS, TOKENS, ROWS, GROUPS, DOT, WIDEN, True,
-        )  # fmt: skip
+            mask,
+            starts,
+            values,
+            offsets,
+            stored,
+            x,
+            tl.minimum(place, rows - 1),
+            token,
+            tokens,
+            columns,
+            stride,
+            start,
+            end,
+            WORDS,
+            TOKENS,
+            ROWS,
+            GROUPS,
+            DOT,
+            WIDEN,
+            True,
+        )
     target = y + (tl.program_id(1) * tokens + token.to(tl.int64)[:, None]) * rows + place[None, :]
-    tl.store(target, total.to(y.dtype.element_ty), mask=(token < tokens)[:, None] & (place < rows)[None, :])
+    tl.store(
+        target,
+        total.to(y.dtype.element_ty),
+        mask=(token < tokens)[:, None] & (place < rows)[None, :],
+    )
 
 
 @triton.jit
 def expand_kernel(
-    mask, starts, values, offsets, dense, rows, columns, first,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """dense[i, c] = W[first + i, c] for `rows` rows, in the dtype of `dense`. A thread takes two adjacent columns."""
+    mask,
+    starts,
+    values,
+    offsets,
+    dense,
+    rows,
+    columns,
+    first,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """dense[i, c] = W[first + i, c] for `rows` rows, in the dtype of `dense`. A thread takes two
+    adjacent columns.
+    """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = first + tl.minimum(place, rows - 1)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

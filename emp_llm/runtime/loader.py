@@ -1,4 +1,6 @@
-"""Loads a pruned or packed checkpoint as a model of transformers that computes from packed weights."""
+"""Loads a pruned or packed checkpoint as a model of transformers that computes from packed
+weights.
+"""
 
 import json
 import logging
@@ -54,23 +56,28 @@ def load(
 ) -> PreTrainedModel:
     """A pruned model in evaluation mode, its pruned linear layers as `SparseLinear`.
 
-    The weights of a folder of `emp-llm pack` are mapped from its files. Those of an ordinary checkpoint are packed in memory,
-    one matrix after another. Linear layers with few zeros, embeddings, tied weights and experts in stacks stay dense.
+    The weights of a folder of `emp-llm pack` are mapped from its files. Those of an ordinary
+    checkpoint are packed in memory, one matrix after another. Linear layers with few zeros,
+    embeddings, tied weights and experts in stacks stay dense.
 
     Args:
         model: a folder or Hub id: a pruned checkpoint, or one packed by `emp-llm pack`.
         device: where the model runs.
-        dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed weights keep theirs.
+        dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed
+            weights keep theirs.
         revision: on the Hub.
         trust_remote_code: run code from the folder.
-        least_zeros: the smallest fraction of zeros with which a layer is packed; more than 1: none is.
+        least_zeros: the smallest fraction of zeros with which a layer is packed; more than 1: none
+            is.
         check: compare the hashes of a packed folder before anything runs.
-        semi_structured: on NVIDIA GPUs, layers with at most two of each four weights become `nn.Linear` with torch's
-            semi-structured sparse weights, for long prompts and large batches. A state dict has them dense.
+        semi_structured: on NVIDIA GPUs, layers with at most two of each four weights become
+            `nn.Linear` with torch's semi-structured sparse weights, for long prompts and large
+            batches. A state dict has them dense.
 
     Raises:
-        UserError: no such model, a damaged file, a quantised model, or a mask without weights; with `semi_structured`, also
-            a CPU, a dtype or a shape that torch does not take, or no 2:4 layer.
+        UserError: no such model, a damaged file, a quantised model, or a mask without weights; with
+            `semi_structured`, also a CPU, a dtype or a shape that torch does not take, or no 2:4
+            layer.
     """
     if isinstance(device, str):
         device = run_device(DeviceOptions(device=device).device)
@@ -102,7 +109,8 @@ def load(
     loaded = loaded.to(device).eval()
     if packed and loaded.device.type == "cpu":
         least = min(sparse_layers(loaded).values(), key=lambda layer: layer.values.numel())
-        least(torch.zeros(9, least.in_features, dtype=loaded.dtype))  # measures the ways to multiply, once for a processor
+        # Measures the ways to multiply, once for a processor.
+        least(torch.zeros(9, least.in_features, dtype=loaded.dtype))
     if semi_structured:
         make_semi_structured(loaded)
     return loaded
@@ -119,18 +127,25 @@ def run_device(device: str) -> str:
     if device.startswith("cuda"):
         number = int(device.partition(":")[2] or 0)
         if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise UserError(f"{device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} here. Use cpu or auto.")
+            raise UserError(
+                f"{device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} "
+                "here. Use cpu or auto."
+            )
     return device
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     """The packed layers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)
+    }
 
 
 @dataclass(frozen=True)
 class _LinearLayer:
-    """A linear layer: the name of its module and of its stored tensor, and whether that is (inputs, outputs)."""
+    """A linear layer: the name of its module and of its stored tensor, and whether that is
+    (inputs, outputs).
+    """
 
     module: str
     stored: str
@@ -138,41 +153,54 @@ class _LinearLayer:
 
 
 class StoredWeights:
-    """The weights of a pruned or packed folder, each packed or dense, as tensors in memory or mapped from the files."""
+    """The weights of a pruned or packed folder, each packed or dense, as tensors in memory or
+    mapped from the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
         if self.packed is not None and self.packed.layout.kind == "mask":
             raise UserError(
-                f"{folder}: a mask holds no weights. Unpack it first: emp-llm unpack {folder} DIR --base "
-                f"{self.packed.base_name}"
+                f"{folder}: a mask holds no weights. Unpack it first: emp-llm unpack {folder} DIR "
+                f"--base {self.packed.base_name}"
             )
-        self.checkpoint = Checkpoint(folder) if self.packed is None else PackedCheckpoint(self.packed)
+        self.checkpoint = (
+            Checkpoint(folder) if self.packed is None else PackedCheckpoint(self.packed)
+        )
         shards = [] if self.packed is None else self.packed.shards.values()
         self._shards = {tensor.name: shard for shard in shards for tensor in shard.tensors}
         self._mapped: dict[Path, Any] = {}
 
     def rows(self, name: str, least_zeros: float) -> PackedRows | None:
-        """The rows of a matrix as it is stored; None if it has no weights, or fewer of them are zero.
+        """The rows of a matrix as it is stored; None if it has no weights, or fewer of them are
+        zero.
 
-        Loops in machine code rely on these rows. Lengths and dtypes of mask and values are those that the matrix requires, or
-        the folder would not be open. The bits are counted here, in every load.
+        Loops in machine code rely on these rows. Lengths and dtypes of mask and values are those
+        that the matrix requires, or the folder would not be open. The bits are counted here, in
+        every load.
 
         Raises:
-            UserError: the mask has another number of bits than there are values, or bits behind the last weight; or the file
-                has changed; or there is not enough memory.
+            UserError: the mask has another number of bits than there are values, or bits behind the
+                last weight; or the file has changed; or there is not enough memory.
         """
-        tensor, shard = self.checkpoint.tensors[name], self._shards.get(name)
+        tensor = self.checkpoint.tensors[name]
+        shard = self._shards.get(name)
         words, (rows, columns) = words_in(tensor), tensor.shape
         if shard is not None and shard.layout.codec == "raw":
-            if not words or shard.forms[name] != "sparse" or shard.zeros_in(tensor) < least_zeros * words:
+            if (
+                not words
+                or shard.forms[name] != "sparse"
+                or shard.zeros_in(tensor) < least_zeros * words
+            ):
                 return None
-            mask, values = self._map(shard.entry(f"{name}.mask")), self._map(shard.entry(f"{name}.values"))
+            mask = self._map(shard.entry(f"{name}.mask"))
+            values = self._map(shard.entry(f"{name}.values"))
         else:
             mask, values = pack_words(self._words(tensor), _DTYPES[tensor.dtype])
             if not words or words - values.numel() < least_zeros * words:
                 return None
-        if columns % WORD_COLUMNS:  # the bits of a row do not begin a word, so they are moved, as bytes
+        # The bits of a row do not begin a word, so they are moved, as bytes.
+        if columns % WORD_COLUMNS:
             self._check_free(rows * (2 * columns + WORD_COLUMNS), quotable(name))
         try:
             ones_in(mask.numpy(), words)
@@ -186,26 +214,39 @@ class StoredWeights:
         if not self._expands(tensor):
             return self._map(tensor)
         raw = b"".join(words.tobytes() for words in self._words(tensor))
-        header = json.dumps({name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}).encode()
-        tensors: dict[str, Tensor] = safetensors_load(len(header).to_bytes(8, "little") + header + raw)
+        header = json.dumps(
+            {name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}
+        ).encode()
+        tensors: dict[str, Tensor] = safetensors_load(
+            len(header).to_bytes(8, "little") + header + raw
+        )
         return tensors[name]
 
     def check_memory(self, names: Collection[str], copies: int = 1) -> None:
-        """Raise UserError if the tensors that are expanded, with their copies for a while, need more than the free memory."""
-        tensors = [tensor for tensor in map(self.checkpoint.tensors.__getitem__, names) if self._expands(tensor)]
+        """Raise UserError if the tensors that are expanded, with their copies for a while, need
+        more than the free memory.
+        """
+        tensors = [
+            tensor
+            for tensor in map(self.checkpoint.tensors.__getitem__, names)
+            if self._expands(tensor)
+        ]
         what = quotable(tensors[0].name) if len(tensors) == 1 else count_of(len(tensors), "tensor")
         self._check_free(copies * sum(tensor.end - tensor.start for tensor in tensors), what)
 
     def _check_free(self, needed: int, what: str) -> None:
         if needed > (free := available_memory()):
             raise OutOfMemory(
-                f"{self.checkpoint.folder}: {what} needs {format_bytes(needed)} of memory, and {format_bytes(free)} are free."
+                f"{self.checkpoint.folder}: {what} needs {format_bytes(needed)} of memory, and "
+                f"{format_bytes(free)} are free."
             )
 
     def _expands(self, tensor: StoredTensor) -> bool:
         """Whether a tensor is not in its file as it is."""
         shard = self._shards.get(tensor.name)
-        return shard is not None and not (shard.layout.codec == "raw" and shard.forms[tensor.name] == "dense")
+        return shard is not None and not (
+            shard.layout.codec == "raw" and shard.forms[tensor.name] == "dense"
+        )
 
     def _words(self, tensor: StoredTensor) -> Iterator[Words]:
         if self.packed is not None:
@@ -226,10 +267,13 @@ class StoredWeights:
                 self._mapped[stored.shard] = safe_open(stored.shard, framework="pt")
             tensor: Tensor = self._mapped[stored.shard].get_tensor(stored.name)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{stored.shard}: {quotable(stored.name)} cannot be mapped ({reason(error)}).") from error
+            raise UserError(
+                f"{stored.shard}: {quotable(stored.name)} cannot be mapped ({reason(error)})."
+            ) from error
         if tuple(tensor.shape) != stored.shape or tensor.nbytes != stored.end - stored.start:
             raise UserError(
-                f"{stored.shard}: it changed while it was read. Make sure that nothing writes there, and run again."
+                f"{stored.shard}: it changed while it was read. Make sure that nothing writes "
+                "there, and run again."
             )
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
@@ -237,11 +281,17 @@ class StoredWeights:
 def _check(packed: PackedFolder) -> None:
     """Compare the hashes of a packed folder."""
     for name in packed.files:
-        if (packed.folder / name).is_file():  # files that a model does not need, such as its card, are not downloaded
+        # Files that a model does not need, such as its card, are not downloaded.
+        if (packed.folder / name).is_file():
             packed.check_file(name)
-    with progress_bar(sum(shard.path.stat().st_size for shard in packed.shards.values()), "check", "B") as bar:
+    with progress_bar(
+        sum(shard.path.stat().st_size for shard in packed.shards.values()), "check", "B"
+    ) as bar:
         for shard in packed.shards.values():
-            if blake3(max_threads=blake3.AUTO).update_mmap(shard.path).hexdigest() != shard.packed_digest:
+            if (
+                blake3(max_threads=blake3.AUTO).update_mmap(shard.path).hexdigest()
+                != shard.packed_digest
+            ):
                 damaged(shard.path, "its weights do not have the announced checksum")
             bar.update(shard.path.stat().st_size)
 
@@ -251,15 +301,19 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
     if kind is not None:
         method = kind.get("quant_method") if isinstance(kind, dict) else kind
         raise UserError(
-            f"{checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes bfloat16, float16 and "
-            "float32 weights; give the pruned model before quantisation."
+            f"{checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes "
+            "bfloat16, float16 and float32 weights; give the pruned model before quantisation."
         )
 
 
 def _linear_layers(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> list[_LinearLayer]:
-    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype that can be packed."""
+    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype
+    that can be packed.
+    """
     stored = find_names(skeleton, checkpoint, {}).names
-    shared = Counter(id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False))
+    shared = Counter(
+        id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False)
+    )
     layers: list[_LinearLayer] = []
     others: Counter[str] = Counter()
     for name, module in skeleton.named_modules():
@@ -274,27 +328,36 @@ def _linear_layers(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> list[_L
             others[tensor.dtype] += 1
     for dtype, number in others.items():
         linear = count_of(number, "linear layer")
-        logger.warning("warning: %s: %s in %s, which is never packed; dense.", checkpoint.folder, linear, dtype)
+        logger.warning(
+            "warning: %s: %s in %s, which is never packed; dense.", checkpoint.folder, linear, dtype
+        )
     return layers
 
 
 class _Hole(nn.Module):
-    """Stands in for a packed layer while transformers loads the other weights; it has the layer's bias."""
+    """Stands in for a packed layer while transformers loads the other weights; it has the
+    layer's bias.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.bias = layer.bias
-        self.weight = torch.empty(0)  # for models that initialise the weights of their layers by name
+        # For models that initialise the weights of their layers by name.
+        self.weight = torch.empty(0)
 
 
 def _used_tensors(folder: Path, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """The names of the stored tensors that the model has, in its shapes: transformers loads them without their values.
+    """The names of the stored tensors that the model has, in its shapes: transformers loads them
+    without their values.
 
     Raises:
         UserError: a weight of the model is missing, or has another shape.
     """
     stored = checkpoint.tensors.values()
-    empty = {each.name: torch.empty(each.shape, dtype=_DTYPES.get(each.dtype), device="meta") for each in stored}
+    empty = {
+        each.name: torch.empty(each.shape, dtype=_DTYPES.get(each.dtype), device="meta")
+        for each in stored
+    }
     with loading(folder):
         model, info = type(skeleton).from_pretrained(
             None,
@@ -309,9 +372,15 @@ def _used_tensors(folder: Path, skeleton: PreTrainedModel, checkpoint: Checkpoin
 
 
 def _load_others(
-    folder: Path, skeleton: PreTrainedModel, others: dict[str, Tensor], packed: list[_LinearLayer], dtype: str | torch.dtype
+    folder: Path,
+    skeleton: PreTrainedModel,
+    others: dict[str, Tensor],
+    packed: list[_LinearLayer],
+    dtype: str | torch.dtype,
 ) -> PreTrainedModel:
-    """The model with its dense weights, by their stored names, and a hole in the place of each packed layer."""
+    """The model with its dense weights, by their stored names, and a hole in the place of each
+    packed layer.
+    """
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -325,7 +394,9 @@ def _load_others(
             None,
             config=skeleton.config,
             state_dict=others,
-            dtype=dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype),
+            dtype=dtype
+            if dtype == "auto" or isinstance(dtype, torch.dtype)
+            else getattr(torch, dtype),
         )
     model.__class__ = kind
     if (folder / "generation_config.json").is_file():
@@ -337,8 +408,20 @@ def _load_others(
 def _say(folder: Path, layers: int, packed: list[PackedRows]) -> None:
     """Log how much of the model is packed."""
     if not packed:
-        logger.warning("warning: %s has no linear layer with enough zeros to gain by packing; it runs dense.", folder)
+        logger.warning(
+            "warning: %s has no linear layer with enough zeros to gain by packing; it runs dense.",
+            folder,
+        )
         return
-    dense = format_bytes(sum(rows.rows * rows.columns * rows.values.element_size() for rows in packed))
+    dense = format_bytes(
+        sum(rows.rows * rows.columns * rows.values.element_size() for rows in packed)
+    )
     small = format_bytes(sum(rows.nbytes for rows in packed))
-    logger.info("%s: %d of %s packed, %s in place of %s.", folder, len(packed), count_of(layers, "linear layer"), small, dense)
+    logger.info(
+        "%s: %d of %s packed, %s in place of %s.",
+        folder,
+        len(packed),
+        count_of(layers, "linear layer"),
+        small,
+        dense,
+    )

@@ -1,4 +1,6 @@
-"""The rows of a matrix without their zeros: a bitmask and the values that are left, as `packed_format` describes them."""
+"""The rows of a matrix without their zeros: a bitmask and the values that are left, as
+`packed_format` describes them.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +22,11 @@ class PackedRows:
     """A matrix of `rows` x `columns` weights in packed form, on one device.
 
     Attributes:
-        mask: uint8, shape (rows, bytes): bit j of a row is 1 if weight j is stored, the lowest bit of a byte first; padded with
-            zeros to words of 64 bits.
+        mask: uint8, shape (rows, bytes): bit j of a row is 1 if weight j is stored, the lowest bit
+            of a byte first; padded with zeros to words of 64 bits.
         values: the weights that are not zero, row by row, in their dtype; shape (number of them,).
-        offsets: int64, shape (rows + 1,): the position in `values` of each row's first one, and their number.
+        offsets: int64, shape (rows + 1,): the position in `values` of each row's first one, and
+            their number.
         columns: number of inputs.
     """
 
@@ -53,20 +56,35 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> "PackedRows":
         """The same rows on another device."""
-        return replace(self, mask=self.mask.to(device), values=self.values.to(device), offsets=self.offsets.to(device))
+        return replace(
+            self,
+            mask=self.mask.to(device),
+            values=self.values.to(device),
+            offsets=self.offsets.to(device),
+        )
 
     def dense(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows first to last - 1, by default all, bit for bit; shape (rows, columns), on the CPU."""
+        """Rows first to last - 1, by default all, bit for bit; shape (rows, columns), on the
+        CPU.
+        """
         mask = self.mask[first:last]
-        values = self.values[int(self.offsets[first]) : int(self.offsets[first + mask.shape[0]])].cpu()
+        values = self.values[
+            int(self.offsets[first]) : int(self.offsets[first + mask.shape[0]])
+        ].cpu()
         stored = values.view(_UNSIGNED[values.element_size()]).numpy()
         words = put_zeros_in(mask.cpu().numpy().reshape(-1), stored, 8 * mask.numel())
-        padded = torch.from_numpy(words).view(values.dtype).view(mask.shape[0], self.words * WORD_COLUMNS)
+        padded = (
+            torch.from_numpy(words)
+            .view(values.dtype)
+            .view(mask.shape[0], self.words * WORD_COLUMNS)
+        )
         return padded[:, : self.columns].contiguous()
 
 
 def pack_rows(weight: Tensor) -> PackedRows:
-    """The packed form of a matrix, shape (outputs, inputs), of bfloat16, float16 or float32; a weight of -0.0 is stored."""
+    """The packed form of a matrix, shape (outputs, inputs), of bfloat16, float16 or float32; a
+    weight of -0.0 is stored.
+    """
     words = weight.detach().cpu().contiguous().view(_UNSIGNED[weight.element_size()]).numpy()
     mask, values = pack_words([words.reshape(-1)], weight.dtype)
     return rows_of(mask, values, weight.shape[0], weight.shape[1])
@@ -76,7 +94,8 @@ def pack_words(chunks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Ten
     """The mask and the values of a tensor, as they are in a packed file, from its words.
 
     Args:
-        chunks: the words in order, in arrays whose lengths are multiples of 64, but for the last one.
+        chunks: the words in order, in arrays whose lengths are multiples of 64, but for the last
+            one.
         dtype: of the tensor.
     """
     masks: list[Bytes] = [np.empty(0, dtype=np.uint8)]
@@ -94,7 +113,8 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
     The mask is copied if a row does not begin with a word; the values never are.
 
     Raises:
-        ValueError: the mask has another length, or another number of set bits than there are values.
+        ValueError: the mask has another length, or another number of set bits than there are
+            values.
     """
     padded = -(-columns // WORD_COLUMNS) * WORD_COLUMNS
     if mask.numel() != -(-rows * columns // WORD_COLUMNS) * 8:
@@ -103,12 +123,16 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
         of_rows = mask.view(rows, padded // 8)
     else:
         full = np.zeros((rows, padded), dtype=np.uint8)
-        full[:, :columns] = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
+        full[:, :columns] = np.unpackbits(
+            mask.numpy(), count=rows * columns, bitorder="little"
+        ).reshape(rows, columns)
         of_rows = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
     counts = np.bitwise_count(of_rows.numpy()).sum(axis=1, dtype=np.int64)
     offsets = torch.from_numpy(np.append(np.int64(0), counts.cumsum()))
     if int(offsets[-1]) != values.numel():
-        raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")
+        raise ValueError(
+            f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values"
+        )
     return PackedRows(of_rows, values, offsets, columns)
 
 
@@ -135,5 +159,7 @@ def torch_product(rows: PackedRows, x: Tensor, bias: Tensor | None = None) -> Te
             stored = (rows.mask[first:last, :, None] & bits).ne(0).flatten(1)[:, : rows.columns]
             tile = torch.zeros(stored.shape, dtype=torch.float32, device=x.device)
             tile.masked_scatter_(stored, rows.values[offsets[first] : offsets[last]].float())
-        result[:, first:last] = x.float() @ tile.T + (0 if bias is None else bias[first:last].float())
+        result[:, first:last] = x.float() @ tile.T + (
+            0 if bias is None else bias[first:last].float()
+        )
     return result

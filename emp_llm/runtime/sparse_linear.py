@@ -1,4 +1,6 @@
-"""Linear layers of a sparse model: `SparseLinear` computes from packed rows, `SemiStructuredLinear` from 2:4 weights."""
+"""Linear layers of a sparse model: `SparseLinear` computes from packed rows,
+`SemiStructuredLinear` from 2:4 weights.
+"""
 
 import logging
 from collections.abc import Callable
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
     from emp_llm.runtime.cpu_kernel import Instructions
 
 logger = logging.getLogger(__name__)
-_AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
+_AT_MOST_TWO = np.array(
+    [(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)]
+)
 
 
 class SparseLinear(nn.Module):
     """y = x W^T + b, with W as packed rows. For inference only: it has no gradient.
 
-    Products are summed in float32 and rounded to the dtype of x, whatever the dtype of W. In a state dict the weight is
-    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model. To load
-    another state dict, load the model again.
+    Products are summed in float32 and rounded to the dtype of x, whatever the dtype of W. In a
+    state dict the weight is dense, under the name and in the shape that the layer had before, so
+    checkpoints are those of the dense model. To load another state dict, load the model again.
 
     Args:
         rows: W, shape (outputs, inputs).
@@ -39,9 +43,12 @@ class SparseLinear(nn.Module):
     offsets: Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, rows: PackedRows, bias: nn.Parameter | None = None, transposed: bool = False) -> None:
+    def __init__(
+        self, rows: PackedRows, bias: nn.Parameter | None = None, transposed: bool = False
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = rows.rows, rows.columns
+        self.out_features = rows.rows
+        self.in_features = rows.columns
         self.transposed = transposed
         self.register_parameter("bias", bias)
         for name in ("mask", "values", "offsets"):
@@ -65,24 +72,30 @@ class SparseLinear(nn.Module):
         if self._products is None:
             self._products = products_of(self.rows)
         flat = x.detach().reshape(x.shape[:-1].numel(), self.in_features)
-        return self._products(flat, None if self.bias is None else self.bias.detach()).view(*x.shape[:-1], self.out_features)
+        return self._products(flat, None if self.bias is None else self.bias.detach()).view(
+            *x.shape[:-1], self.out_features
+        )
 
     def extra_repr(self) -> str:
         """Its sizes and its fraction of zeros."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"zeros={self.rows.zeros:.1%}"
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, zeros={self.rows.zeros:.1%}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or convert; products on the new device are prepared at the next call, on GPUs at once."""
+        """Move or convert; products on the new device are prepared at the next call, on GPUs at
+        once.
+        """
         self._products = None
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._prepare()
         return applied
 
     def _prepare(self) -> None:
-        """Prepare products on a GPU ahead, so that torch.compile and CUDA graphs see products alone."""
+        """Prepare products on a GPU ahead, so that torch.compile and CUDA graphs see products
+        alone.
+        """
         self._products = products_of(self.rows) if self.values.is_cuda else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,8 +107,13 @@ class SparseLinear(nn.Module):
 
 
 def products_of(rows: PackedRows) -> Callable[..., Tensor]:
-    """The fastest function on the device of rows for x @ W.T + bias, with x of shape (tokens, inputs)."""
-    if rows.values.device.type == "cpu" and (instructions := cpu_instructions(rows.values.dtype)) is not None:
+    """The fastest function on the device of rows for x @ W.T + bias, with x of shape (tokens,
+    inputs).
+    """
+    if (
+        rows.values.device.type == "cpu"
+        and (instructions := cpu_instructions(rows.values.dtype)) is not None
+    ):
         from emp_llm.runtime.cpu_kernel import CpuProducts
 
         return CpuProducts(rows, instructions)
@@ -107,7 +125,9 @@ def products_of(rows: PackedRows) -> Callable[..., Tensor]:
 
 
 def _runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0 or higher."""
+    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0
+    or higher.
+    """
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -115,23 +135,33 @@ def _runs_triton(device: torch.device) -> bool:
 
 @cache
 def cpu_instructions(dtype: torch.dtype) -> "Instructions | None":
-    """The fastest instructions of this processor for weights of a dtype; None if there are none, said once."""
+    """The fastest instructions of this processor for weights of a dtype; None if there are none,
+    said once.
+    """
     if find_spec("llvmlite") is None:
-        logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
+        logger.warning(
+            "warning: numba is missing, so sparse layers run by torch alone, slowly. "
+            "Install it: pip install numba"
+        )
         return None
     from emp_llm.runtime.cpu_kernel import instructions_for
 
     found = instructions_for(dtype)
     if not found:
-        logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
+        logger.warning(
+            "warning: this processor has neither AVX-512 nor AVX2, so sparse layers run "
+            "by torch alone, slowly."
+        )
     return found[0] if found else None
 
 
 class SemiStructuredLinear(nn.Linear):
-    """An `nn.Linear` whose weight is one of torch's semi-structured sparse tensors. For inference only.
+    """An `nn.Linear` whose weight is one of torch's semi-structured sparse tensors. For inference
+    only.
 
-    In a state dict the weight is dense, under the name and in the shape that the layer had before, so `save_pretrained` writes
-    the plain checkpoint. To load another state dict, load the model again.
+    In a state dict the weight is dense, under the name and in the shape that the layer had before,
+    so `save_pretrained` writes the plain checkpoint. To load another state dict, load the model
+    again.
 
     Args:
         weight: semi-structured, shape (outputs, inputs).
@@ -152,7 +182,9 @@ class SemiStructuredLinear(nn.Linear):
 
 
 def is_two_of_four(rows: PackedRows) -> bool:
-    """Whether at most two of each four consecutive weights of a row are stored, and the row divides into such groups."""
+    """Whether at most two of each four consecutive weights of a row are stored, and the row
+    divides into such groups.
+    """
     return rows.columns % 4 == 0 and bool(_AT_MOST_TWO[rows.mask.cpu().numpy()].all())
 
 
@@ -160,13 +192,14 @@ def check_semi_structured(device: torch.device) -> None:
     """Raise UserError where the matrix units for 2:4 weights are missing."""
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         raise UserError(
-            f"semi_structured=True: 2:4 weights need an NVIDIA GPU, and the device is {str(device)!r}. Give device='cuda' on a "
-            "machine with such a GPU, or leave semi_structured out."
+            "semi_structured=True: 2:4 weights need an NVIDIA GPU, and the device is "
+            f"{str(device)!r}. Give device='cuda' on a machine with such a GPU, or leave "
+            "semi_structured out."
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
-            f"semi_structured=True: {torch.cuda.get_device_name(device)} does not multiply 2:4 weights; that takes compute "
-            "capability 8.0 or higher. Leave semi_structured out."
+            f"semi_structured=True: {torch.cuda.get_device_name(device)} does not multiply 2:4 "
+            "weights; that takes compute capability 8.0 or higher. Leave semi_structured out."
         )
 
 
@@ -176,12 +209,15 @@ def make_semi_structured(model: PreTrainedModel) -> None:
     Raises:
         UserError: no layer is 2:4, or torch does not take the dtype or the shape of one.
     """
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+    packed = {
+        name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)
+    }
     found = {name: layer for name, layer in packed.items() if is_two_of_four(layer.rows)}
     if not found:
         raise UserError(
-            f"semi_structured=True: none of {count_of(len(packed), 'packed layer')} has at most two of each four consecutive "
-            "weights. Prune with --pattern 2:4, or leave semi_structured out."
+            f"semi_structured=True: none of {count_of(len(packed), 'packed layer')} has at most "
+            "two of each four consecutive weights. Prune with --pattern 2:4, or leave "
+            "semi_structured out."
         )
     for name, layer in found.items():
         dense = layer.rows.dense().to(layer.values.device, model.dtype)
@@ -189,8 +225,9 @@ def make_semi_structured(model: PreTrainedModel) -> None:
             weight = torch.sparse.to_sparse_semi_structured(dense)
         except RuntimeError as error:
             raise UserError(
-                f"semi_structured=True: torch does not take {quotable(name)}, {model.dtype} {list(dense.shape)} "
-                f"({reason(error)}). Give another dtype, or leave semi_structured out."
+                f"semi_structured=True: torch does not take {quotable(name)}, {model.dtype} "
+                f"{list(dense.shape)} ({reason(error)}). Give another dtype, or leave "
+                "semi_structured out."
             ) from error
         model.set_submodule(name, SemiStructuredLinear(weight, layer.bias, layer.transposed))
     logger.info("%s with 2:4 weights for the matrix units.", count_of(len(found), "linear layer"))

@@ -1,10 +1,12 @@
-"""The row kernel for CPUs, compiled by numba: it prunes rows with the bits of the reference, and needs no torch.
+"""The row kernel for CPUs, compiled by numba: it prunes rows with the bits of the reference, and
+needs no torch.
 
-Threads share the rows in two rounds. `sums` adds up the scores. `cut` then finds the cut of each row for the number of weights
-that it keeps, and writes the row while it is in the cache.
+Threads share the rows in two rounds. `sums` adds up the scores. `cut` then finds the cut of each
+row for the number of weights that it keeps, and writes the row while it is in the cache.
 
-Scores and their squares are summed in the order of `reference.sum_rows`: 64 lanes, then halves. The compiler must not reorder
-them, so there is no fastmath. (Squares of 32-bit floats are exact in float64, so contraction cannot change a bit.)
+Scores and their squares are summed in the order of `reference.sum_rows`: 64 lanes, then halves. The
+compiler must not reorder them, so there is no fastmath. (Squares of 32-bit floats are exact in
+float64, so contraction cannot change a bit.)
 
 numba keeps the machine code on disk until this file changes, so all compiled code is in this file.
 """
@@ -27,11 +29,14 @@ from emp_llm.selection.rule import LANES, KeepRule, RowFigures, mass_share, row_
 Array = np.ndarray[Any, Any]
 compiled = njit(nogil=True, cache=True)
 
-# Vector loops, in LLVM's IR: numba's own loops would keep the lanes in memory. The 64 lanes of a row are one vector of float64,
-# which LLVM splits into registers. Every operation is one IEEE operation in the order of the definition.
+# Vector loops, in LLVM's IR: numba's own loops would keep the lanes in memory. The 64 lanes of a
+# row are one vector of float64, which LLVM splits into registers. Every operation is one IEEE
+# operation in the order of the definition.
 
 AT_ONCE = 32  # 16-bit keys that `equal` compares at a time
-_I32, _FLOAT, _DOUBLE = ir.IntType(32), ir.FloatType(), ir.DoubleType()
+_I32 = ir.IntType(32)
+_FLOAT = ir.FloatType()
+_DOUBLE = ir.DoubleType()
 
 
 def _vector(element: Any, size: int = LANES) -> Any:
@@ -41,7 +46,9 @@ def _vector(element: Any, size: int = LANES) -> Any:
 def _splat(builder: Any, value: Any, size: int = LANES) -> Any:
     kind = _vector(value.type, size)
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(_vector(_I32, size), None))
+    return builder.shuffle_vector(
+        single, ir.Constant(kind, ir.Undefined), ir.Constant(_vector(_I32, size), None)
+    )
 
 
 def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
@@ -54,7 +61,9 @@ def _load(builder: Any, pointer: Any, index: Any, element: Any, size: int = LANE
 
 
 def _scores(builder: Any, keys: Any, shift: Any, scale: Any) -> Any:
-    """The scores, in float64, of a vector of keys. 16-bit keys are shifted and scaled as in `_value`."""
+    """The scores, in float64, of a vector of keys. 16-bit keys are shifted and scaled as in
+    `_value`.
+    """
     if keys.type.element.width == 32:
         return builder.fpext(builder.bitcast(keys, _vector(_FLOAT)), _vector(_DOUBLE))
     bits = builder.shl(builder.zext(keys, _vector(_I32)), _splat(builder, shift))
@@ -63,11 +72,15 @@ def _scores(builder: Any, keys: Any, shift: Any, scale: Any) -> Any:
 
 
 def _pass(builder: Any, whole: Any, lanes: list[Any], step: Callable[[Any], list[Any]]) -> None:
-    """Add the vectors `step(start)` to the `lanes` in memory, for start = 0, 64, ... below `whole`."""
+    """Add the vectors `step(start)` to the `lanes` in memory, for start = 0, 64, ... below
+    `whole`.
+    """
     zero = ir.Constant(whole.type, 0)
     places = [builder.bitcast(pointer, _vector(_DOUBLE).as_pointer()) for pointer in lanes]
-    before, loop = builder.block, builder.append_basic_block("loop")
-    body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+    before = builder.block
+    loop = builder.append_basic_block("loop")
+    body = builder.append_basic_block("body")
+    after = builder.append_basic_block("after")
     initial = [builder.load(place, align=8) for place in places]
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -89,11 +102,13 @@ def _pass(builder: Any, whole: Any, lanes: list[Any], step: Callable[[Any], list
 
 
 @intrinsic
-def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any) -> Any:
+def add_scores(
+    typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any
+) -> Any:
     """Add the scores of keys[j], keys[j + 64], ... to first[j], and their squares to second[j].
 
-    Only the first `whole` keys are added; `whole` is a multiple of 64. The sign bits of 16-bit keys are ignored. first, second:
-    float64, shape (64,).
+    Only the first `whole` keys are added; `whole` is a multiple of 64. The sign bits of 16-bit keys
+    are ignored. first, second: float64, shape (64,).
     """
     signature = types.void(keys, types.int64, types.uint32, types.float32, first, second)
 
@@ -118,10 +133,22 @@ def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first
 
 @intrinsic
 def add_masses(
-    typing: Any, keys: Any, kept: Any, least: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any
+    typing: Any,
+    keys: Any,
+    kept: Any,
+    least: Any,
+    whole: Any,
+    shift: Any,
+    scale: Any,
+    first: Any,
+    second: Any,
 ) -> Any:
-    """As `add_scores`, but add the scores whose `kept` is not 0 to first, and those whose keys are above `least` to second."""
-    signature = types.void(keys, kept, keys.dtype, types.int64, types.uint32, types.float32, first, second)
+    """As `add_scores`, but add the scores whose `kept` is not 0 to first, and those whose keys
+    are above `least` to second.
+    """
+    signature = types.void(
+        keys, kept, keys.dtype, types.int64, types.uint32, types.float32, first, second
+    )
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args
@@ -133,7 +160,9 @@ def add_masses(
         def step(start: Any) -> list[Any]:
             vector = _load(builder, data, start, element)
             scores = _scores(builder, vector, arguments[4], arguments[5])
-            is_kept = builder.icmp_unsigned("!=", _load(builder, kept_data, start, other), ir.Constant(_vector(other), None))
+            is_kept = builder.icmp_unsigned(
+                "!=", _load(builder, kept_data, start, other), ir.Constant(_vector(other), None)
+            )
             is_above = builder.icmp_unsigned(">", vector, _splat(builder, arguments[2]))
             return [builder.select(is_kept, scores, zeros), builder.select(is_above, scores, zeros)]
 
@@ -145,13 +174,17 @@ def add_masses(
 
 @intrinsic
 def equal(typing: Any, keys: Any, start: Any, value: Any) -> Any:
-    """A uint32 whose bit j is 1 if keys[start + j] == value. The keys have 16 bits, and all 32 must lie within the array."""
+    """A uint32 whose bit j is 1 if keys[start + j] == value. The keys have 16 bits, and all 32
+    must lie within the array.
+    """
     signature = types.uint32(keys, types.int64, types.uint16)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = _data(context, builder, signature.args[0], arguments[0])
         vector = _load(builder, data, arguments[1], ir.IntType(16), AT_ONCE)
-        return builder.bitcast(builder.icmp_unsigned("==", vector, _splat(builder, arguments[2], AT_ONCE)), _I32)
+        return builder.bitcast(
+            builder.icmp_unsigned("==", vector, _splat(builder, arguments[2], AT_ONCE)), _I32
+        )
 
     return signature, codegen
 
@@ -161,7 +194,9 @@ def trailing_zeros(typing: Any, bits: Any) -> Any:
     """The number of 0 bits below the lowest 1 of a uint32 other than 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+        return builder.zext(
+            builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64)
+        )
 
     return types.int64(types.uint32), codegen
 
@@ -186,8 +221,9 @@ def bits_of(typing: Any, value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
-# Keys, scores and their sums. A key is an integer in the order of the scores: the bits of |w|, or, with norms, of the float32
-# number |w| * norm. The form of weights or keys, (magnitude, shift, scale), says which numbers their bits are.
+# Keys, scores and their sums. A key is an integer in the order of the scores: the bits of |w|, or,
+# with norms, of the float32 number |w| * norm. The form of weights or keys, (magnitude, shift,
+# scale), says which numbers their bits are.
 
 F32 = (0x7FFFFFFF, 0, 1.0)
 FORMS = {"BF16": (0x7FFF, 16, 1.0), "F16": (0x7FFF, 13, 2.0**112), "F32": F32}
@@ -197,12 +233,16 @@ FORMS = {"BF16": (0x7FFF, 16, 1.0), "F16": (0x7FFF, 13, 2.0**112), "F32": F32}
 def _value(bits: Any, form: Any) -> Any:
     """|w| in float32, exactly, from the bits of w."""
     magnitude, shift, scale = form
-    return float_of(np.uint32((np.uint32(bits) & np.uint32(magnitude)) << np.uint32(shift))) * np.float32(scale)
+    return float_of(
+        np.uint32((np.uint32(bits) & np.uint32(magnitude)) << np.uint32(shift))
+    ) * np.float32(scale)
 
 
 @compiled
 def _fill(keys: Array, row: Array, norms: Array, form: Any) -> None:
-    """The keys of a row. Without norms, which are then empty, they have the type of the weights; with norms they are uint32."""
+    """The keys of a row. Without norms, which are then empty, they have the type of the weights;
+    with norms they are uint32.
+    """
     if norms.size:
         for j in range(row.size):
             keys[j] = bits_of(_value(row[j], form) * norms[j])
@@ -224,7 +264,9 @@ def _fold(lanes: Array) -> Any:
 
 @compiled
 def _masses(keys: Array, form: Any, kept: Array, least: Any, first: Array, second: Array) -> Any:
-    """The sums of the scores whose `kept` is not 0, and of those whose keys are above `least`; lanes as for `sums`."""
+    """The sums of the scores whose `kept` is not 0, and of those whose keys are above `least`;
+    lanes as for `sums`.
+    """
     first[:] = 0.0
     second[:] = 0.0
     whole = keys.size // LANES * LANES
@@ -238,7 +280,8 @@ def _masses(keys: Array, form: Any, kept: Array, least: Any, first: Array, secon
 
 @compiled
 def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, power: Array) -> None:
-    """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is not.
+    """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite
+    where a score is not.
 
     Args:
         weights: the bits, uint16 or uint32, shape (rows, columns).
@@ -248,7 +291,8 @@ def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, pow
         total, power: float64, shape (rows,), outputs.
     """
     keys = np.empty(weights.shape[1], like.dtype)
-    first, second = np.empty(LANES), np.empty(LANES)
+    first = np.empty(LANES)
+    second = np.empty(LANES)
     whole = keys.size // LANES * LANES
     key_form = F32 if norms.size else form
     for r in range(weights.shape[0]):
@@ -269,15 +313,18 @@ def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, pow
 
 @compiled
 def _infinite16(row: Array) -> Any:
-    """Whether float16 weights hold infinity or NaN. `_value` turns these into finite numbers, unlike those of bfloat16."""
+    """Whether float16 weights hold infinity or NaN. `_value` turns these into finite numbers,
+    unlike those of bfloat16.
+    """
     largest = np.uint16(0)
     for j in range(row.size):
         largest = max(largest, np.uint16(row[j] & np.uint16(0x7FFF)))
     return largest >= np.uint16(0x7C00)
 
 
-# The k-th largest key of a row, and the end of its ties. Bisection finds 16 bits of the key at a time: its inner loop counts
-# the 16-bit integers that are at least a candidate, 16 or 32 of them at once.
+# The k-th largest key of a row, and the end of its ties. Bisection finds 16 bits of the key at a
+# time: its inner loop counts the 16-bit integers that are at least a candidate, 16 or 32 of them at
+# once.
 
 COUNTED = 1 << 15  # comparisons for each 16-bit counter, few enough not to overflow it
 
@@ -297,16 +344,23 @@ def _count(keys: Array, least: Any) -> Any:
 
 @compiled
 def _kth16(keys: Array, k: Any, guess: Any) -> Any:
-    """The k-th largest of 16-bit keys, and the number of larger ones. With a good guess it takes 3 or 4 counts."""
-    low, high, above = 0, 1 << 16, 0  # at least k keys are `low` or more; `above` of them, fewer than k, are `high` or more
-    candidate, step = np.int64(guess), 2
+    """The k-th largest of 16-bit keys, and the number of larger ones. With a good guess it takes
+    3 or 4 counts.
+    """
+    # at least k keys are `low` or more; `above` of them, fewer than k, are `high` or more
+    low = 0
+    high = 1 << 16
+    above = 0
+    candidate = np.int64(guess)
+    step = 2
     while high - low > 1:
         count = _count(keys, np.uint16(candidate))
         if count >= k:
             low = candidate
             candidate = low + step
         else:
-            high, above = candidate, count
+            high = candidate
+            above = count
             candidate = high - step
         if candidate >= high or candidate <= low:
             candidate = (low + high) // 2
@@ -370,12 +424,16 @@ def _end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
 
 @compiled
 def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
-    """Keep the weights whose keys are larger than `key`, and those before `end` whose keys equal it."""
-    before, keys_before = row[:end], keys[:end]
+    """Keep the weights whose keys are larger than `key`, and those before `end` whose keys equal
+    it.
+    """
+    before = row[:end]
+    keys_before = keys[:end]
     for j in range(before.size):
         if keys_before[j] < key:
             before[j] = 0
-    after, keys_after = row[end:], keys[end:]
+    after = row[end:]
+    keys_after = keys[end:]
     for j in range(after.size):
         if keys_after[j] <= key:
             after[j] = 0
@@ -383,20 +441,26 @@ def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
 
 @compiled
 def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, ahead: Array) -> None:
-    """Keep the n largest of every m weights, the first among equal ones: those with fewer than n weights of their m ahead.
+    """Keep the n largest of every m weights, the first among equal ones: those with fewer than n
+    weights of their m ahead.
 
     For each distance, all pairs of keys at this distance are compared along the row.
 
     Args:
-        places: position of each weight within its m, so that only weights of the same m are compared.
+        places: position of each weight within its m, so that only weights of the same m are
+            compared.
         ahead: scratch memory: how many weights of its m are ahead of each weight.
     """
     ahead[:] = 0
     for distance in range(1, m):
-        left, right, last = keys[: keys.size - distance], keys[distance:], np.uint16(m - distance)
+        left = keys[: keys.size - distance]
+        right = keys[distance:]
+        last = np.uint16(m - distance)
         ahead_of_right = ahead[distance:]
         for j in range(left.size):
-            ahead_of_right[j] = np.uint16(ahead_of_right[j] + np.uint16((places[j] < last) & (left[j] >= right[j])))
+            ahead_of_right[j] = np.uint16(
+                ahead_of_right[j] + np.uint16((places[j] < last) & (left[j] >= right[j]))
+            )
         for j in range(left.size):
             ahead[j] = np.uint16(ahead[j] + np.uint16((places[j] < last) & (right[j] > left[j])))
     for j in range(row.size):
@@ -425,16 +489,19 @@ def cut(
         nu, counts: int64, shape (rows,): floor(N_eff) of a row, and how many weights are kept.
         n, m: keep n of every m; m is 0 for the other rules.
         zeros: int64, shape (rows,), an output: how many weights of the row are now zero.
-        kept_mass, nu_mass: float64, shape (rows,), outputs: the sums of the kept scores, and of the `nu` largest.
+        kept_mass, nu_mass: float64, shape (rows,), outputs: the sums of the kept scores, and of the
+            `nu` largest.
     """
     columns = weights.shape[1]
     keys = np.empty(columns, like.dtype)
     key_form = F32 if norms.size else form
-    high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
+    high = np.empty(columns, np.uint16)
+    low = np.empty(columns, np.uint16)
     narrow = keys.itemsize == 2
     if narrow:
         high = keys.view(np.uint16)
-    first, second = np.empty(LANES), np.empty(LANES)
+    first = np.empty(LANES)
+    second = np.empty(LANES)
     places = (np.arange(columns if m else 0) % max(m, 1)).astype(np.uint16)
     ahead = np.empty_like(places)
     upper_bits = np.uint32(8 * keys.itemsize - 16)
@@ -447,16 +514,20 @@ def cut(
                 high[j] = np.uint16(keys[j] >> upper_bits)
         nu_bits, nu_above = _kth(keys, high, low, nu[r], guess)
         guess = nu_bits >> upper_bits
-        bits, above = nu_bits, nu_above
+        bits = nu_bits
+        above = nu_above
         if not m and counts[r] != nu[r]:
             bits, above = _kth(keys, high, low, counts[r], guess)
-        nu_key, key = like.dtype.type(nu_bits), like.dtype.type(bits)
+        nu_key = like.dtype.type(nu_bits)
+        key = like.dtype.type(bits)
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, ahead)
         else:
             _write(row, keys, key, _end_of_ties(keys, key, counts[r] - above))
         kept_mass[r], above_mass = _masses(keys, key_form, row, nu_key, first, second)
-        nu_mass[r] = above_mass + np.float64(nu[r] - nu_above) * np.float64(_value(nu_key, key_form))
+        nu_mass[r] = above_mass + np.float64(nu[r] - nu_above) * np.float64(
+            _value(nu_key, key_form)
+        )
         zeros[r] = columns - counts[r]
         if m or key == 0:  # weights that are kept may be zero
             zeros[r] = 0
@@ -473,7 +544,8 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
     """Set to zero, in place, the weights of each row that a rule does not keep.
 
     Args:
-        words: the bits of the weights, uint16 or uint32, shape (rows, columns), contiguous, not empty.
+        words: the bits of the weights, uint16 or uint32, shape (rows, columns), contiguous, not
+            empty.
         dtype: of the weights: "BF16", "F16" or "F32".
         norms: float32, shape (columns,), for the criterion wanda; None: magnitude.
         rule: how many weights of each row to keep.
@@ -496,7 +568,17 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
     n, m = rule.pattern or (0, 0)
 
     def cut_part(part: slice) -> None:
-        cut(words[part], *how, nu[part], counts[part], n, m, zeros[part], kept_mass[part], nu_mass[part])
+        cut(
+            words[part],
+            *how,
+            nu[part],
+            counts[part],
+            n,
+            m,
+            zeros[part],
+            kept_mass[part],
+            nu_mass[part],
+        )
 
     _in_parallel(rows, columns, cut_part)
     return RowFigures(counts, zeros, kept_mass, total, n_eff, mass_share(nu_mass, total))

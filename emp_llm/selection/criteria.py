@@ -1,7 +1,8 @@
 """Criteria: the importance of each weight. A criterion is a value, a function with a name.
 
-The function takes the weights of a layer, shape (outputs, inputs), and the statistics of its inputs. It returns scores of the
-same shape. The dtype of the scores decides ties: the dtype of the weights for magnitude, float32 or wider for wanda.
+The function takes the weights of a layer, shape (outputs, inputs), and the statistics of its
+inputs. It returns scores of the same shape. The dtype of the scores decides ties: the dtype of the
+weights for magnitude, float32 or wider for wanda.
 """
 
 import inspect
@@ -22,8 +23,8 @@ class InputStatistics:
     """The inputs of a layer over the calibration tokens.
 
     Attributes:
-        norms: of each input feature j, float32, shape (inputs,): ||X_j||_2, or sqrt(sum_t x_tj^2 / ||y_t||^2), relative to the
-            layer's outputs y_t.
+        norms: of each input feature j, float32, shape (inputs,): ||X_j||_2, or sqrt(sum_t x_tj^2 /
+            ||y_t||^2), relative to the layer's outputs y_t.
         tokens: number of tokens; None if unknown.
     """
 
@@ -37,9 +38,11 @@ class Criterion:
 
     Attributes:
         name: in methods.
-        score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
+        score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the
+            scores.
         needs_norms: whether it needs a calibration.
-        whole: it is given whole matrices, because it may compare rows; the others get chunks of rows.
+        whole: it is given whole matrices, because it may compare rows; the others get chunks of
+            rows.
         own: it is the user's.
     """
 
@@ -56,17 +59,19 @@ def magnitude(weight: "Tensor") -> "Tensor":
 
 
 def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
-    """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023).
+    """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language
+    Models", 2023).
 
-    Args:
-        weight: shape (outputs, inputs).
-        inputs: with float32 norms of shape (inputs,).
+      Args:
+          weight: shape (outputs, inputs).
+          inputs: with float32 norms of shape (inputs,).
 
-    Returns:
-        float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is rounded.
+      Returns:
+          float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is
+          rounded.
 
-    Raises:
-        ValueError: no norms, or norms of another shape.
+      Raises:
+          ValueError: no norms, or norms of another shape.
     """
     import torch
 
@@ -78,11 +83,12 @@ def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
 def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     """(|W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|) * ||X_j||^0.5.
 
-    Relative importance and activations (Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large
-    Language Models", 2024).
+    Relative importance and activations (Zhang et al., "Plug-and-Play: An Efficient Post-training
+    Pruning Method for Large Language Models", 2024).
 
     Args:
-        weight: shape (outputs, inputs), the whole matrix. Shares of a row or column of zeros are zero.
+        weight: shape (outputs, inputs), the whole matrix. Shares of a row or column of zeros are
+            zero.
         inputs: with float32 norms of shape (inputs,).
 
     Returns:
@@ -96,10 +102,13 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     from emp_llm.selection.reference import sum_rows
 
     norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
-    factors, size = norms.to(weight.device).double().sqrt(), weight.abs()
+    factors = norms.to(weight.device).double().sqrt()
+    size = weight.abs()
     sums = [sum_rows(each)[0] for each in (size, size.T)]
     of_rows, of_columns = (total.where(total > 0, 1.0) for total in sums)
-    scores = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    scores = torch.empty(
+        weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
+    )
     step = max(1, _PIECE // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         piece = size[first : first + step].double()
@@ -113,7 +122,9 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
     if norms is None:
         raise ValueError("the criterion needs the norms of the layer's inputs")
     if tuple(norms.shape) != (inputs,):
-        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights with {inputs} inputs need ({inputs},)")
+        raise ValueError(
+            f"norms have shape {tuple(norms.shape)}; weights with {inputs} inputs need ({inputs},)"
+        )
     return norms
 
 
@@ -124,16 +135,18 @@ def _given(*_: object) -> "Tensor":
 MAGNITUDE = Criterion("magnitude", magnitude, needs_norms=False)
 WANDA = Criterion("wanda", wanda, needs_norms=True)
 RIA = Criterion("ria", ria, needs_norms=True, whole=True)
-GIVEN = Criterion("scores", _given, needs_norms=False, whole=True, own=True)  # the scores come from the user
+# The scores come from the user.
+GIVEN = Criterion("scores", _given, needs_norms=False, whole=True, own=True)
 
 
 def own_criterion(function: Score, name: str | None = None) -> Criterion:
     """A criterion of the user's own.
 
     Args:
-        function: `score(weight)`, or `score(weight, inputs)` if it needs a calibration. `weight` has the shape (outputs,
-            inputs) and the dtype of the model, `inputs` is an `InputStatistics`. It returns one finite score per weight; the
-            largest are kept. Scores below zero need a score map (`Recipe.score_map`).
+        function: `score(weight)`, or `score(weight, inputs)` if it needs a calibration. `weight`
+            has the shape (outputs, inputs) and the dtype of the model, `inputs` is an
+            `InputStatistics`. It returns one finite score per weight; the largest are kept. Scores
+            below zero need a score map (`Recipe.score_map`).
         name: letters, digits and underscores; None: the name of the function.
 
     Raises:
@@ -141,21 +154,35 @@ def own_criterion(function: Score, name: str | None = None) -> Criterion:
     """
     name = name or str(getattr(function, "__name__", type(function).__name__))
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
-        raise ValueError(f"a criterion's name consists of letters, digits and underscores, got {name!r}")
+        raise ValueError(
+            f"a criterion's name consists of letters, digits and underscores, got {name!r}"
+        )
     parameters = inspect.signature(function).parameters.values()
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
     needed = [each for each in positional if each.default is each.empty]
-    keywords = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    keywords = [
+        each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty
+    ]
     if not 1 <= len(needed) <= 2 or keywords:
-        raise ValueError(f"the criterion {name} must take the arguments (weight) or (weight, inputs)")
+        raise ValueError(
+            f"the criterion {name} must take the arguments (weight) or (weight, inputs)"
+        )
     return Criterion(name, function, needs_norms=len(needed) == 2, whole=True, own=True)
 
 
 def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":
-    """s - min s over `dim`: signed scores, where negative means "remove", become non-negative and keep their order."""
+    """s - min s over `dim`: signed scores, where negative means "remove", become non-negative
+    and keep their order.
+    """
     return scores - scores.amin(dim, keepdim=True)
 
 
 def exponential(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":
-    """exp(s - max s) over `dim`, the paper's other map. The factor exp(-max s) prevents overflow and cancels in omega."""
+    """exp(s - max s) over `dim`, the paper's other map. The factor exp(-max s) prevents overflow
+    and cancels in omega.
+    """
     return (scores - scores.amax(dim, keepdim=True)).exp()

@@ -1,4 +1,5 @@
-"""Effective Model Pruning (EMP, arXiv 2509.25606): Algorithm 1, from importance scores to a mask, and its guarantees.
+"""Effective Model Pruning (EMP, arXiv 2509.25606): Algorithm 1, from importance scores to a mask,
+and its guarantees.
 
     from emp_llm import effective_mask
     mask = effective_mask(scores)  # each row is a group; `dim` chooses other groups
@@ -17,32 +18,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.reference import Moments, largest_mask, mass_of_largest, order_keys, row_cuts, sum_rows
+from emp_llm.selection.reference import (
+    Moments,
+    largest_mask,
+    mass_of_largest,
+    order_keys,
+    row_cuts,
+    sum_rows,
+)
 from emp_llm.selection.rows import has_kernel, mask_by_kernel
 from emp_llm.selection.rule import KeepRule, check_beta, floor_count, mass_bound
 
 Dim = int | tuple[int, ...] | None
-_LEAST_FOR_KERNEL = 1 << 20  # scores; with fewer, a kernel saves less time than its compiler takes to load
+# scores; with fewer, a kernel saves less time than its compiler takes to load.
+_LEAST_FOR_KERNEL = 1 << 20
 
 
-def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: float = 2.0) -> Tensor:
+def effective_mask(
+    scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: float = 2.0
+) -> Tensor:
     """Algorithm 1: keep the clip(floor(beta * N_eff), 1, N) largest |scores| of every group.
 
     Args:
-        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes matter. If the sign has a
-            meaning, first map the scores with `shift` or `exponential`.
+        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes
+            matter. If the sign has a meaning, first map the scores with `shift` or `exponential`.
         dim: the dimension or dimensions of a group; None: the whole tensor is one group.
-        beta: multiple of the effective number to keep. The method is beta = 1; other values are a deployment knob.
+        beta: multiple of the effective number to keep. The method is beta = 1; other values are a
+            deployment knob.
         order: Hill order of the effective number. The paper uses 2.
 
     Returns:
-        bool, shape and device of `scores`, true where kept. Among equal scores, those with the lowest index are kept.
-        A group of zeros is kept whole.
+        bool, shape and device of `scores`, true where kept. Among equal scores, those with the
+        lowest index are kept. A group of zeros is kept whole.
 
     Raises:
         NonFiniteError: scores hold NaN or infinity.
-        ValueError: scores are empty, beta is not positive and finite, order is negative or NaN, or `dim` names a dimension
-            twice.
+        ValueError: scores are empty, beta is not positive and finite, order is negative or NaN, or
+            `dim` names a dimension twice.
         IndexError: `dim` is out of range.
     """
     rows, shape, permutation = _as_rows(scores, dim)
@@ -58,15 +70,21 @@ def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: f
 
 
 def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
-    """N_eff = 1 / sum omega^2 with omega = |s| / sum |s| (equation 1), not floored; or the Hill number of another order.
+    """N_eff = 1 / sum omega^2 with omega = |s| / sum |s| (equation 1), not floored; or the Hill
+    number of another order.
 
     Args and errors as for `effective_mask`.
 
     Returns:
-        float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores and groups of zeros give exactly N.
+        float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores and groups of
+        zeros give exactly N.
     """
     rows, shape, _ = _as_rows(scores, dim)
-    return Moments.of_rows(rows, order).number().reshape(shape[: scores.dim() - len(_dims(scores, dim))])
+    return (
+        Moments.of_rows(rows, order)
+        .number()
+        .reshape(shape[: scores.dim() - len(_dims(scores, dim))])
+    )
 
 
 def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
@@ -78,14 +96,16 @@ def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tens
         float64, the shape of `scores` without `dim`, above 0 and at most 1; 1 for groups of zeros.
     """
     rows, shape, _ = _as_rows(scores, dim)
-    moments, keys = Moments.of_rows(rows, order), order_keys(rows)
+    moments = Moments.of_rows(rows, order)
+    keys = order_keys(rows)
     (cut,) = row_cuts(keys, moments.counts())
     mass = mass_of_largest(keys, rows.dtype, cut, moments)
     return mass.reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 
 def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
-    """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2 only).
+    """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2
+    only).
 
     nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N.
 
@@ -94,17 +114,24 @@ def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
         size: the number of scores in each group; broadcast with `n_eff`.
 
     Returns:
-        float64, the broadcast shape of the arguments, on the device of the first tensor among them, else the CPU.
+        float64, the broadcast shape of the arguments, on the device of the first tensor among them,
+        else the CPU.
     """
-    device = next((value.device for value in (n_eff, size) if isinstance(value, Tensor)), torch.device("cpu"))
-    numbers = (value.cpu().numpy() if isinstance(value, Tensor) else value for value in (n_eff, size))
+    device = next(
+        (value.device for value in (n_eff, size) if isinstance(value, Tensor)), torch.device("cpu")
+    )
+    numbers = (
+        value.cpu().numpy() if isinstance(value, Tensor) else value for value in (n_eff, size)
+    )
     return torch.from_numpy(np.asarray(mass_bound(*numbers))).to(device)
 
 
 def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None = None) -> float:
-    """The asymptotic bound on the loss change under magnitude scores (equation 5): an upper bound as N grows.
+    """The asymptotic bound on the loss change under magnitude scores (equation 5): an upper bound
+    as N grows.
 
-    epsilon <~ |theta|_1^2 * Tr(H) * (1-rho)^4 / (2 rho) * (1 - sqrt((1-rho) / (N rho)))^2, rho = N_eff / N.
+    epsilon <~ |theta|_1^2 * Tr(H) * (1-rho)^4 / (2 rho) * (1 - sqrt((1-rho) / (N rho)))^2, rho =
+    N_eff / N.
 
     Args:
         weights: theta, all weights of the group, any shape.
@@ -125,7 +152,9 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
 
 
 def _floating(scores: Tensor) -> Tensor:
-    """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, exact up to 2^53."""
+    """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, exact up to
+    2^53.
+    """
     return scores if scores.is_floating_point() and scores.element_size() > 1 else scores.double()
 
 
@@ -144,7 +173,9 @@ def _dims(scores: Tensor, dim: Dim) -> list[int]:
 
 
 def _as_rows(scores: Tensor, dim: Dim) -> tuple[Tensor, list[int], list[int]]:
-    """Groups as contiguous rows; the shape to reshape rows back to; and the permutation that restores the order of the dims."""
+    """Groups as contiguous rows; the shape to reshape rows back to; and the permutation that
+    restores the order of the dims.
+    """
     if scores.numel() == 0:
         raise ValueError(f"scores are empty: shape {tuple(scores.shape)}")
     group = _dims(scores, dim)

@@ -1,8 +1,8 @@
 """Rows pruned on the CPU by numpy alone: for small models, and for machines without numba.
 
-Nothing is compiled and torch is not imported, so a small model is pruned in the time that the compiled kernels take to load.
-The bits are those of the torch reference and of the kernels: sums in 64 lanes, scores as integer keys, and the cut from sorted
-keys.
+Nothing is compiled and torch is not imported, so a small model is pruned in the time that the
+compiled kernels take to load. The bits are those of the torch reference and of the kernels: sums in
+64 lanes, scores as integer keys, and the cut from sorted keys.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ _Array = NDArray[Any]
 
 def prune_words(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
     """`cpu_kernel.prune_words` by numpy, with the same arguments, result and errors."""
-    columns, scores = words.shape[1], _scores(words, dtype, norms)
+    columns = words.shape[1]
+    scores = _scores(words, dtype, norms)
     keys = scores.view(np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         total, power = _sum_rows(scores, lambda s: s, lambda s: s * s)
@@ -36,7 +37,9 @@ def prune_words(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule)
     (kept_mass,) = _sum_rows(scores * mask, lambda s: s)
     words[~mask] = 0
     zeros = columns - np.count_nonzero(words & _magnitude_bits(words), axis=1)
-    return RowFigures(counts, zeros.astype(np.int64), kept_mass, total, n_eff, mass_share(nu_mass, total))
+    return RowFigures(
+        counts, zeros.astype(np.int64), kept_mass, total, n_eff, mass_share(nu_mass, total)
+    )
 
 
 def _scores(words: _Array, dtype: str, norms: _Array | None) -> _Array:
@@ -74,15 +77,20 @@ def _fold(lanes: _Array) -> _Array:
 
 
 def _cut(keys: _Array, ordered: _Array, counts: _Array) -> tuple[_Array, _Array]:
-    """The key at which each row is cut, and how many of the keys equal to it are kept; shape (rows, 1)."""
+    """The key at which each row is cut, and how many of the keys equal to it are kept; shape
+    (rows, 1).
+    """
     columns = keys.shape[1]
-    places = np.minimum(columns - counts, columns - 1)[:, None]  # if none is kept, the cut is the largest key
+    # If none is kept, the cut is the largest key.
+    places = np.minimum(columns - counts, columns - 1)[:, None]
     key = np.take_along_axis(ordered, places, axis=1)
     return key, counts[:, None] - (keys > key).sum(1, keepdims=True)
 
 
 def _keep(keys: _Array, ordered: _Array, counts: _Array) -> _Array:
-    """The mask of the `counts` largest keys of each row; among equal keys the lowest index is kept."""
+    """The mask of the `counts` largest keys of each row; among equal keys the lowest index is
+    kept.
+    """
     key, ties = _cut(keys, ordered, counts)
     tied = keys == key
     if (tied.sum(1, keepdims=True) > ties).any():

@@ -1,12 +1,15 @@
-"""The reference in plain torch, on any device: sums, effective numbers, cuts and masks. All other code gives the same bits.
+"""The reference in plain torch, on any device: sums, effective numbers, cuts and masks. All other
+code gives the same bits.
 
-Floating-point addition is not associative. If the order of a sum followed the thread count, the device or the size of a chunk
-of rows, the last bit of the sum could change, and with it the number of weights that are kept. Here the order is part of the
-definition: element i of a row is added to lane i mod 64, in order of i; then the 64 lanes are folded in halves. Each step is
-an elementwise IEEE addition.
+Floating-point addition is not associative. If the order of a sum followed the thread count, the
+device or the size of a chunk of rows, the last bit of the sum could change, and with it the number
+of weights that are kept. Here the order is part of the definition: element i of a row is added to
+lane i mod 64, in order of i; then the 64 lanes are folded in halves. Each step is an elementwise
+IEEE addition.
 
-The bits of non-negative IEEE floats, read as integers, are in the same order as the floats. These integers are the keys of the
-scores. The k-th largest key is found without rounding, so the mask is the same on every device.
+The bits of non-negative IEEE floats, read as integers, are in the same order as the floats. These
+integers are the keys of the scores. The k-th largest key is found without rounding, so the mask is
+the same on every device.
 """
 
 import math
@@ -19,9 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures, check_order, counts_at
+from emp_llm.selection.rule import (
+    LANES,
+    RELATIVE_TOLERANCE,
+    KeepRule,
+    NonFiniteError,
+    RowFigures,
+    check_order,
+    counts_at,
+)
 
-_PIECE = 1 << 15  # numbers converted to float64 at a time: they stay in a core's cache, and torch does not share so few
+# Numbers converted to float64 at a time: they stay in a core's cache, and torch does not share so
+# few.
+_PIECE = 1 << 15
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = {1: torch.int8} | _KEY_DTYPES
 _RADIX_BITS = 16
@@ -36,14 +49,16 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
     Args:
         rows: shape (rows, columns), any floating dtype.
-        terms: elementwise maps, applied to float64 pieces of the rows before they are summed; none: the rows themselves.
+        terms: elementwise maps, applied to float64 pieces of the rows before they are summed; none:
+            the rows themselves.
 
     Returns:
         One float64 tensor of shape (rows,) for each term.
     """
     rows = rows.detach()
     count, columns = rows.shape
-    # Lanes without an element hold zero and change no bit of the sum, so short rows have only as many as they need.
+    # Lanes without an element hold zero and change no bit of the sum, so short rows have only as
+    # many as they need.
     width = min(LANES, 1 << max(columns - 1, 0).bit_length())
     terms = terms or (lambda s: s,)
     lanes = [torch.zeros(count, width, dtype=torch.float64, device=rows.device) for _ in terms]
@@ -53,8 +68,10 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
         for lane, term in zip(lanes, terms, strict=True):
             values: Any = term(piece)
             sums: Any = lane
-            if lane.device.type == "cpu":  # numpy makes the same additions, with less overhead for each call
-                sums, values = lane.numpy(), values.numpy()
+            # Numpy makes the same additions, with less overhead for each call.
+            if lane.device.type == "cpu":
+                sums = lane.numpy()
+                values = values.numpy()
             for first in range(0, values.shape[1], LANES):
                 part = values[:, first : first + LANES]
                 sums[:, : part.shape[1]] += part
@@ -78,13 +95,15 @@ def _fold(lanes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """The sums from which the Hill number of each group follows. They are small, and groups can be merged.
+    """The sums from which the Hill number of each group follows. They are small, and groups can be
+    merged.
 
-    The Hill number of order q of a probability vector omega is (sum_i omega_i^q)^(1/(1-q)). Order 0 counts the non-zero scores,
-    order 1 is exp of the Shannon entropy, order 2 is the paper's N_eff = 1 / sum_i omega_i^2, and order infinity is
-    1 / max omega. With t = |s| / scale, `total` is sum t. `power` depends on the order: the count of t > 0 (q = 0), sum t^2
-    (q = 2), max t (q = infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1), which is log t at q = 1. Near
-    q = 1, this form avoids cancellation.
+    The Hill number of order q of a probability vector omega is (sum_i omega_i^q)^(1/(1-q)). Order 0
+    counts the non-zero scores, order 1 is exp of the Shannon entropy, order 2 is the paper's N_eff
+    = 1 / sum_i omega_i^2, and order infinity is 1 / max omega. With t = |s| / scale, `total` is sum
+    t. `power` depends on the order: the count of t > 0 (q = 0), sum t^2 (q = 2), max t (q =
+    infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1), which is log t at q =
+    1. Near q = 1, this form avoids cancellation.
 
     Attributes:
         order: q >= 0.
@@ -100,7 +119,8 @@ class Moments:
 
     @classmethod
     def of_rows(cls, rows: Tensor, order: float = 2.0) -> "Moments":
-        """Moments of the scores in each row; floating, shape (rows, columns). Only magnitudes matter.
+        """Moments of the scores in each row; floating, shape (rows, columns). Only magnitudes
+        matter.
 
         Raises:
             NonFiniteError: a row holds NaN or infinity.
@@ -108,7 +128,8 @@ class Moments:
         """
         check_order(order)
         rows = rows.abs()
-        scale, term = _scale(rows, order), _power_term(order)
+        scale = _scale(rows, order)
+        term = _power_term(order)
         if bool((scale == 1.0).all()):
             total, power = sum_rows(rows, lambda s: s, term)
         else:
@@ -122,7 +143,9 @@ class Moments:
 
     def merged(self, size: int) -> "Moments":
         """The moments of one group of `size` scores that holds all groups, in their order."""
-        order, total, power = self.order, self.total, self.power
+        order = self.order
+        total = self.total
+        power = self.power
         common = self.scale.max()
         ratio = self.scale / common
         if order == 2.0:
@@ -132,7 +155,9 @@ class Moments:
         elif order != 0.0:
             power = power * ratio.pow(order) + total * _t_times_g(ratio, order)
         power = power.max() if math.isinf(order) else sum_vector(power)
-        return Moments(order, size, common.reshape(1), sum_vector(total * ratio).reshape(1), power.reshape(1))
+        return Moments(
+            order, size, common.reshape(1), sum_vector(total * ratio).reshape(1), power.reshape(1)
+        )
 
     @property
     def mass(self) -> Tensor:
@@ -140,8 +165,12 @@ class Moments:
         return self.total * self.scale
 
     def number(self) -> Tensor:
-        """The Hill number of each group, float64, shape (groups,), between 1 and N; N for a group of zeros."""
-        q, total, power = self.order, self.total, self.power
+        """The Hill number of each group, float64, shape (groups,), between 1 and N; N for a
+        group of zeros.
+        """
+        q = self.order
+        total = self.total
+        power = self.power
         if q == 0.0:
             number = power
         elif q == 2.0:
@@ -154,11 +183,15 @@ class Moments:
             number = total * torch.exp(-torch.log1p((q - 1) * power / total) / (q - 1))
         number = torch.where(total == 0, float(self.size), number)
         nearest = number.round()
-        number = torch.where((number - nearest).abs() <= RELATIVE_TOLERANCE * nearest, nearest, number)
+        number = torch.where(
+            (number - nearest).abs() <= RELATIVE_TOLERANCE * nearest, nearest, number
+        )
         return number.clamp(1.0, float(self.size))
 
     def counts(self, beta: float = 1.0) -> Tensor:
-        """clip(floor(beta * N_eff), 1, N) of each group: int64, shape (groups,); N for a group of zeros."""
+        """clip(floor(beta * N_eff), 1, N) of each group: int64, shape (groups,); N for a group
+        of zeros.
+        """
         counts: Tensor = counts_at(self.number(), self.total, beta, float(self.size))
         return counts.long()
 
@@ -166,16 +199,20 @@ class Moments:
 class MomentsOfGroup:
     """Collects the moments of one group, chunk of rows by chunk.
 
-    They are numbers in arrays on the CPU. Small tensors, made between the large ones of each chunk and kept, would prevent the
-    C library from using the memory of these again: a prune would grow by its targets.
+    They are numbers in arrays on the CPU. Small tensors, made between the large ones of each chunk
+    and kept, would prevent the C library from using the memory of these again: a prune would grow
+    by its targets.
     """
 
     def __init__(self, order: float) -> None:
-        self.order, self.size = order, 0
+        self.order = order
+        self.size = 0
         self._columns = array("d"), array("d"), array("d")
 
     def add(self, rows: Tensor) -> None:
-        """Add the moments of a chunk of scores, shape (rows, columns); errors as for `Moments.of_rows`."""
+        """Add the moments of a chunk of scores, shape (rows, columns); errors as for
+        `Moments.of_rows`.
+        """
         part = Moments.of_rows(rows, self.order)
         self.size += rows.numel()
         for column, values in zip(self._columns, (part.scale, part.total, part.power), strict=True):
@@ -183,21 +220,27 @@ class MomentsOfGroup:
 
     def merged(self) -> Moments:
         """The moments of the group."""
-        scale, total, power = (torch.frombuffer(column, dtype=torch.float64) for column in self._columns)
+        scale, total, power = (
+            torch.frombuffer(column, dtype=torch.float64) for column in self._columns
+        )
         return Moments(self.order, 0, scale, total, power).merged(self.size)
 
 
 def _scale(rows: Tensor, order: float) -> Tensor:
-    """A divisor for each row that keeps powers in range: at order 2 a power of two, which is exact; else the largest score."""
+    """A divisor for each row that keeps powers in range: at order 2 a power of two, which is
+    exact; else the largest score.
+    """
     if order == 2.0 and rows.dtype != torch.float64:
-        # Squares of 32-bit floats, subnormal or huge, are normal float64 numbers, so they need no scale.
+        # Squares of 32-bit floats, subnormal or huge, are normal float64 numbers, so they need no
+        # scale.
         return torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
     largest = rows.amax(1).double()
     scale = largest
     if order == 2.0:
         exponent = torch.frexp(largest).exponent.clamp(min=-1020)
         scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
-    # The smallest scale for a row of zeros: it must not set the common scale when groups are merged.
+    # The smallest scale for a row of zeros: it must not set the common scale when groups are
+    # merged.
     return torch.where(largest > 0, scale, torch.finfo(torch.float64).tiny)
 
 
@@ -232,7 +275,9 @@ def _bfloat16_counts(rows: Tensor, moments: Moments, beta: float) -> Tensor:
 
 
 def order_keys(scores: Tensor) -> Tensor:
-    """Integer keys in the order of |scores|, of the same shape: int16 for bfloat16 and float16, else int32 or int64."""
+    """Integer keys in the order of |scores|, of the same shape: int16 for bfloat16 and float16,
+    else int32 or int64.
+    """
     return scores.abs().view(_KEY_DTYPES[scores.element_size()])
 
 
@@ -247,7 +292,8 @@ class Cut:
 
     Attributes:
         key: shape (groups, 1), the key of the k-th largest score. All larger scores are kept.
-        ties: int64, shape (groups, 1), how many of the scores equal to it are kept, lowest index first.
+        ties: int64, shape (groups, 1), how many of the scores equal to it are kept, lowest index
+            first.
     """
 
     key: Tensor
@@ -259,22 +305,29 @@ def row_cuts(keys: Tensor, *counts: Tensor) -> list[Cut]:
 
     Args:
         keys: from `order_keys`, shape (rows, columns).
-        counts: int64, each of shape (rows,): how many scores of each row are kept, 0 to the number of columns.
+        counts: int64, each of shape (rows,): how many scores of each row are kept, 0 to the number
+            of columns.
 
     Returns:
         One cut of `rows` groups for each of the counts. The rows are sorted once.
     """
-    columns, ordered = keys.shape[1], _sorted(keys)
+    columns = keys.shape[1]
+    ordered = _sorted(keys)
     cuts = []
     for count in counts:
-        places = (columns - count).clamp(max=columns - 1)[:, None]  # if none is kept, the cut is the largest key
+        # If none is kept, the cut is the largest key.
+        places = (columns - count).clamp(max=columns - 1)[:, None]
         key = ordered.gather(1, places)
-        cuts.append(Cut(key, count[:, None] - (columns - torch.searchsorted(ordered, key, right=True))))
+        cuts.append(
+            Cut(key, count[:, None] - (columns - torch.searchsorted(ordered, key, right=True)))
+        )
     return cuts
 
 
 def keep_mask(keys: Tensor, cut: Cut) -> Tensor:
-    """The mask of rows of keys: bool, shape of `keys`. `cut` holds one for each row, or one for all."""
+    """The mask of rows of keys: bool, shape of `keys`. `cut` holds one for each row, or one for
+    all.
+    """
     tied = keys == cut.key
     counter = torch.int32 if keys.shape[1] < 2**31 else torch.int64
     tied &= tied.cumsum(1, dtype=counter) <= cut.ties
@@ -289,7 +342,8 @@ def largest_mask(scores: Tensor, counts: Tensor) -> Tensor:
         counts: int64, shape (rows,), each between 0 and the number of columns.
 
     Returns:
-        bool, shape (rows, columns), exactly `counts[r]` true in row r; ties go to the lowest column.
+        bool, shape (rows, columns), exactly `counts[r]` true in row r; ties go to the lowest
+        column.
     """
     keys = order_keys(scores)
     (cut,) = row_cuts(keys, counts)
@@ -297,13 +351,16 @@ def largest_mask(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
-    """Keep the n largest of every m consecutive keys of a row; bool, shape of `keys`. The columns are a multiple of m."""
+    """Keep the n largest of every m consecutive keys of a row; bool, shape of `keys`. The
+    columns are a multiple of m.
+    """
     groups = keys.reshape(-1, m)
     if m >= _LONG_ROW:
         (cut,) = row_cuts(groups, torch.full((groups.shape[0],), n, device=keys.device))
         return keep_mask(groups, cut).reshape(keys.shape)
     places = groups.t().contiguous()
-    ahead = torch.zeros(places.shape, dtype=torch.uint8, device=keys.device)  # how many keys of its group are ahead of each key
+    # How many keys of its group are ahead of each key.
+    ahead = torch.zeros(places.shape, dtype=torch.uint8, device=keys.device)
     for distance in range(1, m):
         first_wins = places[:-distance] >= places[distance:]
         ahead[distance:] += first_wins
@@ -312,7 +369,8 @@ def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
 
 
 def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: Moments) -> Tensor:
-    """s_eff: the share of each row's sum |s| above a cut: float64, shape (rows,); 1 for a row of zeros.
+    """s_eff: the share of each row's sum |s| above a cut: float64, shape (rows,); 1 for a row of
+    zeros.
 
     Args:
         keys: of the scores, from `order_keys`, shape (rows, columns).
@@ -326,11 +384,14 @@ def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: Moments
 
 
 def _sorted(keys: Tensor) -> Tensor:
-    """Each row of keys in ascending order. On CPUs numpy sorts long rows of integers up to ten times as fast as torch."""
+    """Each row of keys in ascending order. On CPUs numpy sorts long rows of integers up to ten
+    times as fast as torch.
+    """
     keys = keys.contiguous()
     if keys.device.type != "cpu" or keys.shape[1] < _LONG_ROW:
         return keys.sort(dim=1).values
-    kind: Literal["stable"] | None = "stable" if keys.element_size() == 2 else None  # stable means radix sort for 16 bits
+    # Stable means radix sort for 16 bits.
+    kind: Literal["stable"] | None = "stable" if keys.element_size() == 2 else None
     return torch.from_numpy(np.sort(keys.numpy(), axis=1, kind=kind))
 
 
@@ -345,8 +406,8 @@ class Selection:
         mask: bool, shape (rows, columns), true where kept.
         kept: int64, shape (rows,), how many are kept.
         kept_mass, mass: float64, shape (rows,), sum |s| over the kept scores, and over all.
-        n_eff, s_eff: float64, shape (rows,): the effective number of each row, and the share of sum |s| that its floor(N_eff)
-            largest scores hold; None where a group is larger than a row.
+        n_eff, s_eff: float64, shape (rows,): the effective number of each row, and the share of sum
+            |s| that its floor(N_eff) largest scores hold; None where a group is larger than a row.
     """
 
     mask: Tensor
@@ -367,7 +428,8 @@ def select_rows(scores: Tensor, rule: KeepRule) -> Selection:
     Raises:
         NonFiniteError: scores hold NaN or infinity.
     """
-    moments, keys = Moments.of_rows(scores, rule.order), order_keys(scores)
+    moments = Moments.of_rows(scores, rule.order)
+    keys = order_keys(scores)
     counts = _counts(rule, moments, scores)
     cut, at_n_eff = row_cuts(keys, counts, moments.counts())
     mask = keep_mask(keys, cut) if rule.pattern is None else pattern_mask(keys, *rule.pattern)
@@ -382,23 +444,31 @@ def _counts(rule: KeepRule, moments: Moments, scores: Tensor | None = None) -> T
         return _bfloat16_counts(scores, moments, rule.beta)
     if rule.beta is not None:
         return moments.counts(rule.beta)
-    counts = moments.size // rule.pattern[1] * rule.pattern[0] if rule.pattern is not None else rule.counts
+    counts = (
+        moments.size // rule.pattern[1] * rule.pattern[0]
+        if rule.pattern is not None
+        else rule.counts
+    )
     known = torch.as_tensor(counts, dtype=torch.int64, device=moments.total.device)
     return known.expand(moments.total.shape)
 
 
 def apply_selection(weight: Tensor, selection: Selection) -> RowFigures:
     """Set to zero, in place, the weights that a selection does not keep."""
-    weight.view(_SIGNED[weight.element_size()]).mul_(selection.mask)  # as integers: fast, and never -0.0
+    # As integers: fast, and never -0.0.
+    weight.view(_SIGNED[weight.element_size()]).mul_(selection.mask)
     zeros = weight.shape[1] - (weight != 0).sum(1, dtype=torch.int32).long()
-    return RowFigures(selection.kept, zeros, selection.kept_mass, selection.mass, selection.n_eff, selection.s_eff)
+    return RowFigures(
+        selection.kept, zeros, selection.kept_mass, selection.mass, selection.n_eff, selection.s_eff
+    )
 
 
 class GroupSelector:
     """Selects from one group larger than a row: a matrix, or all targets together.
 
-    The scores of such a group may not fit in memory, so the caller feeds them chunk by chunk, the same chunks in the same order
-    in several rounds: one for the sums, up to four for the cut, and one for the masks.
+    The scores of such a group may not fit in memory, so the caller feeds them chunk by chunk, the
+    same chunks in the same order in several rounds: one for the sums, up to four for the cut, and
+    one for the masks.
 
     for chunk in chunks: selector.add(chunk)
     while selector.searching():
@@ -426,11 +496,16 @@ class GroupSelector:
         self._parts.add(scores)
 
     def searching(self) -> bool:
-        """End the current round of the search for the cut; returns whether another round is needed."""
+        """End the current round of the search for the cut; returns whether another round is
+        needed.
+        """
         if not self._searches:
             self.moments = self._parts.merged()
-            self.count, self.nu = int(_counts(self._rule, self.moments)[0]), int(self.moments.counts()[0])
-            self._searches = {k: _RadixSearch(k, self._dtype.itemsize) for k in {self.count, self.nu}}
+            self.count = int(_counts(self._rule, self.moments)[0])
+            self.nu = int(self.moments.counts()[0])
+            self._searches = {
+                k: _RadixSearch(k, self._dtype.itemsize) for k in {self.count, self.nu}
+            }
         else:
             for search in self._searches.values():
                 search.end_round()
@@ -443,15 +518,24 @@ class GroupSelector:
             search.feed(keys)
 
     def select(self, scores: Tensor) -> Selection:
-        """Last round: the mask of a chunk. Of the scores at the cut, those with the lowest index in the group are kept."""
+        """Last round: the mask of a chunk. Of the scores at the cut, those with the lowest index
+        in the group are kept.
+        """
         keys = order_keys(scores)
         cut = self._searches[self.count].cut(scores.device)
         ties_left = torch.full_like(cut.ties, int(cut.ties) - self.kept_ties)
         mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=ties_left)).reshape(keys.shape)
         self.kept_ties += int((mask & (keys == cut.key)).sum())
-        above_n_eff = _masked_scores(keys, keys > self._searches[self.nu].cut(scores.device).key, scores.dtype)
+        above_n_eff = _masked_scores(
+            keys, keys > self._searches[self.nu].cut(scores.device).key, scores.dtype
+        )
         self._above_n_eff.extend(sum_rows(above_n_eff)[0].tolist())
-        return Selection(mask, mask.sum(1), sum_rows(_masked_scores(keys, mask, scores.dtype))[0], sum_rows(scores)[0])
+        return Selection(
+            mask,
+            mask.sum(1),
+            sum_rows(_masked_scores(keys, mask, scores.dtype))[0],
+            sum_rows(scores)[0],
+        )
 
     def effective_mass(self) -> float:
         """s_eff of the whole group, after the last round."""
@@ -463,7 +547,8 @@ class GroupSelector:
 
 
 class _RadixSearch:
-    """The k-th largest key of a group, 16 bits of it in each round, from a histogram of 65,536 counts.
+    """The k-th largest key of a group, 16 bits of it in each round, from a histogram of 65,536
+    counts.
 
     Args:
         count: k, how many keys of the group are kept; may be 0.

@@ -1,4 +1,6 @@
-"""Rows pruned in place, each a group of its own: by the compiled kernel, numpy or the reference. All give the same bits."""
+"""Rows pruned in place, each a group of its own: by the compiled kernel, numpy or the reference.
+All give the same bits.
+"""
 
 import logging
 from functools import cache
@@ -14,19 +16,26 @@ _DTYPES = ("BF16", "F16", "F32")
 
 
 def words_supported(dtype: str, rule: KeepRule) -> bool:
-    """Whether `prune_words` implements a rule, N_eff being of order 2 in float64, for a dtype of safetensors ("BF16")."""
+    """Whether `prune_words` implements a rule, N_eff being of order 2 in float64, for a dtype of
+    safetensors ("BF16").
+    """
     return dtype in _DTYPES and rule.order == 2.0 and rule.dtype == "float64"
 
 
-def prune_words(words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bool = True) -> RowFigures:
-    """Set to zero, in place, the weights of each row that a rule does not keep. torch is not needed.
+def prune_words(
+    words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bool = True
+) -> RowFigures:
+    """Set to zero, in place, the weights of each row that a rule does not keep. torch is not
+    needed.
 
     Args:
-        words: the bits of the weights, uint16 or uint32, shape (rows, columns), contiguous, not empty.
+        words: the bits of the weights, uint16 or uint32, shape (rows, columns), contiguous, not
+            empty.
         dtype: of the weights: "BF16", "F16" or "F32".
         norms: float32, shape (columns,), for scores |W| * norms; None: scores |W|.
         rule: how many weights of each row to keep; `words_supported` for the dtype.
-        compiled: use the compiled kernel if it loads. Loading it takes as long as numpy takes for 16 million weights.
+        compiled: use the compiled kernel if it loads. Loading it takes as long as numpy takes for
+            16 million weights.
 
     Returns:
         Figures of the rows, as arrays.
@@ -63,17 +72,26 @@ def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
     pruned = scores.clone()
     figures = prune_words(words_of(pruned), _name(scores), None, rule)
     mask = order_keys(pruned).bool()
-    zeros_kept = (figures.kept > scores.shape[1] - figures.zeros).nonzero()[0]  # rows whose mask is not the non-zero scores
+    # Rows whose mask is not the non-zero scores.
+    zeros_kept = (figures.kept > scores.shape[1] - figures.zeros).nonzero()[0]
     if len(zeros_kept):
-        mask[zeros_kept] = largest_mask(scores[zeros_kept], torch.from_numpy(figures.kept[zeros_kept]))
+        mask[zeros_kept] = largest_mask(
+            scores[zeros_kept], torch.from_numpy(figures.kept[zeros_kept])
+        )
     return mask
 
 
 def words_of(weight: "Tensor") -> Any:
-    """The bits of a tensor on the CPU, of 16, 32 or 64 bits, as an array of unsigned integers in the same memory."""
+    """The bits of a tensor on the CPU, of 16, 32 or 64 bits, as an array of unsigned integers in
+    the same memory.
+    """
     import torch
 
-    return weight.detach().view({2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[weight.element_size()]).numpy()
+    return (
+        weight.detach()
+        .view({2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[weight.element_size()])
+        .numpy()
+    )
 
 
 def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:
@@ -84,15 +102,22 @@ def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:
 
 @cache
 def has_numba() -> bool:
-    """Whether the compiled kernel loads. numba may be missing, built for another numpy, or without a folder for its cache."""
+    """Whether the compiled kernel loads. numba may be missing, built for another numpy, or
+    without a folder for its cache.
+    """
     try:
         from emp_llm.selection import cpu_kernel  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
         if not isinstance(error, ModuleNotFoundError):
-            logger.warning("warning: numba cannot be loaded (%s); pruning continues without it, more slowly.", error)
+            logger.warning(
+                "warning: numba cannot be loaded (%s); pruning continues without it, more slowly.",
+                error,
+            )
         return False
     return True
 
 
 def _name(weight: "Tensor") -> str:
-    return {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}.get(str(weight.dtype), "")
+    return {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}.get(
+        str(weight.dtype), ""
+    )

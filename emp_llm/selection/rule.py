@@ -1,7 +1,8 @@
-"""The rule for the number of scores that a group keeps, shared by all implementations; it imports neither torch nor numpy.
+"""The rule for the number of scores that a group keeps, shared by all implementations; it imports
+neither torch nor numpy.
 
-Algorithm 1 keeps clip(floor(beta * N_eff), 1, N) scores of a group of N. `counts_at` is this line, for numpy and for torch; the
-compiled kernel has its own copy.
+Algorithm 1 keeps clip(floor(beta * N_eff), 1, N) scores of a group of N. `counts_at` is this line,
+for numpy and for torch; the compiled kernel has its own copy.
 """
 
 import math
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LANES = 64  # element i of a row is added to lane i mod 64 (`reference.sum_rows`)
-# A number within this relative distance of an integer counts as that integer. The tolerance is far above the rounding error of
-# a float64 sum of 10^9 terms and far below any meaningful difference. So uniform scores give exactly N, whatever their common
-# value.
+# A number within this relative distance of an integer counts as that integer. The tolerance is far
+# above the rounding error of a float64 sum of 10^9 terms and far below any meaningful difference.
+# So uniform scores give exactly N, whatever their common value.
 RELATIVE_TOLERANCE = 2.0**-44
 
 Group = Literal["row", "matrix", "all"]
@@ -30,12 +31,14 @@ class KeepRule(NamedTuple):
     """How many scores of each group to keep. One of the first three is given.
 
     Attributes:
-        beta: keep clip(floor(beta * N_eff), 1, N) of a group of N, by the effective number of its scores.
+        beta: keep clip(floor(beta * N_eff), 1, N) of a group of N, by the effective number of its
+            scores.
         counts: keep this many: one number for all groups, or one for each.
         pattern: (N, M): keep N of every M consecutive scores of a row; M divides the columns.
         order: Hill order of N_eff.
-        dtype: "float64"; or "bfloat16", which rounds omega, its squares, their sum and N_eff to bfloat16, as in the published
-            emp-magnitude results. This leaves only a handful of distinct counts. Rows only, order 2 only.
+        dtype: "float64"; or "bfloat16", which rounds omega, its squares, their sum and N_eff to
+            bfloat16, as in the published emp-magnitude results. This leaves only a handful of
+            distinct counts. Rows only, order 2 only.
     """
 
     beta: float | None = None
@@ -49,10 +52,11 @@ class RowFigures(NamedTuple):
     """Figures of pruned rows, as arrays or tensors.
 
     Attributes:
-        kept, zeros: int64, shape (rows,): how many scores are kept, and how many weights are now zero.
+        kept, zeros: int64, shape (rows,): how many scores are kept, and how many weights are now
+            zero.
         kept_mass, mass: float64, shape (rows,): sum |s| over the kept scores, and over all.
-        n_eff, s_eff: float64, shape (rows,): effective number, and the share of sum |s| that the floor(N_eff) largest
-            hold; None where a group is larger than a row.
+        n_eff, s_eff: float64, shape (rows,): effective number, and the share of sum |s| that the
+            floor(N_eff) largest hold; None where a group is larger than a row.
     """
 
     kept: Any
@@ -76,12 +80,15 @@ def check_beta(beta: float) -> None:
 
 
 def floor_count(value: float) -> int:
-    """Floor of a number. A number below an integer by no more than rounding error counts as that integer."""
+    """Floor of a number. A number below an integer by no more than rounding error counts as that
+    integer.
+    """
     return math.floor(value * (1 + RELATIVE_TOLERANCE))
 
 
 def counts_at(n_eff: Any, total: Any, beta: float, size: Any) -> Any:
-    """clip(floor(beta * N_eff), 1, N) of each group, and N for a group of zeros: step 3 of Algorithm 1.
+    """clip(floor(beta * N_eff), 1, N) of each group, and N for a group of zeros: step 3 of
+    Algorithm 1.
 
     Args:
         n_eff: of each group, float64, an array or a tensor.
@@ -99,7 +106,8 @@ def counts_at(n_eff: Any, total: Any, beta: float, size: Any) -> Any:
 def row_counts(
     total: "NDArray[Any]", power: "NDArray[Any]", columns: int, rule: KeepRule
 ) -> "tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]":
-    """N_eff of rows in float64, floor(N_eff), and how many scores of each row a compiled rule keeps.
+    """N_eff of rows in float64, floor(N_eff), and how many scores of each row a compiled rule
+    keeps.
 
     Args:
         total, power: sum s and sum s^2 of each row, float64.
@@ -120,7 +128,9 @@ def row_counts(
     if rule.beta is not None:
         kept = counts_at(n_eff, total, rule.beta, columns)
     else:
-        kept = np.asarray(rule.counts if rule.pattern is None else columns // rule.pattern[1] * rule.pattern[0])
+        kept = np.asarray(
+            rule.counts if rule.pattern is None else columns // rule.pattern[1] * rule.pattern[0]
+        )
     counts = np.broadcast_to(kept, total.shape).astype(np.int64)
     return n_eff, counts_at(n_eff, total, 1.0, columns).astype(np.int64), counts
 
@@ -135,18 +145,24 @@ def mass_share(mass: "NDArray[Any]", total: "NDArray[Any]") -> "NDArray[Any]":
 
 
 def uniform_counts(sizes: "NDArray[np.int64]", sparsity: float) -> "NDArray[np.int64]":
-    """How many scores stay if floor(sparsity * N) of each group of N are removed, as in Wanda: int64, the shape of `sizes`."""
+    """How many scores stay if floor(sparsity * N) of each group of N are removed, as in Wanda:
+    int64, the shape of `sizes`.
+    """
     import numpy as np
 
     removed = {int(size): floor_count(sparsity * int(size)) for size in np.unique(sizes)}
     return sizes - np.array([removed[int(size)] for size in sizes], dtype=np.int64)
 
 
-def spread_counts(sizes: "NDArray[np.int64]", removed: int, total: int, before: int = 0) -> "NDArray[np.int64]":
-    """How many scores stay if `removed` of `total` scores are removed, spread evenly over consecutive groups.
+def spread_counts(
+    sizes: "NDArray[np.int64]", removed: int, total: int, before: int = 0
+) -> "NDArray[np.int64]":
+    """How many scores stay if `removed` of `total` scores are removed, spread evenly over
+    consecutive groups.
 
-    A group of the scores start to end - 1 loses floor(end * removed / total) - floor(start * removed / total) of them. This is
-    its share, rounded down or up; the roundings cancel in the sum.
+    A group of the scores start to end - 1 loses floor(end * removed / total) - floor(start *
+    removed / total) of them. This is its share, rounded down or up; the roundings cancel in the
+    sum.
 
     Args:
         sizes: number of scores of each group.
@@ -162,7 +178,8 @@ def spread_counts(sizes: "NDArray[np.int64]", removed: int, total: int, before: 
 
     if not 0 <= removed < total:
         raise ValueError(f"cannot remove {removed} of {total} weights")
-    ends = [before, *(before + int(end) for end in sizes.cumsum())]  # Python's integers: the products may exceed 64 bits
+    # Python's integers: the products may exceed 64 bits.
+    ends = [before, *(before + int(end) for end in sizes.cumsum())]
     gone = np.array([end * removed // total for end in ends], dtype=np.int64)
     return sizes - (gone[1:] - gone[:-1])
 
@@ -170,8 +187,8 @@ def spread_counts(sizes: "NDArray[np.int64]", removed: int, total: int, before: 
 def beta_keeping(kept: int, groups: Sequence[GroupNumbers]) -> float:
     """The smallest beta at which the groups keep at least as many scores in total as asked for.
 
-    The total grows with beta in steps of one, except where groups of equal N_eff step together. Then the nearer of the totals
-    on both sides is chosen, the larger one if they are equally near.
+    The total grows with beta in steps of one, except where groups of equal N_eff step together.
+    Then the nearer of the totals on both sides is chosen, the larger one if they are equally near.
 
     Args:
         kept: the total, at least the number of groups.
@@ -180,9 +197,12 @@ def beta_keeping(kept: int, groups: Sequence[GroupNumbers]) -> float:
     Returns:
         A positive finite number.
     """
-    low, high = 0.0, 1.0  # kept_at(low) < kept <= kept_at(high)
+    # kept_at(low) < kept <= kept_at(high)
+    low = 0.0
+    high = 1.0
     while kept_at(groups, high) < kept:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if kept_at(groups, middle) >= kept else (middle, high)
     if low > 0 and kept_at(groups, high) - kept > kept - kept_at(groups, low):
@@ -191,12 +211,17 @@ def beta_keeping(kept: int, groups: Sequence[GroupNumbers]) -> float:
 
 
 def kept_at(groups: Sequence[GroupNumbers], beta: float) -> int:
-    """How many scores all groups together keep; `groups` are (n_eff, total, size) as for `counts_at`."""
+    """How many scores all groups together keep; `groups` are (n_eff, total, size) as for
+    `counts_at`.
+    """
     return sum(int(counts_at(n_eff, total, beta, size).sum()) for n_eff, total, size in groups)
 
 
-def mass_bound(n_eff: "NDArray[Any] | float", size: "NDArray[Any] | float") -> "NDArray[np.float64]":
-    """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2 only).
+def mass_bound(
+    n_eff: "NDArray[Any] | float", size: "NDArray[Any] | float"
+) -> "NDArray[np.float64]":
+    """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2
+    only).
 
     nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N.
 

@@ -1,8 +1,8 @@
 """The choice of units: Algorithm 1, or a fixed share, with the counts of the weights.
 
-The rule decides how many units stay. Where they are set to zero, this is exact. Where they are removed, all layers get one
-width, because config.json has one number for all: the mean of the rule's counts, rounded up to a multiple; each layer keeps its
-best.
+The rule decides how many units stay. Where they are set to zero, this is exact. Where they are
+removed, all layers get one width, because config.json has one number for all: the mean of the
+rule's counts, rounded up to a multiple; each layer keeps its best.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,8 @@ from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uni
 from emp_llm.structure.scores import Scores
 from emp_llm.structure.units import Indices, Units
 
-Removed = Mapping[tuple[str, str], tuple[int, int]]  # kind and role of units -> (removed, total) in all blocks
+# Kind and role of units -> (removed, total) in all blocks.
+Removed = Mapping[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,27 +60,32 @@ def choose_units(
 
     Args:
         every, scores: the units and their scores.
-        recipe: beta, or sparsity; whether the units of a layer, or those of a role (`Units.role`) in all layers, compete; and
-            whether they are removed, so that layers need one width.
+        recipe: beta, or sparsity; whether the units of a layer, or those of a role (`Units.role`)
+            in all layers, compete; and whether they are removed, so that layers need one width.
         width_by_block: each layer has a width of its own.
         matched: of the run that `recipe.match` names.
 
     Returns:
-        The choices, in order; and the beta in force: None for a fixed share, or if a requested sparsity has several.
+        The choices, in order; and the beta in force: None for a fixed share, or if a requested
+        sparsity has several.
 
     Raises:
         UserError: a requested sparsity would leave a layer without units.
     """
-    structure, order = recipe.structure, 2.0 if recipe.order is None else recipe.order
+    structure = recipe.structure
+    order = 2.0 if recipe.order is None else recipe.order
     assert structure is not None
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
     by_role: dict[tuple[str, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
-    for (kind, role), members in sorted(by_role.items(), key=lambda item: every[item[1][0]].multiple_of != ""):
+    for (kind, role), members in sorted(
+        by_role.items(), key=lambda item: every[item[1][0]].multiple_of != ""
+    ):
         rows = [torch.from_numpy(scores[number])[None] for number in members]
-        if kind == "experts" and structure.structure_group == "all":  # layers differ in the size of their outputs
+        # Layers differ in the size of their outputs.
+        if kind == "experts" and structure.structure_group == "all":
             rows = [row / row.sum() for row in rows]
         groups = [torch.cat(rows, 1)] if structure.structure_group == "all" else rows
         moments = [Moments.of_rows(group, order) for group in groups]
@@ -94,7 +100,10 @@ def choose_units(
             kept = spread_counts(sizes, *matched[kind, role]).tolist()
         else:
             raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
-        best = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
+        best = [
+            largest_mask(group, torch.tensor([count]))[0]
+            for group, count in zip(groups, kept, strict=True)
+        ]
         masks = torch.split(torch.cat(best), [row.shape[1] for row in rows])
         counts = [int(mask.sum()) for mask in masks]
         mean = -(-sum(counts) // len(counts))
@@ -102,7 +111,11 @@ def choose_units(
             units = every[number]
             size = count if width_by_block else mean
             if units.multiple_of and not structure.keep_shapes:  # as many as that number allows
-                (width,) = {len(each.kept) for each in choices.values() if each.units.role == units.multiple_of}
+                (width,) = {
+                    len(each.kept)
+                    for each in choices.values()
+                    if each.units.role == units.multiple_of
+                }
                 mask = _widened(units, row, len(units) // width * width, 1)
             elif not structure.keep_shapes and kind != "layers":
                 mask = _widened(units, row, size, structure.width_multiple or 1)
@@ -110,11 +123,12 @@ def choose_units(
                 needed = units.least * len(np.unique(units.places))
                 if size < needed and not structure.keep_shapes:
                     raise UserError(
-                        f"{units.name}: {size} of {len(units)} experts would stay, and its router needs at least {needed}. "
-                        "Raise --beta, or lower --sparsity."
+                        f"{units.name}: {size} of {len(units)} experts would stay, and its router "
+                        f"needs at least {needed}. Raise --beta, or lower --sparsity."
                     )
                 mask |= _widened(units, row, needed, 1)
-            n_eff, stays = float(Moments.of_rows(row, order).number()[0]), np.flatnonzero(mask.numpy())
+            n_eff = float(Moments.of_rows(row, order).number()[0])
+            stays = np.flatnonzero(mask.numpy())
             record = UnitsRecord(
                 kind=kind,
                 role=role,
@@ -124,13 +138,21 @@ def choose_units(
                 rule=count,
                 n_eff=n_eff,
                 s_eff=float(effective_mass(row, order=order)[0]),
-                s_eff_bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
-                n_eff_together=float(moments[0].number()[0]) if structure.structure_group == "all" else None,
-                scores=[float(f"{score:.6g}") for score in row[0].tolist()] if kind == "experts" else None,
+                s_eff_bound=float(effective_mass_bound(n_eff, row.shape[1]))
+                if order == 2.0
+                else None,
+                n_eff_together=float(moments[0].number()[0])
+                if structure.structure_group == "all"
+                else None,
+                scores=[float(f"{score:.6g}") for score in row[0].tolist()]
+                if kind == "experts"
+                else None,
                 kept_units=stays.tolist() if kind == "experts" else None,
             )
             choices[number] = Choice(units, row[0].numpy(), stays, record)
-    return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
+    return [choices[number] for number in range(len(every))], betas.pop() if len(
+        betas
+    ) == 1 else None
 
 
 def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
@@ -143,21 +165,31 @@ def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
 
 
 def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
-    """The beta of an emp method, or the one that removes as many units as its sparsity asks for; None for a fixed share."""
+    """The beta of an emp method, or the one that removes as many units as its sparsity asks for;
+    None for a fixed share.
+    """
     if not recipe.adaptive or recipe.beta is not None:
         return recipe.beta
     assert recipe.sparsity is not None
     total = sum(each.size for each in moments)
     kept = total - floor_count(recipe.sparsity * total)
     if kept < len(moments):
-        raise UserError(f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it.")
-    return beta_keeping(kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments])
+        raise UserError(
+            f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it."
+        )
+    return beta_keeping(
+        kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments]
+    )
 
 
 def _widened(units: Units, row: torch.Tensor, size: int, multiple: int) -> torch.Tensor:
     """The mask of the best units: a multiple of them, and of heads as many in every place."""
     places = np.unique(units.places)
-    each = min(len(units), -(-size // multiple) * multiple) if units.kind == "neurons" else -(-size // len(places))
+    each = (
+        min(len(units), -(-size // multiple) * multiple)
+        if units.kind == "neurons"
+        else -(-size // len(places))
+    )
     mask = torch.zeros(len(units), dtype=torch.bool)
     for place in places:
         members = torch.from_numpy(np.flatnonzero(units.places == place))

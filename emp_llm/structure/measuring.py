@@ -1,4 +1,6 @@
-"""How many units EMP would keep at each beta, and the size of the model that is left; nothing is written."""
+"""How many units EMP would keep at each beta, and the size of the model that is left; nothing is
+written.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,7 +59,9 @@ def measure_units(
         models = OneModel(loading.device_map, loading.dtype, trust_remote_code)
         data = calibration_data(text, plan.architecture, trust_remote_code, models=models)
         if not isinstance(data, CalibrationText):
-            raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
+            raise UserError(
+                "--structure is scored on text alone; leave out image= in --calibration."
+            )
         keep_generated(kept, data)
         dense = models.get(source.folder)
         origin = model_origin(source.name, source.revision, plan.checkpoint)
@@ -65,7 +69,8 @@ def measure_units(
             if recipe.name == "wanda":
                 outputs = [units.output.layer for units in plan.units if isinstance(units, Parts)]
                 norms = calibrated(dense, data, outputs, text, origin, blocks=recipe.blocks)
-                feature, about = norms.norm, norms.about
+                feature = norms.norm
+                about = norms.about
             else:
                 runner = BlockwiseModel(dense, recipe.blocks, text.hidden_states)
                 feature = unit_sums(runner, plan.units, data.tokens, text.batch_size).get
@@ -75,12 +80,15 @@ def measure_units(
     scores = unit_scores(plan.units, recipe.name, feature)
     removed = curve(plan, scores, recipe, betas)
     at_one, _ = choose_units(plan.units, scores, recipe, plan.width_by_block)
-    before, after = size_of(plan, [])[0], size_of(plan, at_one)[0]
+    before = size_of(plan, [])[0]
+    after = size_of(plan, at_one)[0]
     weights = plan.architecture.coverage(plan.targets).weights or 1
     entry = MeasureEntry(
         criterion=recipe.name,
         order=recipe.order or 0.0,
-        targets=TargetsRecord(sparsity_of_targets=(before - after) / weights, weights=weights, parameters=before),
+        targets=TargetsRecord(
+            sparsity_of_targets=(before - after) / weights, weights=weights, parameters=before
+        ),
         matrices={},
         units={choice.units.name: choice.record for choice in at_one},
         unit_curve=removed,
@@ -88,12 +96,18 @@ def measure_units(
     return entry, about
 
 
-def curve(plan: UnitModel, scores: Sequence[Scores], recipe: Recipe, betas: Sequence[float]) -> list[UnitPoint]:
-    """What is left at each beta at which the model can be pruned; arguments are those of `choose_units`."""
+def curve(
+    plan: UnitModel, scores: Sequence[Scores], recipe: Recipe, betas: Sequence[float]
+) -> list[UnitPoint]:
+    """What is left at each beta at which the model can be pruned; arguments are those of
+    `choose_units`.
+    """
     points = []
     for beta in betas:
         try:
-            choices, _ = choose_units(plan.units, scores, recipe.but(beta=beta, sparsity=None), plan.width_by_block)
+            choices, _ = choose_units(
+                plan.units, scores, recipe.but(beta=beta, sparsity=None), plan.width_by_block
+            )
         except UserError:  # fewer experts than a token needs
             continue
         parameters, size = size_of(plan, choices)

@@ -1,8 +1,9 @@
 """Attention heads and MLP neurons, found by the names and shapes of layers.
 
-A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and the layers that make queries,
-keys and values, apart or in one matrix. A neuron is known by its shapes alone: one layer of an MLP maps hidden states to
-features, or to features and gates, and a later one maps the features back. What is not so named or shaped is refused.
+A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and the
+layers that make queries, keys and values, apart or in one matrix. A neuron is known by its shapes
+alone: one layer of an MLP maps hidden states to features, or to features and gates, and a later one
+maps the features back. What is not so named or shaped is refused.
 """
 
 import math
@@ -23,8 +24,10 @@ _OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # of attention
 _JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
 _BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
 _HALVES = ("gate_up_proj",)  # all gates, then all features
-_NARROW = 4  # a part narrower than this share of the hidden states is a low-rank connection, not an MLP
-# Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the number is taken.
+# A part narrower than this share of the hidden states is a low-rank connection, not an MLP.
+_NARROW = 4
+# Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the
+# number is taken.
 _WIDTHS = (
     ("shared_expert", ("shared_expert_intermediate_size",)),
     ("experts", ("moe_intermediate_size", "intermediate_size")),
@@ -32,8 +35,10 @@ _WIDTHS = (
 )
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MISSING = {
-    "heads": "no attention whose heads can be told apart (each head must have outputs of its own in layers of usual names)",
-    "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)",
+    "heads": "no attention whose heads can be told apart (each head must have outputs of its own "
+    "in layers of usual names)",
+    "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each "
+    "neuron)",
 }
 
 
@@ -68,31 +73,44 @@ class Parts(Units):
         multiple_of: str = "",
     ) -> "Parts":
         """The units that a layer reads; arguments are the attributes."""
-        layer, one = output.layer, np.zeros(len(columns), dtype=np.int64)
+        layer = output.layer
+        one = np.zeros(len(columns), dtype=np.int64)
         where = one if places is None else places
         targets = [*rows, output]
         place = (kind, output.name, layer.role, layer.block or 0, where, 1, targets)
         return cls(*place, output, columns, rows, heads, keys, multiple_of=multiple_of)
 
 
-def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure: StructureRecipe) -> list[Parts]:
-    """The heads or neurons of a model, or both, in its order; UserError if it has none that can be told apart."""
+def find_parts(
+    skeleton: PreTrainedModel, architecture: Architecture, structure: StructureRecipe
+) -> list[Parts]:
+    """The heads or neurons of a model, or both, in its order; UserError if it has none that can
+    be told apart.
+    """
     config = skeleton.config.get_text_config()
     stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
-    wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(structure.structure, ("attention", "mlp"))
-    groups: dict[tuple[int, bool, bool, str], list[Target]] = {}  # of a block: its attention, then its MLPs, then its experts
+    wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(
+        structure.structure, ("attention", "mlp")
+    )
+    # Of a block: its attention, then its MLPs, then its experts.
+    groups: dict[tuple[int, bool, bool, str], list[Target]] = {}
     for layer in architecture.layers:
         if layer.block is None or layer.tower != "language" or layer.kind not in wanted:
             continue
         if layer not in stored:
             raise UserError(
-                f"{layer.name}: its weight is not stored by itself, or blocks share it, so its units cannot be pruned. "
-                "Leave out --structure to prune weights."
+                f"{layer.name}: its weight is not stored by itself, or blocks share it, so its "
+                "units cannot be pruned. Leave out --structure to prune weights."
             )
         if stored[layer].matrix.scales is not None:
-            raise UserError(f"{layer.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
+            raise UserError(
+                f"{layer.name} is stored in FP8, and --structure needs plain weights. "
+                "Use the unquantised model."
+            )
         module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
-        groups.setdefault((layer.block, layer.kind == "mlp", layer.expert is not None, module), []).append(stored[layer])
+        groups.setdefault(
+            (layer.block, layer.kind == "mlp", layer.expert is not None, module), []
+        ).append(stored[layer])
     units: list[Parts] = []
     for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
         if is_mlp:
@@ -106,8 +124,12 @@ def find_parts(skeleton: PreTrainedModel, architecture: Architecture, structure:
     return units
 
 
-def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool) -> Parts | None:
-    """The heads of a block's attention; None if its layers have other names, or its shapes do not fit."""
+def _heads(
+    targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool
+) -> Parts | None:
+    """The heads of a block's attention; None if its layers have other names, or its shapes do
+    not fit.
+    """
     by_leaf = {target.layer.leaf: target for target in targets}
     output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
     number = getattr(config, "num_attention_heads", None)
@@ -122,7 +144,11 @@ def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_q
         rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
         if joined.layer.leaf in _BY_GROUP:
             grid = rows.reshape(keys, number // keys + 2, width)
-            parts = [(joined, grid[:, :-2].reshape(number, width)), (joined, grid[:, -2]), (joined, grid[:, -1])]
+            parts = [
+                (joined, grid[:, :-2].reshape(number, width)),
+                (joined, grid[:, -2]),
+                (joined, grid[:, -1]),
+            ]
         else:
             parts = [(joined, each) for each in np.split(rows, [number, number + keys])]
     elif {"q_proj", "k_proj", "v_proj"} <= by_leaf.keys():
@@ -139,13 +165,18 @@ def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_q
     else:
         return None
     module = output.name.rpartition(".")[0]
-    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):  # over all heads, they cannot be told apart
+    # Over all heads, they cannot be told apart.
+    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
         size = math.prod(shapes.get(f"{module}.{norm}.weight", ()))
         if number > 1 and size != width and size in (parts[0][1].size, parts[1][1].size):
             return None
-    places, together = np.zeros(keys, dtype=np.int64), number // keys
-    if keys == 1 < number or (by_query and keys < number):  # keys and values belong to all heads, so that they stay
-        places, together, parts = np.arange(number) // (number // keys), 1, parts[:1]
+    places = np.zeros(keys, dtype=np.int64)
+    together = number // keys
+    # Keys and values belong to all heads, so that they stay.
+    if keys == 1 < number or (by_query and keys < number):
+        places = np.arange(number) // (number // keys)
+        together = 1
+        parts = parts[:1]
     rows_of: dict[Target, Indices] = {}
     for target, part in parts:
         own = part.reshape(number // together, -1)
@@ -155,8 +186,11 @@ def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_q
 
 
 def _neurons(targets: list[Target], config: Any, keep_shapes: bool) -> Parts | None:
-    """The neurons of an MLP or expert: some of its layers map hidden states to features, and a later one maps them back."""
-    hidden, routed = int(config.hidden_size), targets[0].layer.expert is not None
+    """The neurons of an MLP or expert: some of its layers map hidden states to features, and a
+    later one maps them back.
+    """
+    hidden = int(config.hidden_size)
+    routed = targets[0].layer.expert is not None
     output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
     if output is None or (not routed and _NARROW * output.matrix.columns <= hidden):
         return None
@@ -167,14 +201,20 @@ def _neurons(targets: list[Target], config: Any, keep_shapes: bool) -> Parts | N
         if target.matrix.columns == hidden and target.matrix.rows == width:
             rows[target] = each
         elif (
-            target.matrix.columns == hidden and target.matrix.rows == 2 * width and target.layer.leaf in _HALVES and not routed
+            target.matrix.columns == hidden
+            and target.matrix.rows == 2 * width
+            and target.layer.leaf in _HALVES
+            and not routed
         ):
             rows[target] = np.concatenate([each, each + width], 1)
     if not rows:
         return None
-    shared = getattr(config, "n_shared_experts", None)  # a number of routed experts: of DeepSeek, GLM-4 MoE
+    # A number of routed experts: of DeepSeek, GLM-4 MoE.
+    shared = getattr(config, "n_shared_experts", None)
     routed_width = getattr(config, "moe_intermediate_size", None)
-    is_multiple = isinstance(shared, int) and isinstance(routed_width, int) and width == shared * routed_width
+    is_multiple = (
+        isinstance(shared, int) and isinstance(routed_width, int) and width == shared * routed_width
+    )
     role = output.layer.role
     if is_multiple and "shared_expert" in role and not keep_shapes:
         routed_role = role.replace("shared_experts", "experts.*")
@@ -184,7 +224,9 @@ def _neurons(targets: list[Target], config: Any, keep_shapes: bool) -> Parts | N
 
 def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     """The fields of config.json that change; arguments and errors are those of `config_changes`."""
-    stored, text, changes = model.checkpoint.config, model.skeleton.config.get_text_config(), Changes()
+    stored = model.checkpoint.config
+    text = model.skeleton.config.get_text_config()
+    changes = Changes()
 
     def put(name: str, value: Any) -> None:
         path = field_path(model.skeleton, stored, name)
@@ -199,7 +241,8 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     for units, stays in zip(model.units, kept, strict=True):
         if len(stays) < len(units) and isinstance(units, Parts):
             roles.setdefault(units.role, []).append((units, len(stays)))
-    for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):  # neurons, then heads
+    # neurons, then heads.
+    for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):
         units, stay = members[0]
         if units.kind == "heads":
             put("num_attention_heads", stay * units.heads)
@@ -216,8 +259,12 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
                 by_block = {each.block: stays for each, stays in members}
                 put(name, [by_block.get(number, value) for number, value in enumerate(before)])
                 break
-            adjusts = name == "intermediate_size" and getattr(text, "block_auto_adjust_ff_dim", False)  # of LFM2
-            if before is None or before == len(units) or adjusts:  # None: left to the default of the model
+            # of LFM2.
+            adjusts = name == "intermediate_size" and getattr(
+                text, "block_auto_adjust_ff_dim", False
+            )
+            # None: left to the default of the model.
+            if before is None or before == len(units) or adjusts:
                 put(name, stay)
                 if adjusts:
                     put("block_auto_adjust_ff_dim", False)
@@ -230,15 +277,18 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
         raise _no_number(changed[0])
     for name, shape in _smaller_shapes(model, kept).items():
         if shapes.get(name) != shape:
-            owner = next((each for each in changed if name in {t.layer.parameter for t in each.targets}), changed[0])
+            owner = next(
+                (each for each in changed if name in {t.layer.parameter for t in each.targets}),
+                changed[0],
+            )
             raise _no_number(owner, f" (its model would need another {name})")
     return changes
 
 
 def _no_number(units: Units, why: str = "") -> UserError:
     return UserError(
-        f"config.json has no number for the {units.kind} of {units.role} in this form{why}. Keep all shapes and set the "
-        "removed ones to zero: --keep-shapes."
+        f"config.json has no number for the {units.kind} of {units.role} in this form{why}. Keep "
+        "all shapes and set the removed ones to zero: --keep-shapes."
     )
 
 
@@ -249,14 +299,17 @@ def _smaller_shapes(model: UnitModel, kept: Sequence[Indices]) -> dict[str, Shap
         gone = len(units) - len(stays)
         assert isinstance(units, Parts)
         for target in units.targets:
-            layer, expert = target.layer, target.layer.expert
+            layer = target.layer
+            expert = target.layer.expert
             if expert is not None and expert.expert > 0:
                 continue  # all experts have the width of the first
             rows = gone * units.rows[target].shape[1] if target in units.rows else 0
             columns = gone * units.columns.shape[1] if target is units.output else 0
             transposed = layer.transposed if expert is None else expert.transposed
             *stack, first, second = wanted[layer.parameter]
-            first, second = (first - columns, second - rows) if transposed else (first - rows, second - columns)
+            first, second = (
+                (first - columns, second - rows) if transposed else (first - rows, second - columns)
+            )
             wanted[layer.parameter] = (*stack, first, second)
             bias = f"{layer.name}.bias"
             if expert is None and bias in wanted:

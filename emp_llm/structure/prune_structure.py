@@ -1,4 +1,6 @@
-"""Structured pruning: a smaller model without whole attention heads, MLP neurons, experts or decoder layers."""
+"""Structured pruning: a smaller model without whole attention heads, MLP neurons, experts or
+decoder layers.
+"""
 
 import logging
 import os
@@ -17,7 +19,13 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.activations import keep_norms, kept_norms
 from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
+from emp_llm.calibration.passes import (
+    calibrated,
+    calibration_signature,
+    delete_progress,
+    fit_origin,
+    model_origin,
+)
 from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
@@ -28,7 +36,13 @@ from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.check import Check
-from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
+from emp_llm.evaluation.evaluate import (
+    evaluate_checkpoint,
+    mark_pending,
+    measures_of_baseline,
+    pending_matches,
+    prepare_suite,
+)
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
@@ -53,7 +67,15 @@ from emp_llm.structure.parts import Parts
 from emp_llm.structure.scores import unit_scores, unit_sums
 from emp_llm.structure.unit_model import config_changes, unit_model
 from emp_llm.structure.units import Changes, UnitModel, Units
-from emp_llm.structure.writing import active_parameters, compare, cut_of, fitted, left_of, size_of, write_checkpoint
+from emp_llm.structure.writing import (
+    active_parameters,
+    compare,
+    cut_of,
+    fitted,
+    left_of,
+    size_of,
+    write_checkpoint,
+)
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import check_apart, update_warnings
 from emp_llm.update.walk import update_model
@@ -61,8 +83,11 @@ from emp_llm.update.walk import update_model
 logger = logging.getLogger(__name__)
 
 
-def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tuple[RunReport | DryRun, Path]:
-    """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with zeros in their place.
+def prune_structure(
+    recipe: Recipe, options: PruneOptions, given: Given
+) -> tuple[RunReport | DryRun, Path]:
+    """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with
+    zeros in their place.
 
     Args:
         recipe: of `options.prune.structured`.
@@ -75,16 +100,22 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
     Raises:
         UserError: the options do not fit the model or the output.
     """
-    structure, stopwatch = recipe.structure, Stopwatch()
+    structure = recipe.structure
+    stopwatch = Stopwatch()
     assert structure is not None
-    summed = recipe.name == "taylor" or (structure.structure in ("experts", "layers") and recipe.name != "magnitude")
+    summed = recipe.name == "taylor" or (
+        structure.structure in ("experts", "layers") and recipe.name != "magnitude"
+    )
     norms = None if summed else given_norms(options, recipe, given)
     suite = None if options.evaluate is None else find_suite(options.evaluate)
-    source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
+    source = find_model(
+        options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run
+    )
 
     # Which units.
     plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
-    checkpoint, path = plan.checkpoint, options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
+    checkpoint = plan.checkpoint
+    path = options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
     if recipe.updates:
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if recipe.name == "taylor":
@@ -93,7 +124,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
     matched = None if recipe.match is None else _matched(Path(recipe.match))
     budget = Budget.of(options.parameters, options.memory)
     if options.dry_run:
-        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
+        # Is only checked.
+        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)
         notes = [_units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
             _, choices, changes = _chosen(plan, recipe, matched, budget)
@@ -117,29 +149,50 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
         return planned, path
 
     # What is needed later is checked now: the text, the suite, the output.
-    routed = next((units for units in plan.units if isinstance(units, Parts) and units.output.layer.routed), None)
+    routed = next(
+        (units for units in plan.units if isinstance(units, Parts) and units.output.layer.routed),
+        None,
+    )
     if recipe.name == "taylor" and routed is not None:
-        raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
-    if routed is not None and structure.width_multiple and structure.width_multiple * routed.output.matrix.itemsize % 16:
+        raise UserError(
+            f"{routed.name}: --method taylor does not reach experts. Use --method "
+            "wanda or magnitude."
+        )
+    if (
+        routed is not None
+        and structure.width_multiple
+        and structure.width_multiple * routed.output.matrix.itemsize % 16
+    ):
         needed = 16 // routed.output.matrix.itemsize
         raise UserError(
-            f"--width-multiple {structure.width_multiple}: the products of all experts at once need a width that is a multiple "
-            f"of {needed} in this dtype. Give {needed}, or a multiple of it."
+            f"--width-multiple {structure.width_multiple}: the products of all experts at once "
+            f"need a width that is a multiple of {needed} in this dtype. Give {needed}, or a "
+            "multiple of it."
         )
     calibrates = recipe.name == "wanda" and norms is None
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if recipe.moves or summed or calibrates:
-        read = calibration_data(options, plan.architecture, options.trust_remote_code, models=models)
+        read = calibration_data(
+            options, plan.architecture, options.trust_remote_code, models=models
+        )
         if not isinstance(read, CalibrationText):
-            raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
+            raise UserError(
+                "--structure is scored on text alone; leave out image= in --calibration."
+            )
         if options.execution == "model" and summed:
-            raise UserError(f"--method {recipe.method} runs the model block by block; leave out --execution model.")
+            raise UserError(
+                f"--method {recipe.method} runs the model block by block; leave out "
+                "--execution model."
+            )
         data = read
         if recipe.heal:
             check_healable(checkpoint.config, data, plan.targets)
-        made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
+        made_of |= calibration_signature(data, options) | {
+            "dtype": options.dtype,
+            "device_map": options.device_map,
+        }
     check_wanted(options, given, data)
     if budget is not None:
         made_of |= {"budget": budget.flag}
@@ -148,8 +201,14 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
     signature = run_signature(checkpoint, recipe, made_of)
     prepared = None
     if suite is not None:
-        prepared = prepare_suite(suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code))
-    measured = None if prepared is None else measures_of_baseline(options.baseline, source, prepared, options)
+        prepared = prepare_suite(
+            suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code)
+        )
+    measured = (
+        None
+        if prepared is None
+        else measures_of_baseline(options.baseline, source, prepared, options)
+    )
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
@@ -166,9 +225,12 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
             if summed:
                 assert data is not None
                 with stage("score"):
-                    sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)  # of an interrupted run
+                    # Of an interrupted run.
+                    sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)
                     if sums is None:
-                        runner = BlockwiseModel(models.get(source.folder), recipe.blocks, options.hidden_states)
+                        runner = BlockwiseModel(
+                            models.get(source.folder), recipe.blocks, options.hidden_states
+                        )
                         with stopwatch("score"):
                             sums = unit_sums(runner, plan.units, data.tokens, options.batch_size)
                         del runner
@@ -181,10 +243,18 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                     norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
                     if norms is None:
                         dense = models.get(source.folder)
-                        outputs = [units.output.layer for units in plan.units if isinstance(units, Parts)]
+                        outputs = [
+                            units.output.layer for units in plan.units if isinstance(units, Parts)
+                        ]
                         with stopwatch("calibrate"):
                             norms = calibrated(
-                                dense, data, outputs, options, origin, blocks=recipe.blocks, resume=out.calibration
+                                dense,
+                                data,
+                                outputs,
+                                options,
+                                origin,
+                                blocks=recipe.blocks,
+                                resume=out.calibration,
                             )
                         del dense
                         if ranks().main:
@@ -193,51 +263,92 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
 
             # Which units stay, and the values of the last layers.
             with stage("choose"):
-                feature = sums.get if sums is not None else norms.norm if norms is not None else None
+                feature = (
+                    sums.get if sums is not None else norms.norm if norms is not None else None
+                )
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
-            moved, moving = None, [target for each in choices for target in fitted(each)]
+            moved = None
+            moving = [target for each in choices for target in fitted(each)]
             if recipe.updates:
                 assert data is not None
                 tokens = data.tokens
-                how: dict[str, Any] = {"batch_size": options.batch_size, "hidden_states": options.hidden_states}
-                stays = {each.units: each.kept for each in choices if isinstance(each.units, Experts)}
-                masks = {each.units.name: _mask(each) for each in choices if isinstance(each.units, Parts)}
+                how: dict[str, Any] = {
+                    "batch_size": options.batch_size,
+                    "hidden_states": options.hidden_states,
+                }
+                stays = {
+                    each.units: each.kept for each in choices if isinstance(each.units, Experts)
+                }
+                masks = {
+                    each.units.name: _mask(each)
+                    for each in choices
+                    if isinstance(each.units, Parts)
+                }
 
                 def refit(dense: PreTrainedModel, moved: MovedWeights) -> None:
                     if stays:
                         refit_experts(dense, stays, tokens, recipe, moved, **how)
                     else:
-                        update_model(dense, moving, tokens, recipe, moved, mask_of=lambda target: masks[target.name], **how)
+                        update_model(
+                            dense,
+                            moving,
+                            tokens,
+                            recipe,
+                            moved,
+                            mask_of=lambda target: masks[target.name],
+                            **how,
+                        )
 
                 moved = moved_weights(source.folder, models, out, stopwatch, "refit", refit)
 
-            # The first rank writes, and compares with the dense model. Healing trains what was written.
+            # The first rank writes, and compares with the dense model. Healing trains what was
+            # written.
             healing = None
             if ranks().main:
                 with stage("prune"):
                     with stopwatch("prune"):
                         hashes = write_checkpoint(plan, choices, changes, moved, out)
-                        tensors = {f"{choice.units.name}.kept": torch.from_numpy(choice.kept) for choice in choices}
-                        tensors |= {f"{choice.units.name}.scores": torch.from_numpy(choice.scores) for choice in choices}
+                        tensors = {
+                            f"{choice.units.name}.kept": torch.from_numpy(choice.kept)
+                            for choice in choices
+                        }
+                        tensors |= {
+                            f"{choice.units.name}.scores": torch.from_numpy(choice.scores)
+                            for choice in choices
+                        }
                         write_bytes(out.files / STRUCTURE_NAME, save(tensors))
                     targets, record = _records(plan, choices, changes)
                     for choice in choices:
                         if isinstance(choice.units, Experts) and sums is not None:
                             tokens, mass, *_ = sums[choice.units.name]
-                            choice.record.tokens_lost = float(tokens[choice.gone].sum() / tokens.sum())
+                            choice.record.tokens_lost = float(
+                                tokens[choice.gone].sum() / tokens.sum()
+                            )
                             choice.record.mass_lost = float(mass[choice.gone].sum() / mass.sum())
                     if structure.structure == "experts":
                         kept = {choice.units.name: choice.kept.tolist() for choice in choices}
-                        write_json(out.files / EXPERTS_NAME, {"num_experts": len(plan.units[0]), "kept_experts": kept})
+                        write_json(
+                            out.files / EXPERTS_NAME,
+                            {"num_experts": len(plan.units[0]), "kept_experts": kept},
+                        )
                     if out.get("compared") is None:
                         dense = models.get(source.folder)
-                        in_stacks = any(target.layer.expert is not None for each in choices for target in fitted(each))
+                        in_stacks = any(
+                            target.layer.expert is not None
+                            for each in choices
+                            for target in fitted(each)
+                        )
                         with stopwatch("compare"):
                             if is_offloaded(dense) and in_stacks:
-                                logger.warning("warning: the model is offloaded; speed and logits are not compared.")
+                                logger.warning(
+                                    "warning: the model is offloaded; speed and logits "
+                                    "are not compared."
+                                )
                             else:
                                 device_map = "disk" if is_offloaded(dense) else options.device_map
-                                small = load_model(out.files, device_map, options.dtype, options.trust_remote_code)
+                                small = load_model(
+                                    out.files, device_map, options.dtype, options.trust_remote_code
+                                )
                                 compare(dense, small, choices, moved, record)
                                 del small
                         del dense
@@ -265,9 +376,17 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
                 fits = {} if moved is None else moved.records()
-                about = norms.about if norms is not None else None if data is None else fit_origin(data, options, origin)
+                about = (
+                    norms.about
+                    if norms is not None
+                    else None
+                    if data is None
+                    else fit_origin(data, options, origin)
+                )
                 report = RunReport(
-                    source=ModelSource(model=source.name, revision=source.revision, identity=identity),
+                    source=ModelSource(
+                        model=source.name, revision=source.revision, identity=identity
+                    ),
                     command=command_line(),
                     recipe=recipe,
                     calibration=about,
@@ -276,7 +395,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=_unseen(choices, sums) + (update_warnings(fits, moving, recipe) if recipe.updates else []),
+                    warnings=_unseen(choices, sums)
+                    + (update_warnings(fits, moving, recipe) if recipe.updates else []),
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,
@@ -288,7 +408,14 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
                     report.warnings += healing_warnings(healing)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
-                write_manifest(out.files, checkpoint, identity, report.recipe, digest, {} if recipe.heal else hashes)
+                write_manifest(
+                    out.files,
+                    checkpoint,
+                    identity,
+                    report.recipe,
+                    digest,
+                    {} if recipe.heal else hashes,
+                )
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
@@ -296,7 +423,9 @@ def prune_structure(recipe: Recipe, options: PruneOptions, given: Given) -> tupl
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, options, stopwatch, measured)
+        report = evaluate_checkpoint(
+            path, source, report, prepared, models, options, stopwatch, measured
+        )
     return report, path
 
 
@@ -304,7 +433,10 @@ def _matched(run: Path) -> Removed:
     """What an earlier run has removed, by its report."""
     structure = read_report(run).structure
     if structure is None:
-        raise UserError(f"--match {run}: that run removed weights, not heads or neurons. Give one with --structure.")
+        raise UserError(
+            f"--match {run}: that run removed weights, not heads or neurons. Give one "
+            "with --structure."
+        )
     return removed_by_role(structure.layers.values())
 
 
@@ -324,8 +456,11 @@ def _chosen(
     budget: Budget | None,
     feature: Callable[[str], Tensor | None] | None = None,
 ) -> tuple[Recipe, list[Choice], Changes | None]:
-    """The recipe with its beta and sparsity in force, the choices, and the fields of config.json that change, if any do."""
-    structure, scores = recipe.structure, unit_scores(plan.units, recipe.name, feature)
+    """The recipe with its beta and sparsity in force, the choices, and the fields of config.json
+    that change, if any do.
+    """
+    structure = recipe.structure
+    scores = unit_scores(plan.units, recipe.name, feature)
     assert structure is not None
     if budget is not None:
         all_units = sum(len(units) for units in plan.units)
@@ -337,32 +472,48 @@ def _chosen(
             return size_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0])
 
         fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
-        recipe = recipe.but(sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None)
+        recipe = recipe.but(
+            sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None
+        )
     choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
     if recipe.adaptive and recipe.beta is None and beta is not None:
         logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
     recipe = recipe.but(beta=beta) if recipe.adaptive else recipe
-    total, rule, kept = (sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept"))
+    total, rule, kept = (
+        sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept")
+    )
     if rule == total:
-        raise UserError(f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity.")
+        raise UserError(
+            f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity."
+        )
     if kept == total:
         raise UserError(
-            f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing is removed. Use "
-            "--keep-shapes, which sets them to zero where they are, a lower --beta, --sparsity, or a smaller --width-multiple."
+            f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing "
+            "is removed. Use --keep-shapes, which sets them to zero where they are, a lower "
+            "--beta, --sparsity, or a smaller --width-multiple."
         )
     if not structure.keep_shapes:
         return recipe, choices, config_changes(plan, [choice.kept for choice in choices])
-    open_ = next((each.units for each in choices if isinstance(each.units, Experts) and not each.units.closes), None)
+    open_ = next(
+        (
+            each.units
+            for each in choices
+            if isinstance(each.units, Experts) and not each.units.closes
+        ),
+        None,
+    )
     if open_ is not None:
         raise UserError(
-            f"--keep-shapes: the router of {open_.name} has no bias, so that no expert can be closed in it. Leave it out; "
-            "every layer then keeps as many experts."
+            f"--keep-shapes: the router of {open_.name} has no bias, so that no expert can be "
+            "closed in it. Leave it out; every layer then keeps as many experts."
         )
     return recipe, choices, None
 
 
 def _mask(choice: Choice) -> Tensor:
-    """Which weights of the last layer of heads or neurons read units that stay: bool, shape (outputs, inputs)."""
+    """Which weights of the last layer of heads or neurons read units that stay: bool, shape
+    (outputs, inputs).
+    """
     units = choice.units
     assert isinstance(units, Parts)
     kept = torch.ones(units.output.matrix.columns, dtype=torch.bool)
@@ -370,12 +521,16 @@ def _mask(choice: Choice) -> Tensor:
     return kept.expand(units.output.matrix.rows, -1)
 
 
-def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None) -> tuple[TargetsRecord, StructureRecord]:
+def _records(
+    plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
+) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
-    coverage, done = plan.architecture.coverage(plan.targets), cut_of(plan, choices, remove=True)
+    coverage = plan.architecture.coverage(plan.targets)
+    done = cut_of(plan, choices, remove=True)
     stored = {target.matrix.stored.name: target.matrix.stored for target in plan.targets}
     kept = sum(left_of(tensor, done) for tensor in stored.values())
-    weights, parameters = coverage.weights or 1, coverage.parameters or 1
+    weights = coverage.weights or 1
+    parameters = coverage.parameters or 1
     targets = TargetsRecord(
         matrices=coverage.matrices,
         matrices_in_blocks=coverage.matrices_in_blocks,
@@ -390,9 +545,16 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
     )
     removed = [] if changes is None else choices
     sizes = [size_of(plan, []), size_of(plan, removed)]
-    active = [active_parameters(plan, [], sizes[0][0]), active_parameters(plan, removed, sizes[1][0])]
+    active = [
+        active_parameters(plan, [], sizes[0][0]),
+        active_parameters(plan, removed, sizes[1][0]),
+    ]
     dense, pruned = (
-        CostRecord(parameters=parameters, bytes=size, active_parameters=reached if reached < parameters else None)
+        CostRecord(
+            parameters=parameters,
+            bytes=size,
+            active_parameters=reached if reached < parameters else None,
+        )
         for (parameters, size), reached in zip(sizes, active, strict=True)
     )
     structure = StructureRecord(
@@ -420,28 +582,49 @@ def _units_line(every: Sequence[Units]) -> str:
 
 def _unseen(choices: Sequence[Choice], sums: dict[str, Tensor] | None) -> list[str]:
     """A sentence if no token of the text reached some experts, or none."""
-    every = [choice.units for choice in choices if isinstance(choice.units, Experts)] if sums is not None else []
-    unseen = {units.name: int((sums[units.name][0] == 0).sum()) for units in every if sums is not None}
-    first, total = next((name for name, count in unseen.items() if count), None), sum(len(units) for units in every)
+    every = (
+        [choice.units for choice in choices if isinstance(choice.units, Experts)]
+        if sums is not None
+        else []
+    )
+    unseen = {
+        units.name: int((sums[units.name][0] == 0).sum()) for units in every if sums is not None
+    }
+    first = next((name for name, count in unseen.items() if count), None)
+    total = sum(len(units) for units in every)
     if first is None:
         return []
     return [
-        f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts ({unseen[first]} of {first}). They "
-        "score 0; use more text, or text of more kinds."
+        f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
+        f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
     ]
 
 
 def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
-    """The size of the model with some shares of its experts or layers. It does not depend on their scores."""
-    kind, lines = plan.units[0].kind, []
+    """The size of the model with some shares of its experts or layers. It does not depend on
+    their scores.
+    """
+    kind = plan.units[0].kind
+    lines = []
     for share in (0.75, 0.5, 0.25):
-        asked = recipe.but(method=recipe.name, beta=None, order=None, neff_dtype=None, sparsity=1 - share)
+        asked = recipe.but(
+            method=recipe.name, beta=None, order=None, neff_dtype=None, sparsity=1 - share
+        )
         try:
-            choices, _ = choose_units(plan.units, [np.ones(len(units)) for units in plan.units], asked, plan.width_by_block)
+            choices, _ = choose_units(
+                plan.units,
+                [np.ones(len(units)) for units in plan.units],
+                asked,
+                plan.width_by_block,
+            )
         except UserError:  # fewer than a token needs
             continue
         parameters, size = size_of(plan, choices)
-        active = f", {active_parameters(plan, choices, parameters):,} active per token" if kind == "experts" else ""
+        active = (
+            (f", {active_parameters(plan, choices, parameters):,} active per token")
+            if kind == "experts"
+            else ""
+        )
         kept = f"{choices[0].record.kept} of {len(choices[0].units)} {kind}"
         lines.append(f"with {kept}: {parameters:,} parameters{active}, {format_bytes(size)}")
     return lines
@@ -454,12 +637,21 @@ def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[st
         kinds.setdefault(_words(choice.units), []).append(choice)
     lines = []
     for words, members in kinds.items():
-        kept, units, rule = (sum(getattr(each.record, name) for each in members) for name in ("kept", "units", "rule"))
+        kept, units, rule = (
+            sum(getattr(each.record, name) for each in members)
+            for name in ("kept", "units", "rule")
+        )
         lines.append(f"{words}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
     if changes:
-        lines.append(f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}")
+        lines.append(
+            f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}"
+        )
     return lines
 
 
 def _words(units: Units) -> str:
-    return f"groups of {units.heads} heads" if isinstance(units, Parts) and units.heads > 1 else units.kind
+    return (
+        (f"groups of {units.heads} heads")
+        if isinstance(units, Parts) and units.heads > 1
+        else units.kind
+    )

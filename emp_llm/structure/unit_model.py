@@ -15,7 +15,10 @@ from emp_llm.structure.units import Changes, Indices, UnitModel
 
 
 def unit_model(
-    folder: Path, structure: StructureRecipe, blocks: str | None = None, trust_remote_code: bool = False
+    folder: Path,
+    structure: StructureRecipe,
+    blocks: str | None = None,
+    trust_remote_code: bool = False,
 ) -> UnitModel:
     """The heads, neurons, experts or layers of a model. No weight is read.
 
@@ -30,10 +33,15 @@ def unit_model(
     """
     checkpoint = Checkpoint(folder)
     if checkpoint.config.get("quantization_config") is not None:
-        raise UserError(f"{folder}: it is quantised, and --structure needs plain weights. Prune the original model.")
+        raise UserError(
+            f"{folder}: it is quantised, and --structure needs plain weights. Prune "
+            "the original model."
+        )
     skeleton = build_skeleton(folder, trust_remote_code)
     if getattr(skeleton.config, "is_encoder_decoder", False):
-        raise UserError(f"{folder}: --structure is for decoder-only models, and this one has an encoder.")
+        raise UserError(
+            f"{folder}: --structure is for decoder-only models, and this one has an encoder."
+        )
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
     if structure.structure == "experts":
         return UnitModel(skeleton, architecture, [*find_experts(skeleton, architecture)])
@@ -44,12 +52,16 @@ def unit_model(
     further = list(architecture.further_blocks)
     if further and not structure.keep_shapes:
         raise UserError(
-            f"{folder}: transformers does not load {shortened_list(further)}, which have the shapes of a "
-            f"decoder block. They would not fit config.json after --structure {structure.structure}. Add --keep-shapes, or "
-            f"remove them first: {SAVE_AGAIN}."
+            f"{folder}: transformers does not load {shortened_list(further)}, which have the "
+            "shapes of a decoder block. They would not fit config.json after --structure "
+            f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
         )
-    width_by_block = isinstance(getattr(skeleton.config.get_text_config(), "intermediate_size", None), list)
-    return UnitModel(skeleton, architecture, [*find_parts(skeleton, architecture, structure)], width_by_block)
+    width_by_block = isinstance(
+        getattr(skeleton.config.get_text_config(), "intermediate_size", None), list
+    )
+    return UnitModel(
+        skeleton, architecture, [*find_parts(skeleton, architecture, structure)], width_by_block
+    )
 
 
 def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
@@ -60,7 +72,8 @@ def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
         kept: the numbers of the units that stay, of each of `model.units`.
 
     Raises:
-        UserError: config.json has no number for such units, or the smaller model would need other shapes.
+        UserError: config.json has no number for such units, or the smaller model would need other
+            shapes.
     """
     if model.units[0].kind == "experts":
         return expert_changes(model, kept)

@@ -21,24 +21,28 @@ from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Shape
 
 Indices = NDArray[np.int64]
-Changes = dict[tuple[str, ...], Any]  # the names of a field of config.json and of the parts around it -> its new value
+# The names of a field of config.json and of the parts around it -> its new value.
+Changes = dict[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or all decoder layers.
+    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or
+    all decoder layers.
 
     Attributes:
         kind: what they are.
-        name: of the layer that reads heads or neurons; of the module of all experts; of the list of layers.
+        name: of the layer that reads heads or neurons; of the module of all experts; of the list of
+            layers.
         role: the name within the block, shared by the units of all blocks.
         block: number of their block.
-        places: number of the group to which each belongs, shape (units,). Where units are removed, as many stay in every
-            group. All 0 if units are taken from all.
+        places: number of the group to which each belongs, shape (units,). Where units are removed,
+            as many stay in every group. All 0 if units are taken from all.
         least: how many stay at least in every group.
-        targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that reads them is the last.
-        multiple_of: the role of the units whose number divides theirs: config.json has the width of a shared expert as a number
-            of routed ones. Empty for all others.
+        targets: all matrices of which a part goes with a unit. Of heads and neurons, the layer that
+            reads them is the last.
+        multiple_of: the role of the units whose number divides theirs: config.json has the width of
+            a shared expert as a number of routed ones. Empty for all others.
     """
 
     kind: Literal["heads", "neurons", "experts", "layers"]
@@ -104,8 +108,12 @@ def field_path(skeleton: PreTrainedModel, config: Mapping[str, Any], name: str) 
     return ("text_config", name) if isinstance(config.get("text_config"), dict) else (name,)
 
 
-def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes) -> dict[str, Shape] | None:
-    """The shapes of the tensors of a changed config.json's model; None if its numbers do not fit together."""
+def smaller_model(
+    skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes
+) -> dict[str, Shape] | None:
+    """The shapes of the tensors of a changed config.json's model; None if its numbers do not fit
+    together.
+    """
     with TemporaryDirectory() as folder:
         write_json(Path(folder) / "config.json", changed_config(config, changes))
         try:
@@ -117,7 +125,9 @@ def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes:
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
-    """The shapes of all stored parameters and buffers of a model, tied ones under each of their names."""
+    """The shapes of all stored parameters and buffers of a model, tied ones under each of their
+    names.
+    """
     return {name: tuple(each.shape) for name, each in model.state_dict().items()}
 
 

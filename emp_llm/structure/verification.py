@@ -1,4 +1,6 @@
-"""Verification of a structured checkpoint: the scores and the choice are computed again, and every tensor is compared."""
+"""Verification of a structured checkpoint: the scores and the choice are computed again, and
+every tensor is compared.
+"""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -48,10 +50,15 @@ def check_units(
     path = pruned.folder / STRUCTURE_NAME
     stored = read_tensors(path)
     for units in model.units:
-        if not {f"{units.name}.kept", f"{units.name}.scores"} <= stored.keys() or units.name not in record.layers:
+        if (
+            not {f"{units.name}.kept", f"{units.name}.scores"} <= stored.keys()
+            or units.name not in record.layers
+        ):
             raise UserError(f"{path}: it does not name {units.name}. Download it again.")
     stored_scores = [stored[f"{units.name}.scores"].numpy() for units in model.units]
-    for units, found, noted in zip(model.units, unit_scores(model.units, recipe.name, feature), stored_scores, strict=True):
+    for units, found, noted in zip(
+        model.units, unit_scores(model.units, recipe.name, feature), stored_scores, strict=True
+    ):
         if found.shape != noted.shape or not np.allclose(found, noted, rtol=1e-9, atol=0):
             say(f"{units.name}: its scores are not those of {recipe.method}.")
     findings.checked[" or ".join(dict.fromkeys(units.kind for units in model.units))] += sum(
@@ -59,21 +66,34 @@ def check_units(
     )
 
     by_rule = [msgspec.structs.replace(each, kept=each.rule) for each in record.layers.values()]
-    chosen, _ = choose_units(model.units, stored_scores, recipe, model.width_by_block, removed_by_role(by_rule))
-    choices = [Choice(each.units, each.scores, stored[f"{each.units.name}.kept"].numpy(), each.record) for each in chosen]
+    chosen, _ = choose_units(
+        model.units, stored_scores, recipe, model.width_by_block, removed_by_role(by_rule)
+    )
+    choices = [
+        Choice(each.units, each.scores, stored[f"{each.units.name}.kept"].numpy(), each.record)
+        for each in chosen
+    ]
     for wanted, choice in zip(chosen, choices, strict=True):
         if not np.array_equal(wanted.kept, choice.kept):
-            say(f"{choice.units.name}: the kept units are not those that the recipe chooses by the scores.")
+            say(
+                f"{choice.units.name}: the kept units are not those that the recipe chooses by the "
+                "scores."
+            )
     findings.checked["choices"] += len(choices)
     _check_tensors(model, pruned, recipe, choices, findings)
     _check_side_files(model.checkpoint, pruned, record, findings)
 
 
-def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices: list[Choice], findings: Findings) -> None:
-    """Compare every tensor with the rows and columns of the dense model. Refitted and healed weights may differ."""
+def _check_tensors(
+    model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices: list[Choice], findings: Findings
+) -> None:
+    """Compare every tensor with the rows and columns of the dense model. Refitted and healed
+    weights may differ.
+    """
     say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
-    done, refitted = cut_of(model, choices, remove), set(fitted_at(choices)) if recipe.refit else set()
+    done = cut_of(model, choices, remove)
+    refitted = set(fitted_at(choices)) if recipe.refit else set()
     refitted |= healed_tensors(model.architecture, recipe)
     expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
@@ -87,28 +107,39 @@ def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices
                 if theirs is None or theirs.dtype != tensor.dtype:
                     say(f"{name}: it is missing, or has another dtype.")
                     continue
-                wanted, fill = source.get_tensor(tensor.name), done.fills.get(tensor.name, 0.0)
+                wanted = source.get_tensor(tensor.name)
+                fill = done.fills.get(tensor.name, 0.0)
                 parts = [
                     cut(wanted if expert is None else wanted[expert], stays, remove, fill)
-                    for expert, stays in sorted(done.kept.get(tensor.name, {}).items(), key=lambda item: item[0] or 0)
+                    for expert, stays in sorted(
+                        done.kept.get(tensor.name, {}).items(), key=lambda item: item[0] or 0
+                    )
                 ]
                 if parts:
-                    wanted = torch.stack(parts) if len(parts[0].shape) < len(tensor.shape) else parts[0]
+                    wanted = (
+                        torch.stack(parts) if len(parts[0].shape) < len(tensor.shape) else parts[0]
+                    )
                 with safe_open(theirs.shard, framework="pt") as file:
                     got = file.get_tensor(name)
                 if wanted.shape != got.shape:
-                    say(f"{name}: it has the shape {list(got.shape)}; {list(wanted.shape)} are kept.")
+                    say(
+                        f"{name}: it has the shape {list(got.shape)}; {list(wanted.shape)} are "
+                        "kept."
+                    )
                 elif tensor.name in refitted:
                     if not remove and bool((got[wanted == 0] != 0).any()):
                         say(f"{name}: weights of removed units are not zero.")
-                elif not torch.equal(*(each.contiguous().view(torch.uint8) for each in (wanted, got))):
+                elif not torch.equal(
+                    *(each.contiguous().view(torch.uint8) for each in (wanted, got))
+                ):
                     say(f"{name}: its values are not those of the source.")
     for name in pruned.tensors.keys() - set(expected.values()):
         say(f"{name}: the source has no such tensor.")
 
 
 def check_shapes(architecture: Architecture, findings: Findings) -> None:
-    """Compare the stored shapes with config.json, and those of layers that transformers does not load with the blocks'.
+    """Compare the stored shapes with config.json, and those of layers that transformers does not
+    load with the blocks'.
 
     Args:
         architecture: of the pruned checkpoint.
@@ -117,32 +148,50 @@ def check_shapes(architecture: Architecture, findings: Findings) -> None:
     for parameter, name in architecture.stored_names.items():
         by_config = architecture.shapes.get(parameter, shapes[name])
         if shapes[name] != by_config:
-            findings.differences.append(f"{name}: its shape {list(shapes[name])} is {list(by_config)} by config.json.")
-    of_blocks = {(within_block(name), shape) for name, shape in shapes.items() if name not in architecture.unused}
+            findings.differences.append(
+                f"{name}: its shape {list(shapes[name])} is {list(by_config)} by config.json."
+            )
+    of_blocks = {
+        (within_block(name), shape)
+        for name, shape in shapes.items()
+        if name not in architecture.unused
+    }
     for name, end in architecture.further_blocks.items():
         if (end, shapes[name]) not in of_blocks:
-            findings.differences.append(f"{name}: its shape {list(shapes[name])} is that of no decoder block any more.")
+            findings.differences.append(
+                f"{name}: its shape {list(shapes[name])} is that of no decoder block any more."
+            )
 
 
-def _check_side_files(dense: Checkpoint, pruned: Checkpoint, record: StructureRecord, findings: Findings) -> None:
+def _check_side_files(
+    dense: Checkpoint, pruned: Checkpoint, record: StructureRecord, findings: Findings
+) -> None:
     """Compare the other files with those of the dense model."""
     changes = {tuple(name.split(".")): value for name, value in record.config.items()}
     for relative in dense.side_files():
-        ours, theirs = pruned.folder / relative, dense.folder / relative
+        ours = pruned.folder / relative
+        theirs = dense.folder / relative
         findings.checked["side files"] += 1
         if not ours.is_file():
             findings.differences.append(f"{relative}: it is missing.")
         elif str(relative) == "config.json" and changes:
             if read_json(ours) != changed_config(read_json(theirs), changes):
-                findings.differences.append(f"{relative}: it has other changes than those that the run records.")
+                findings.differences.append(
+                    f"{relative}: it has other changes than those that the run records."
+                )
         elif str(relative) != INDEX_NAME and ours.read_bytes() != theirs.read_bytes():
             findings.differences.append(f"{relative}: differs from the source.")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that the run wrote beside the checkpoint; UserError if it is missing or damaged."""
+    """The tensors of a file that the run wrote beside the checkpoint; UserError if it is missing
+    or damaged.
+    """
     try:
         tensors: dict[str, Tensor] = load_file(path)
         return tensors
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: it decided which units stay, and cannot be read ({reason(error)}). Download it.") from error
+        raise UserError(
+            f"{path}: it decided which units stay, and cannot be read "
+            f"({reason(error)}). Download it."
+        ) from error

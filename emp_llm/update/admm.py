@@ -1,16 +1,19 @@
-"""ADMM: the mask and the weights of a layer, searched for together by the alternating direction method of multipliers.
+"""ADMM: the mask and the weights of a layer, searched for together by the alternating direction
+method of multipliers.
 
-A row keeps k of its weights. Which ones, and at which values, so that the layer returns as much as possible of what it
-returned? The squared error of the outputs and the limit on the number of weights are split between two copies of the weights,
-which are drawn towards each other (Boza 2024, arXiv 2401.02938, and Meng et al. 2024, arXiv 2406.07831):
+A row keeps k of its weights. Which ones, and at which values, so that the layer returns as much as
+possible of what it returned? The squared error of the outputs and the limit on the number of
+weights are split between two copies of the weights, which are drawn towards each other (Boza 2024,
+arXiv 2401.02938, and Meng et al. 2024, arXiv 2406.07831):
 
     Z <- the k largest of X + U by row, the others zero
     U <- U + X - Z
     X <- argmin of the error + rho |X - Z + U|^2 = (C W + rho (Z - U)) (G + rho I)^-1
 
-G are the second moments of the inputs. Each input is scaled so that its own is 1, which makes "the largest" mean: largest in
-the output. The penalty rho grows in stages. While it is small the mask moves freely. At 1 the search rests where no removed
-weight would take away more of the error, by its gradient, than the least of the kept weights is worth.
+G are the second moments of the inputs. Each input is scaled so that its own is 1, which makes "the
+largest" mean: largest in the output. The penalty rho grows in stages. While it is small the mask
+moves freely. At 1 the search rests where no removed weight would take away more of the error, by
+its gradient, than the least of the kept weights is worth.
 """
 
 import torch
@@ -18,7 +21,14 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import Solution, add_product, check_finite, check_products, cholesky, full_float32
+from emp_llm.update.least_squares import (
+    Solution,
+    add_product,
+    check_finite,
+    check_products,
+    cholesky,
+    full_float32,
+)
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
@@ -40,36 +50,44 @@ def admm(
 
     Args:
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
-        gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
-        counts: int64; shape (outputs,): how many weights of each row are kept; shape (1,): of the matrix.
+        gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its
+            scale does not matter.
+        counts: int64; shape (outputs,): how many weights of each row are kept; shape (1,): of the
+            matrix.
         pattern: (N, M): N of every M consecutive inputs are kept. Instead of counts.
-        right: what the layer shall return, as in `refit_rows`; None: what the dense weights return on the same inputs.
+        right: what the layer shall return, as in `refit_rows`; None: what the dense weights return
+            on the same inputs.
         damping: pull towards the dense weights, as a share of the mean diagonal of `gram`; above 0.
 
     Raises:
-        NonFiniteError: an argument holds NaN or infinity, or values too large for their products, or `gram` is no matrix of
-            second moments.
+        NonFiniteError: an argument holds NaN or infinity, or values too large for their products,
+            or `gram` is no matrix of second moments.
     """
     check_finite(weight=weight, gram=gram, right=right)
     with full_float32(), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
-        aim = ((add_product(point, gram) if right is None else right) / scale).add_(point, alpha=damping)
+        aim = ((add_product(point, gram) if right is None else right) / scale).add_(
+            point, alpha=damping
+        )
         system = gram / scale
         system.diagonal().add_(damping)
         root = system.diagonal().sqrt()
         system.div_(root).div_(root[:, None])
         aim.div_(root)
         point = point * root
-        dual, before = torch.zeros_like(point), _PENALTIES[0]
-        identity, inverse = torch.eye(len(gram), device=gram.device), torch.empty_like(system)
+        dual = torch.zeros_like(point)
+        before = _PENALTIES[0]
+        identity = torch.eye(len(gram), device=gram.device)
+        inverse = torch.empty_like(system)
         for penalty in _PENALTIES:
             factor = system.clone()
             factor.diagonal().add_(penalty)
             if cholesky(factor) is None:
                 raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
             factor = torch.linalg.solve_triangular(factor, identity, upper=False)
-            add_product(factor.T, factor, inverse.zero_())  # solves with the factor would depend on the number of threads
+            # Solves with the factor would depend on the number of threads.
+            add_product(factor.T, factor, inverse.zero_())
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)

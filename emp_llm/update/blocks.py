@@ -1,9 +1,11 @@
-"""Healing block by block, for models larger than memory: each pruned block learns the outputs of the dense block.
+"""Healing block by block, for models larger than memory: each pruned block learns the outputs of
+the dense block.
 
     min over the kept weights of a block of sum_t ||f_pruned(xhat_t) - f_dense(x_t)||^2
 
-x are the inputs of the dense block in the dense model, xhat those of the pruned block in the pruned and healed model. Memory
-holds one block with the states of its optimiser, and the hidden states of both models.
+x are the inputs of the dense block in the dense model, xhat those of the pruned block in the pruned
+and healed model. Memory holds one block with the states of its optimiser, and the hidden states of
+both models.
 """
 
 import math
@@ -46,7 +48,8 @@ def heal_blocks(
         model: dense, on any devices, offloaded or not; unchanged afterwards.
         targets: in the language model's decoder blocks.
         checkpoint: pruned; its zeros stay.
-        tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure the error.
+        tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure
+            the error.
         moved: of finished blocks.
         recipe: how many steps of four sequences each block takes.
         options: of a command that loads models and reads a text.
@@ -54,7 +57,8 @@ def heal_blocks(
     steps = recipe.heal_steps or 1
     runner = BlockwiseModel(model, recipe.blocks, options.hidden_states)
     batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
-    seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
+    seen = range(len(batches))
+    held_out = range(len(batches), len(batches) + len(rest))
     model.requires_grad_(False)
     walks = runner.walk([*batches, *rest], "heal")
     with checkpoint.open_files() as files, walks as walk, closing(walk.second()) as pruned:
@@ -62,10 +66,13 @@ def heal_blocks(
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
             for target in members:
-                stored, rows = target.matrix.stored, target.matrix.rows
+                stored = target.matrix.stored
+                rows = target.matrix.rows
                 weight = moved.rows(target, 0, rows)
                 if weight is None:
-                    weight = as_tensor(target.matrix.read(files.reader(stored.shard), 0, rows), stored.dtype)
+                    weight = as_tensor(
+                        target.matrix.read(files.reader(stored.shard), 0, rows), stored.dtype
+                    )
                 block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
             if members and not moved.has(step.index):
@@ -90,8 +97,9 @@ def rate_of(config: Any, blocks: float | None = None) -> float:
 
         min(0.01, 1 / (blocks * sqrt(2 * width)))
 
-    Adam changes each weight by about its rate, and those of a row in step with their inputs. So a rate r changes the outputs of
-    a layer with n inputs by about r * sqrt(n) of their size, and those of all L blocks by L times that.
+    Adam changes each weight by about its rate, and those of a row in step with their inputs. So a
+    rate r changes the outputs of a layer with n inputs by about r * sqrt(n) of their size, and
+    those of all L blocks by L times that.
 
     Args:
         config: of the model.
@@ -108,15 +116,28 @@ def rated(weight: Tensor, rate: float) -> dict[str, Any]:
 
 
 def _heal(
-    block: Block, targets: list[Target], seen: Sequence[int], held_out: Sequence[int], steps: int, seed: int
+    block: Block,
+    targets: list[Target],
+    seen: Sequence[int],
+    held_out: Sequence[int],
+    steps: int,
+    seed: int,
 ) -> dict[str, Moved]:
-    """Train the weights of a block, and return them by target. They stay as they are if the held-out error does not fall."""
-    walk, step = block.walk, block.step
+    """Train the weights of a block, and return them by target. They stay as they are if the
+    held-out error does not fall.
+    """
+    walk = block.walk
+    step = block.step
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
-    masters = {name: values.to(torch.float32, copy=True).requires_grad_(True) for name, values in block.values.items()}
+    masters = {
+        name: values.to(torch.float32, copy=True).requires_grad_(True)
+        for name, values in block.values.items()
+    }
     rate = rate_of(block.model.config, _BLOCK)
-    optimizer = torch.optim.Adam([rated(values, rate) for values in masters.values()], betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(
+        [rated(values, rate) for values in masters.values()], betas=(0.9, 0.95)
+    )
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * n / steps))
@@ -133,7 +154,8 @@ def _heal(
         with block.pruned_weights(), torch.no_grad():
             return sum(float(error(number)) for number in held_out) / len(held_out)
 
-    first, order = held_out_error(), torch.Generator().manual_seed(seed)
+    first = held_out_error()
+    order = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         number = int(torch.randint(len(seen), (), generator=order))
         with block.pruned_weights():
@@ -142,7 +164,9 @@ def _heal(
             error(number).backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
                 gradient = parameter.grad  # None for an expert that no token of the batch reaches
-                masters[name].grad = None if gradient is None else gradient.float() * (before[name] != 0)
+                masters[name].grad = (
+                    None if gradient is None else gradient.float() * (before[name] != 0)
+                )
                 parameter.requires_grad_(False)
                 parameter.grad = None
         optimizer.step()
@@ -157,6 +181,11 @@ def _heal(
     tokens = steps * walk.batches[0].numel()
     with block.pruned_weights():
         for target in targets:
-            weight = in_stored_dtype(weight_of(block.model, target.layer).float().cpu(), target).clone()
-            found[target.name] = Moved(weight, FitRecord(tokens=tokens, held_out_before=first, held_out_after=min(first, last)))
+            weight = in_stored_dtype(
+                weight_of(block.model, target.layer).float().cpu(), target
+            ).clone()
+            found[target.name] = Moved(
+                weight,
+                FitRecord(tokens=tokens, held_out_before=first, held_out_after=min(first, last)),
+            )
     return found

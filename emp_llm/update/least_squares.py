@@ -1,13 +1,17 @@
-"""Refit: the kept weights of each row at the least-squares optimum on the calibration tokens, for a given mask.
+"""Refit: the kept weights of each row at the least-squares optimum on the calibration tokens, for a
+given mask.
 
-Row r of the dense weights gives the output w_r . x_t on the dense inputs x_t. Its kept weights v_r shall give the same on the
-inputs xhat_t of the pruned model. They minimise, over the kept positions S of the row,
+Row r of the dense weights gives the output w_r . x_t on the dense inputs x_t. Its kept weights v_r
+shall give the same on the inputs xhat_t of the pruned model. They minimise, over the kept positions
+S of the row,
 
-    F(v_r) = E(v_r) + lambda |v_r - (w_r)_S|^2,    E(v_r) = sum_t omega_t (v_r . xhat_t - w_r . x_t)^2
+    F(v_r) = E(v_r) + lambda |v_r - (w_r)_S|^2,    E(v_r) = sum_t omega_t (v_r . xhat_t - w_r .
+    x_t)^2
 
-The inputs enter only through the second moments G = sum_t omega_t xhat_t xhat_t^T and the cross moments C = sum_t omega_t
-xhat_t x_t^T: (G_SS + lambda I) v_r = (C w_r)_S + lambda (w_r)_S, a system of its own for each row. A masked direction times G,
-masked again, is a product with G_SS; so one matrix product serves the conjugate gradients of all rows.
+The inputs enter only through the second moments G = sum_t omega_t xhat_t xhat_t^T and the cross
+moments C = sum_t omega_t xhat_t x_t^T: (G_SS + lambda I) v_r = (C w_r)_S + lambda (w_r)_S, a system
+of its own for each row. A masked direction times G, masked again, is a product with G_SS; so one
+matrix product serves the conjugate gradients of all rows.
 """
 
 from collections.abc import Iterator
@@ -37,8 +41,8 @@ class Solution(NamedTuple):
     Attributes:
         weight: float32, shape (outputs, inputs), zero where not kept.
         mask: bool, the same shape, true where kept.
-        damping: the damping used, as a share of the mean diagonal of the gram. Higher than the one asked for if the matrix was
-            not positive definite to float32.
+        damping: the damping used, as a share of the mean diagonal of the gram. Higher than the one
+            asked for if the matrix was not positive definite to float32.
         steps: of a refit, for the slowest row.
     """
 
@@ -59,23 +63,26 @@ def refit_rows(
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
-    The result is the same for any number of threads. If the matrix is not positive definite to float32, the damping is raised
-    tenfold until it is.
+    The result is the same for any number of threads. If the matrix is not positive definite to
+    float32, the damping is raised tenfold until it is.
 
     Args:
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
         mask: bool, the same shape, true where kept.
         gram: G, float32, shape (inputs, inputs).
-        right: C w_r of each row, float32, shape (outputs, inputs): sum_t omega_t y_tr xhat_t for the outputs y_t to return.
-            None: those of the dense weights on the same inputs.
+        right: C w_r of each row, float32, shape (outputs, inputs): sum_t omega_t y_tr xhat_t for
+            the outputs y_t to return. None: those of the dense weights on the same inputs.
         damping: lambda as a share of the mean diagonal of G.
         energy: sum_t omega_t y_tr^2 of each row, shape (outputs,). Needed with `right`.
 
     Raises:
-        NonFiniteError: weight, gram or right holds NaN or infinity, or values too large for their products.
+        NonFiniteError: weight, gram or right holds NaN or infinity, or values too large for their
+            products.
     """
     check_finite(weight=weight, gram=gram, right=right)
-    fitted, most, raised = (weight * mask).float(), 0, damping
+    fitted = (weight * mask).float()
+    most = 0
+    raised = damping
     scale = float(gram.diagonal().double().mean())
     with full_float32(), torch.no_grad():
         for raised in raised_dampings(damping) if scale > 0 else ():
@@ -88,7 +95,8 @@ def refit_rows(
         step = _rows_of_a_chunk(weight.shape[1])
         for first in range(0, len(weight), step):
             rows = slice(first, first + step)
-            start, kept = fitted[rows], mask[rows].float()
+            start = fitted[rows]
+            kept = mask[rows].float()
             if right is None or energy is None:
                 removed = weight[rows].float() - start
                 residual = add_product(removed, gram)
@@ -105,7 +113,9 @@ def refit_rows(
 
 
 def raised_dampings(damping: float) -> Iterator[float]:
-    """The damping that is asked for, and higher ones to try until a matrix is positive definite to float32."""
+    """The damping that is asked for, and higher ones to try until a matrix is positive definite
+    to float32.
+    """
     for _ in range(_MOST_RAISES):
         yield damping
         damping = max(10 * damping, _FIRST_RAISE)
@@ -114,12 +124,16 @@ def raised_dampings(damping: float) -> Iterator[float]:
 def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) -> tuple[Tensor, int]:
     """Minimise x A x - 2 x b over the masked positions of each row, from x = 0.
 
-    Conjugate gradients, preconditioned by the diagonal of A: a few inputs of real layers are a thousand times larger than the
-    others. `residual` is b, zero outside of the mask; `objective` the value at x = 0 with its constant, never negative. Both
-    are overwritten. Returns x and the number of steps.
+    Conjugate gradients, preconditioned by the diagonal of A: a few inputs of real layers are a
+    thousand times larger than the others. `residual` is b, zero outside of the mask; `objective`
+    the value at x = 0 with its constant, never negative. Both are overwritten. Returns x and the
+    number of steps.
     """
     inverse = system.diagonal().reciprocal()
-    change, product, least, step = torch.zeros_like(residual), torch.empty_like(residual), _ROUNDING * objective, 0
+    change = torch.zeros_like(residual)
+    product = torch.empty_like(residual)
+    least = _ROUNDING * objective
+    step = 0
     direction = residual * inverse
     descent = torch.linalg.vecdot(residual, direction)
     moving = descent > 0  # rows that are not solved
@@ -132,7 +146,8 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
         decrease = length * descent
         objective -= decrease
         torch.mul(residual, inverse, out=product)
-        before, descent = descent, torch.linalg.vecdot(residual, product)
+        before = descent
+        descent = torch.linalg.vecdot(residual, product)
         moving &= (decrease > torch.maximum(_SMALL * objective, least)) & (descent > 0)
         direction.mul_(torch.where(moving, descent / before, 0)[:, None]).add_(product)
         step += 1
@@ -140,14 +155,19 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
 
 
 def output_error(
-    weight: Tensor, dense: Tensor, gram: Tensor, right: Tensor | None = None, energy: Tensor | None = None
+    weight: Tensor,
+    dense: Tensor,
+    gram: Tensor,
+    right: Tensor | None = None,
+    energy: Tensor | None = None,
 ) -> Tensor:
     """E of each row: sum_t omega_t (v . xhat_t - y_tr)^2, float64, shape (outputs,).
 
     Args:
         weight: v, shape (outputs, inputs).
         dense: w, the same shape.
-        gram, right, energy: those of `refit_rows`. With `right` and without `energy`, the constant is missing: v G v - 2 v C w.
+        gram, right, energy: those of `refit_rows`. With `right` and without `energy`, the constant
+            is missing: v G v - 2 v C w.
     """
     with full_float32(), torch.no_grad():
         v = weight.float() if right is not None else weight.float() - dense.float()
@@ -158,7 +178,8 @@ def output_error(
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """Add left @ right to `total`, or to zeros; returns `total`. The bits are the same for any number of threads.
+    """Add left @ right to `total`, or to zeros; returns `total`. The bits are the same for any
+    number of threads.
 
     Args:
         left, right, total: float32, shapes (a, b), (b, c) and (a, c).
@@ -171,28 +192,38 @@ def add_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Ten
 
 
 def cholesky(lower: Tensor) -> Tensor | None:
-    """The lower triangular factor of a matrix, float32, shape (n, n), in its place; None if it is not positive definite.
+    """The lower triangular factor of a matrix, float32, shape (n, n), in its place; None if it is
+    not positive definite.
 
     The bits are the same for any number of threads, which is not true of LAPACK's.
     """
     for first in range(0, len(lower), _PANEL):
-        here, rest = slice(first, first + _PANEL), slice(first + _PANEL, None)
+        here = slice(first, first + _PANEL)
+        rest = slice(first + _PANEL, None)
         corner, failed = torch.linalg.cholesky_ex(lower[here, here])
         if int(failed):
             return None
         lower[here, here] = corner
-        lower[rest, here] = torch.linalg.solve_triangular(corner.T, lower[rest, here], upper=True, left=False)
+        lower[rest, here] = torch.linalg.solve_triangular(
+            corner.T, lower[rest, here], upper=True, left=False
+        )
         lower[rest, rest].addmm_(lower[rest, here], lower[rest, here].T, alpha=-1)
     return lower.tril_()
 
 
 def workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `refit_rows` needs beside its arguments, in bytes, with `right` and the weights that it returns."""
-    return 4 * inputs * (2 * inputs + 2 * outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+    """The memory that `refit_rows` needs beside its arguments, in bytes, with `right` and the
+    weights that it returns.
+    """
+    return (
+        4 * inputs * (2 * inputs + 2 * outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+    )
 
 
 def admm_workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `admm.admm`, and a refit of its masks, need beside their arguments, in bytes, with the weights."""
+    """The memory that `admm.admm`, and a refit of its masks, need beside their arguments, in
+    bytes, with the weights.
+    """
     return max(4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
@@ -205,14 +236,18 @@ def check_finite(**tensors: Tensor | None) -> None:
 
 
 def check_products(weight: Tensor) -> None:
-    """Raise NonFiniteError if a solver's weights hold NaN or infinity: a product went beyond float32."""
+    """Raise NonFiniteError if a solver's weights hold NaN or infinity: a product went beyond
+    float32.
+    """
     if not bool(weight.isfinite().all()):
         raise NonFiniteError("weight and gram are too large: their products go beyond float32")
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Within this context, float32 products round to float32 only: no TF32 on GPUs, no bfloat16 on CPUs."""
+    """Within this context, float32 products round to float32 only: no TF32 on GPUs, no bfloat16
+    on CPUs.
+    """
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set the precision of single backends

@@ -1,4 +1,6 @@
-"""Moved weights: what an update made of each target, in a file for each block or in memory. They are read by rows."""
+"""Moved weights: what an update made of each target, in a file for each block or in memory. They
+are read by rows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +29,11 @@ class Moved:
     """What an update made of a target.
 
     Attributes:
-        weight: in the dtype in which it is stored, shape (outputs, inputs), on the CPU; None: the kept weights stay.
+        weight: in the dtype in which it is stored, shape (outputs, inputs), on the CPU; None: the
+            kept weights stay.
         record: tokens, damping and output errors.
-        kept_mass: share of sum |W| of the dense weights in the kept ones, if a search chose the mask; else None.
+        kept_mass: share of sum |W| of the dense weights in the kept ones, if a search chose the
+            mask; else None.
     """
 
     weight: Tensor | None
@@ -59,15 +63,18 @@ class MovedWeights:
     """The moved weights of a run.
 
     Args:
-        folder: for one safetensors file a block, which appears when it is complete; created by the first `put`. None: the
-            weights stay in memory.
+        folder: for one safetensors file a block, which appears when it is complete; created by the
+            first `put`. None: the weights stay in memory.
         on_put: called with the number of a block when its file is complete.
     """
 
-    def __init__(self, folder: Path | None = None, on_put: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, on_put: Callable[[int], None] | None = None
+    ) -> None:
         self.folder = folder
         self._on_put = on_put
-        self._blocks: dict[int, dict[str, Moved]] = {}  # in memory: all of them, or the one whose file was read last
+        # In memory: all of them, or the one whose file was read last.
+        self._blocks: dict[int, dict[str, Moved]] = {}
 
     def has(self, block: int) -> bool:
         """Whether a block is finished."""
@@ -78,14 +85,19 @@ class MovedWeights:
         if self.folder is None:
             self._blocks[block] = moved
             return
-        weights = {name: each.weight.contiguous() for name, each in moved.items() if each.weight is not None}
+        weights = {
+            name: each.weight.contiguous()
+            for name, each in moved.items()
+            if each.weight is not None
+        }
         about = {name: _About(each.record, each.kept_mass) for name, each in moved.items()}
         write_bytes(self._path(block), save(weights, {_KEY: msgspec.json.encode(about).decode()}))
         if self._on_put is not None:
             self._on_put(block)
 
     def block(self, block: int) -> dict[str, Moved]:
-        """What became of the targets of a finished block, by name. Weights of a file are read from it when they are used.
+        """What became of the targets of a finished block, by name. Weights of a file are read from
+        it when they are used.
 
         Raises:
             UserError: its file cannot be read.
@@ -98,9 +110,13 @@ class MovedWeights:
                     weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
                 raise UserError(
-                    f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {path.parents[1]}."
+                    f"{path}: the fitted weights cannot be read ({reason(error)}). Delete "
+                    f"{path.parents[1]}."
                 ) from error
-            found = {name: Moved(weights.get(name), each.record, each.kept_mass) for name, each in about.items()}
+            found = {
+                name: Moved(weights.get(name), each.record, each.kept_mass)
+                for name, each in about.items()
+            }
             self._blocks = {block: found}
         return self._blocks[block]
 
@@ -108,18 +124,27 @@ class MovedWeights:
         """The records of all targets, by name, in the order of the blocks."""
         blocks = list(self._blocks)
         if self.folder is not None:
-            blocks = [int(path.stem.partition("-")[2]) for path in sorted(self.folder.glob("block-*.safetensors"))]
+            blocks = [
+                int(path.stem.partition("-")[2])
+                for path in sorted(self.folder.glob("block-*.safetensors"))
+            ]
         return {name: each.record for block in blocks for name, each in self.block(block).items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that an update in memory moved, by the name of the target."""
-        moved = [(name, each.weight) for block in self._blocks.values() for name, each in block.items()]
+        moved = [
+            (name, each.weight) for block in self._blocks.values() for name, each in block.items()
+        ]
         return {name: weight for name, weight in moved if weight is not None}
 
     def rows(self, target: Target, first: int, last: int) -> Tensor | None:
-        """Rows first to last - 1 of a target in the dtype in which it is stored; None if its kept weights did not move."""
+        """Rows first to last - 1 of a target in the dtype in which it is stored; None if its
+        kept weights did not move.
+        """
         block = target.layer.block
-        moved = self.block(block).get(target.name) if block is not None and self.has(block) else None
+        moved = (
+            self.block(block).get(target.name) if block is not None and self.has(block) else None
+        )
         return None if moved is None or moved.weight is None else moved.weight[first:last]
 
     def replace(self, target: Target, first: int, words: Words, figures: RowFigures) -> RowFigures:
@@ -132,8 +157,8 @@ class MovedWeights:
             figures: of the pruned rows.
 
         Returns:
-            The figures of the moved rows. Where a search chose the mask, scores are magnitudes, and the kept mass of a row is
-            the matrix's share of the row's mass.
+            The figures of the moved rows. Where a search chose the mask, scores are magnitudes, and
+            the kept mass of a row is the matrix's share of the row's mass.
         """
         rows = self.rows(target, first, first + words.shape[0])
         if rows is None or target.layer.block is None:
@@ -142,7 +167,11 @@ class MovedWeights:
         kept = np.count_nonzero(words, axis=1)
         changed = figures._replace(zeros=words.shape[1] - kept)
         share = self.block(target.layer.block)[target.name].kept_mass
-        return changed if share is None else changed._replace(kept=kept, kept_mass=share * figures.mass)
+        return (
+            changed
+            if share is None
+            else changed._replace(kept=kept, kept_mass=share * figures.mass)
+        )
 
     def _path(self, block: int) -> Path:
         assert self.folder is not None

@@ -1,13 +1,15 @@
-"""SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774): masks and weights of a layer in one pass over its columns.
+"""SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774): masks and weights of a layer in one pass
+over its columns.
 
-H = G + lambda I is the Hessian of a row's squared output error. Let U be the upper triangular factor of its inverse, H^-1 =
-U^T U. Its row j, scaled, is row j of the inverse of the part of H that remains once the columns before j are fixed. Removing
-weight w_j of a row then costs (w_j / U_jj)^2 / 2 and is made up for by the weights to its right, as well as possible:
+H = G + lambda I is the Hessian of a row's squared output error. Let U be the upper triangular
+factor of its inverse, H^-1 = U^T U. Its row j, scaled, is row j of the inverse of the part of H
+that remains once the columns before j are fixed. Removing weight w_j of a row then costs (w_j /
+U_jj)^2 / 2 and is made up for by the weights to its right, as well as possible:
 
     w_i <- w_i - (w_j / U_jj) U_ji    for i >= j
 
-The columns are taken in blocks. Within a block, the mask is chosen first and the updates are made column by column; the columns
-behind it are updated once, by a matrix product.
+The columns are taken in blocks. Within a block, the mask is chosen first and the updates are made
+column by column; the columns behind it are updated once, by a matrix product.
 """
 
 import torch
@@ -15,7 +17,14 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import Solution, check_finite, check_products, cholesky, full_float32, raised_dampings
+from emp_llm.update.least_squares import (
+    Solution,
+    check_finite,
+    check_products,
+    cholesky,
+    full_float32,
+    raised_dampings,
+)
 
 _BLOCK = 128  # columns of a block
 
@@ -31,20 +40,24 @@ def sparsegpt(
 ) -> Solution:
     """Prune a layer by SparseGPT, to a number of weights of the matrix or to an N:M pattern.
 
-    With a count, the mask of a block of columns keeps its largest (w_ij / U_jj)^2 over all rows: of the R weights to remove,
-    floor(R columns / inputs) lie in the columns up to the end of each block. Among equal scores, those with the lowest index
-    are kept. An input that is always zero loses its weights.
+    With a count, the mask of a block of columns keeps its largest (w_ij / U_jj)^2 over all rows: of
+    the R weights to remove, floor(R columns / inputs) lie in the columns up to the end of each
+    block. Among equal scores, those with the lowest index are kept. An input that is always zero
+    loses its weights.
 
     Args:
         weight: shape (outputs, inputs), any floating dtype.
-        gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
+        gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its
+            scale does not matter.
         count: how many weights of the matrix are kept.
         pattern: (N, M): N of every M consecutive inputs are kept. Instead of a count.
-        block: columns of a block. With a pattern, the largest multiple of M up to it, and at least M.
+        block: columns of a block. With a pattern, the largest multiple of M up to it, and at least
+            M.
         damping: lambda as a share of the mean diagonal of the gram. The paper's is 0.01.
 
     Raises:
-        NonFiniteError: weight or gram holds NaN or infinity, or `gram` is no matrix of second moments.
+        NonFiniteError: weight or gram holds NaN or infinity, or `gram` is no matrix of second
+            moments.
     """
     check_finite(weight=weight, gram=gram)
     outputs, inputs = weight.shape
@@ -61,9 +74,13 @@ def sparsegpt(
             here = slice(start, end)
             if count is not None:
                 removed = weight.numel() - count
-                kept = outputs * (end - start) - (removed * end // inputs - removed * start // inputs)
+                kept = outputs * (end - start) - (
+                    removed * end // inputs - removed * start // inputs
+                )
                 scores = (weight[:, here] / factor.diagonal()[here]).square().reshape(1, -1)
-                mask[:, here] = largest_mask(scores, torch.tensor([kept], device=weight.device)).reshape(outputs, -1)
+                mask[:, here] = largest_mask(
+                    scores, torch.tensor([kept], device=weight.device)
+                ).reshape(outputs, -1)
             errors = _prune_block(weight[:, here], mask[:, here], factor[here, here], pattern)
             weight[:, end:].addmm_(errors, factor[here, end:], alpha=-1)
     check_products(weight)
@@ -73,8 +90,8 @@ def sparsegpt(
 def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
     """U with H^-1 = U^T U, and the damping that it took.
 
-    H = T T^T with T upper triangular is a Cholesky factorisation with the order of the columns reversed, and U = T^-1. So the
-    inverse itself is never formed.
+    H = T T^T with T upper triangular is a Cholesky factorisation with the order of the columns
+    reversed, and U = T^-1. So the inverse itself is never formed.
     """
     scale = float(gram.diagonal().double().mean()) or 1.0
     identity = torch.eye(len(gram), device=gram.device)
@@ -89,13 +106,18 @@ def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor,
     raise NonFiniteError("gram is no matrix of second moments: it stays indefinite at any damping")
 
 
-def _prune_block(weight: Tensor, mask: Tensor, factor: Tensor, pattern: tuple[int, int] | None) -> Tensor:
-    """Prune the columns of a block one after the other, in place; with a pattern, choose the mask on the way.
+def _prune_block(
+    weight: Tensor, mask: Tensor, factor: Tensor, pattern: tuple[int, int] | None
+) -> Tensor:
+    """Prune the columns of a block one after the other, in place; with a pattern, choose the mask
+    on the way.
 
     Returns:
         (w_j - w_j kept) / U_jj of each weight, when its column was reached; shape of the block.
     """
-    columns, kept = weight.t().contiguous(), mask.t().contiguous()  # a column of the block in one piece of memory
+    # a column of the block in one piece of memory
+    columns = weight.t().contiguous()
+    kept = mask.t().contiguous()
     errors = torch.empty_like(columns)
     diagonal = factor.diagonal()
     for column in range(len(columns)):

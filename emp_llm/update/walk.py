@@ -1,8 +1,10 @@
-"""The update of a model: the calibration text passes through the dense and the pruned model side by side, block by block.
+"""The update of a model: the calibration text passes through the dense and the pruned model side by
+side, block by block.
 
-Each target is updated so that, on the inputs which its pruned and moved predecessors give it, it returns what the dense layer
-returns on its dense inputs: min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2. The targets of a block come
-level by level, in the order of their calls, so that each sees what those before it really return.
+Each target is updated so that, on the inputs which its pruned and moved predecessors give it, it
+returns what the dense layer returns on its dense inputs: min over What with the mask of sum_t w_t
+||What xhat_t - W x_t||^2. The targets of a block come level by level, in the order of their calls,
+  so that each sees what those before it really return.
 """
 
 from collections import Counter
@@ -55,14 +57,16 @@ def update_model(
     Args:
         model: dense, on any devices, offloaded or not; unchanged afterwards.
         targets: those outside of the language model's decoder blocks are left out.
-        tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is held out: no weight is fitted
-            to it, and it measures the error.
+        tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is
+            held out: no weight is fitted to it, and it measures the error.
         recipe: how the weights move, and the blocks.
         moved: of the first rank; the other ranks' stay empty.
-        mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After a search, only for targets
-            that it leaves out: experts with few tokens, and layers that their block does not call.
-        counts_of: returns how many weights of a target a search keeps, int64: of each row, shape (outputs,), or of the matrix,
-            shape (1,), as SparseGPT needs it. Not needed with a pattern.
+        mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After
+            a search, only for targets that it leaves out: experts with few tokens, and layers that
+            their block does not call.
+        counts_of: returns how many weights of a target a search keeps, int64: of each row, shape
+            (outputs,), or of the matrix, shape (1,), as SparseGPT needs it. Not needed with a
+            pattern.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
 
@@ -74,8 +78,12 @@ def update_model(
     kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
-    seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
-    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, closing(walk.second()) as pruned:
+    seen = range(len(batches))
+    held_out = range(len(batches), len(batches) + len(rest))
+    with (
+        runner.walk([*batches, *rest], recipe.search or "refit") as walk,
+        closing(walk.second()) as pruned,
+    ):
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
@@ -105,16 +113,28 @@ class Block:
         times: how often the block calls each layer, by name.
     """
 
-    def __init__(self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates) -> None:
-        self.model, self.step, self.targets, self.walk = model, step, targets, walk
-        self.dense, self.pruned, self.masks = walk.hidden, pruned, dict[str, Tensor]()
+    def __init__(
+        self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.targets = targets
+        self.walk = walk
+        self.dense = walk.hidden
+        self.pruned = pruned
+        self.masks = dict[str, Tensor]()
         self.times: Counter[str] = Counter()
-        self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
+        self._parameters = {
+            name: model.get_parameter(name)
+            for name in dict.fromkeys(t.layer.parameter for t in targets)
+        }
         self.values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}
 
     @contextmanager
     def pruned_weights(self) -> Iterator[None]:
-        """Inside this context, the block has its pruned and moved weights; outside, the dense ones."""
+        """Inside this context, the block has its pruned and moved weights; outside, the dense
+        ones.
+        """
         dense = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -141,32 +161,42 @@ class Block:
     def calls(
         self, targets: list[Target], number: int, pruned: bool, whole: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """What some targets see in a batch: by name, their inputs and their outputs; and the block's output.
+        """What some targets see in a batch: by name, their inputs and their outputs; and the
+        block's output.
 
         Args:
             targets: of the block.
             number: of the batch.
             pruned: in the pruned stream, else in the dense one.
-            whole: run the block to its end. Else it stops when all targets were called, without an output.
+            whole: run the block to its end. Else it stops when all targets were called, without an
+                output.
         """
         inputs: dict[str, list[Tensor]] = {}
         outputs: dict[str, list[Tensor]] = {}
-        names, output = {target.name for target in targets}, None
+        names = {target.name for target in targets}
+        output = None
 
         def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
             for layer in layers:  # copies, because the block may write into both
                 inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).clone())
                 outputs.setdefault(layer.name, []).append(returned.detach().flatten(0, -2).clone())
-            if not whole and all(len(inputs.get(name, ())) >= self.times.get(name, 1) for name in names):
+            if not whole and all(
+                len(inputs.get(name, ())) >= self.times.get(name, 1) for name in names
+            ):
                 raise _AllSeen
 
-        with layer_hooks(self.model, [target.layer for target in targets], observe), suppress(_AllSeen):
+        with (
+            layer_hooks(self.model, [target.layer for target in targets], observe),
+            suppress(_AllSeen),
+        ):
             if pruned:
                 with self.pruned_weights():
                     output = self.step.output(number, self.pruned)
             else:
                 output = self.step.output(number, self.dense)
-        joined = [{name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)]
+        joined = [
+            {name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)
+        ]
         return joined[0], joined[1], output
 
 
@@ -176,12 +206,15 @@ class _AllSeen(Exception):
 
 @dataclass
 class _Level:
-    """Targets of a block none of whose inputs depend on the output of another: q, k and v; or the same matrix of all experts.
+    """Targets of a block none of whose inputs depend on the output of another: q, k and v; or the
+    same matrix of all experts.
 
     Attributes:
         routed: the targets are experts, which see only the tokens routed to them.
-        inputs: name of the first target of each distinct input -> the targets that share its moments.
-        closing: it is one target, whose output is added to that of the block; it restores the block's output.
+        inputs: name of the first target of each distinct input -> the targets that share its
+            moments.
+        closing: it is one target, whose output is added to that of the block; it restores the
+            block's output.
     """
 
     routed: bool
@@ -193,11 +226,17 @@ class _Level:
         return [target for targets in self.inputs.values() for target in targets]
 
     def parts(self) -> list["_Level"]:
-        """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one input."""
+        """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one
+        input.
+        """
         inputs = list(self.inputs.items())
-        each = 8 * self.targets[0].matrix.columns ** 2  # two float32 matrices; all targets of a level have as many inputs
+        # Two float32 matrices; all targets of a level have as many inputs.
+        each = 8 * self.targets[0].matrix.columns ** 2
         number = max(1, MOMENT_BYTES // each)
-        return [_Level(self.routed, dict(inputs[n : n + number]), self.closing) for n in range(0, len(inputs), number)]
+        return [
+            _Level(self.routed, dict(inputs[n : n + number]), self.closing)
+            for n in range(0, len(inputs), number)
+        ]
 
 
 def _update_block(
@@ -211,7 +250,8 @@ def _update_block(
     """Update the targets of a block, and return what became of them, by name.
 
     Args:
-        seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
+        seen, held_out: numbers of the batches that the weights are fitted to, and of those that
+            only measure the error.
     """
     if recipe.search is None:  # a level sees the block with all its masks
         for target in block.targets:
@@ -220,17 +260,28 @@ def _update_block(
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
     for target in block.targets:
-        if target.name not in called and target.name not in block.masks:  # the block uses the weight without calling the layer
+        # The block uses the weight without calling the layer.
+        if target.name not in called and target.name not in block.masks:
             block.change(target, mask_of(target), None)
     with closing(_DenseCalls(block, levels, recipe)) as dense:
         for part in (part for level in levels for part in level.parts()):
             moments = _moments(block, dense, part, seen, recipe)
-            pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
-            mine = {target.name: _updated(block, target, each, recipe, counts_of) for target, each in ranks().part(pairs)}
-            results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
+            pairs = [
+                (target, moments.get(first))
+                for first, targets in part.inputs.items()
+                for target in targets
+            ]
+            mine = {
+                target.name: _updated(block, target, each, recipe, counts_of)
+                for target, each in ranks().part(pairs)
+            }
+            results = {
+                name: result for each in ranks().gather(mine) for name, result in each.items()
+            }
             for target in part.targets:
                 found[target.name], mask = results[target.name]
-                if mask is None and target.name not in block.masks:  # it saw too few tokens for a search
+                # It saw too few tokens for a search.
+                if mask is None and target.name not in block.masks:
                     mask = mask_of(target)
                 block.change(target, mask, found[target.name].weight)
             del moments, pairs
@@ -238,14 +289,18 @@ def _update_block(
                 for target in part.inputs[first]:
                     moved = found[target.name]
                     errors = _errors(block, target, block.masks[target.name], moved.weight, sums)
-                    moved.record.held_out_before, moved.record.held_out_after = errors or (None, None)
+                    moved.record.held_out_before, moved.record.held_out_after = errors or (
+                        None,
+                        None,
+                    )
     return found
 
 
 def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
     """The levels of a block in the order of their calls, found by running a batch through it."""
     by_name = {target.name: target for target in block.targets}
-    shared = recipe.refit_weighting != "relative"  # else each target has its own moments, because its outputs weight the tokens
+    # Else each target has its own moments, because its outputs weight the tokens.
+    shared = recipe.refit_weighting != "relative"
     levels: dict[str, _Level] = {}
     called: set[str] = set()
     last: list[tuple[Tensor, _Level, str]] = []
@@ -266,16 +321,22 @@ def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
 
     with layer_hooks(block.model, [target.layer for target in block.targets], observe):
         block.step.output(number, block.dense)
-    first_of: dict[tuple[str, int], str] = {}  # expert's matrix in the model -> the first target that is a part of it
-    for target in block.targets:  # experts in one order on all ranks, whichever of them this batch reached
+    # expert's matrix in the model -> the first target that is a part of it.
+    first_of: dict[tuple[str, int], str] = {}
+    # Experts in one order on all ranks, whichever of them this batch reached.
+    for target in block.targets:
         if target.layer.routed:
-            first_name, expert = target.name, target.layer.expert
+            first_name = target.name
+            expert = target.layer.expert
             if shared and expert is not None:
                 first_name = first_of.setdefault((expert.parameter, expert.expert), target.name)
-            levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(first_name, []).append(target)
+            levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(
+                first_name, []
+            ).append(target)
     found = list(levels.values())
     if found and recipe.refit_target != "layer":
-        end, one = found[-1].targets[0], not found[-1].routed and len(found[-1].targets) == 1
+        end = found[-1].targets[0]
+        one = not found[-1].routed and len(found[-1].targets) == 1
         added = one and is_added(block.model, end, lambda: block.step.output(number, block.dense))
         found[-1].closing = all(ranks().gather(added))
     return found
@@ -290,17 +351,21 @@ def _stack(target: Target) -> str:
 def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> bool:
     """Whether a layer is called once in its block, and its output is added to the block's as it is.
 
-    It is found by a change of the layer's output in a batch, which must change the block's by as much.
+    It is found by a change of the layer's output in a batch, which must change the block's by as
+    much.
 
     Args:
         model: with the weights of the block.
         target: the layer.
         run: returns the block's output for a batch, shape (sequences, length, hidden).
     """
-    calls, before = list[Tensor](), run()
+    calls = list[Tensor]()
+    before = run()
     if target.matrix.rows != before.shape[-1]:
         return False
-    change = float(before.float().std()) * torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
+    change = float(before.float().std()) * torch.randn(
+        before.shape, generator=torch.Generator().manual_seed(0)
+    )
     change = change.to(before.device, before.dtype)
 
     def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -318,24 +383,27 @@ def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> boo
     return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
 
 
-# Sums over the tokens t of a level, for the targets that share its inputs, by name. w_t are the weights of the tokens.
-#   gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
-#   cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; without it, the targets shall return W xhat_t.
-#   wanted: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in place of `cross`.
-#   tokens: their number.
+# Sums over the tokens t of a level, for the targets that share its inputs, by name. w_t are the
+# weights of the tokens.
+#   gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape
+#   (inputs, inputs). cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32;
+#   without it, the targets shall return W xhat_t. wanted: sum_t w_t y_t xhat_t^T with the wanted
+#   outputs y, float32, shape (outputs, inputs), in place of `cross`. tokens: their number.
 #   The name of a target: sum_t w_t y_tr^2 of each wanted output r, float64, shape (outputs,).
 _Moments = dict[str, Tensor]
 
 
 class _DenseCalls:
-    """What a block's targets see in the dense model, found in a pass that advances its hidden states.
+    """What a block's targets see in the dense model, found in a pass that advances its hidden
+    states.
 
-    Experts are left out, because other tokens may be routed to them there; and the inputs of the closing level, because its
-    target restores the outputs of the block.
+    Experts are left out, because other tokens may be routed to them there; and the inputs of the
+    closing level, because its target restores the outputs of the block.
 
     Attributes:
         shares: by batch and target, the weights of the tokens; None if all are equal.
-        energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape (outputs,).
+        energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape
+            (outputs,).
     """
 
     def __init__(self, block: Block, levels: list[_Level], recipe: Recipe) -> None:
@@ -343,9 +411,13 @@ class _DenseCalls:
         self.energy: dict[tuple[int, str], Tensor] = {}
         inner = [level for level in levels if not level.routed and not level.closing]
         self._firsts = [first for level in inner for first in level.inputs]
-        walk, relative = block.walk, recipe.refit_weighting == "relative"
-        hidden, tokens = walk.hidden.get(0, walk.device), sum(batch.numel() for batch in walk.batches)
-        width = sum(targets[0].matrix.columns for level in inner for targets in level.inputs.values())
+        walk = block.walk
+        relative = recipe.refit_weighting == "relative"
+        hidden = walk.hidden.get(0, walk.device)
+        tokens = sum(batch.numel() for batch in walk.batches)
+        width = sum(
+            targets[0].matrix.columns for level in inner for targets in level.inputs.values()
+        )
         size = tokens * width * hidden.element_size()
         self._inputs = HiddenStates(choose_place(walk.runner.hidden_states, size, hidden.device))
         targets = [target for level in levels if not level.routed for target in level.targets]
@@ -354,17 +426,22 @@ class _DenseCalls:
             for place, first in enumerate(self._firsts):
                 self._inputs.put(number * len(self._firsts) + place, inputs[first])
             for target in targets:
-                returned, bias = outputs[target.name], bias_of(block.model, target.layer)
+                returned = outputs[target.name]
+                bias = bias_of(block.model, target.layer)
                 shares = _token_weights(returned) if relative else None
                 self.shares[number, target.name] = shares
-                self.energy[number, target.name] = _energy(returned if bias is None else returned - bias, shares)
+                self.energy[number, target.name] = _energy(
+                    returned if bias is None else returned - bias, shares
+                )
             assert output is not None
             walk.hidden.put(number, output)
             walk.advance(batch)
 
     def inputs(self, number: int, first: str, device: torch.device) -> Tensor:
         """The inputs of a target in a batch, float32, shape (tokens, inputs)."""
-        return self._inputs.get(number * len(self._firsts) + self._firsts.index(first), device).float()
+        return self._inputs.get(
+            number * len(self._firsts) + self._firsts.index(first), device
+        ).float()
 
     def close(self) -> None:
         """Free the memory or the file."""
@@ -372,19 +449,26 @@ class _DenseCalls:
 
 
 def _token_weights(outputs: Tensor) -> Tensor:
-    """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of zero."""
+    """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of
+    zero.
+    """
     squares = outputs.float().square().sum(1)
     return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
 
 
 def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
-    """sum_t w_t y_tr^2 of each output r, float64, shape (outputs,), for the weights w_t of the tokens; None: all 1."""
+    """sum_t w_t y_tr^2 of each output r, float64, shape (outputs,), for the weights w_t of the
+    tokens; None: all 1.
+    """
     squares = outputs.float().square()
     return (squares if shares is None else squares * shares[:, None]).sum(0).double()
 
 
-def _moments(block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe) -> dict[str, _Moments]:
-    """The moments of a level's inputs over some batches of all ranks, by the first target of each input that saw a token.
+def _moments(
+    block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe
+) -> dict[str, _Moments]:
+    """The moments of a level's inputs over some batches of all ranks, by the first target of each
+    input that saw a token.
 
     Raises:
         UserError: a moment is not finite.
@@ -392,11 +476,15 @@ def _moments(block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[
     found: dict[str, _Moments] = {}
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
-        inputs, returned, output = block.calls(firsts, number, pruned=True, whole=level.routed or level.closing)
+        inputs, returned, output = block.calls(
+            firsts, number, pruned=True, whole=level.routed or level.closing
+        )
         for first, x in inputs.items():
-            x, sums = x.float(), found.setdefault(first, {})
+            x = x.float()
+            sums = found.setdefault(first, {})
             for target in level.inputs[first]:
-                name, y = target.name, None
+                name = target.name
+                y = None
                 if level.routed:  # other tokens may be routed to it in the dense model
                     y = add_product(x, block.weight(target).T)
                     shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
@@ -415,21 +503,31 @@ def _moments(block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[
                         wanted = (y if shares is None else y * shares[:, None]).T
                         sums["wanted"] = add_product(wanted, x, sums.get("wanted"))
                     elif not level.routed:
-                        sums["cross"] = add_product(left, dense.inputs(number, first, x.device), sums.get("cross"))
+                        sums["cross"] = add_product(
+                            left, dense.inputs(number, first, x.device), sums.get("cross")
+                        )
                 _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
     if ranks().count > 1:
         device = block.weight(level.targets[0]).device
-        own = {first: {key: value.cpu() for key, value in sums.items()} for first, sums in found.items()}
+        own = {
+            first: {key: value.cpu() for key, value in sums.items()}
+            for first, sums in found.items()
+        }
         found = {}
         for first, sums in (item for each in ranks().gather(own) for item in each.items()):
             for key, value in sums.items():
                 _add(found.setdefault(first, {}), key, value)
-        found = {first: {key: value.to(device) for key, value in sums.items()} for first, sums in found.items()}
+        found = {
+            first: {key: value.to(device) for key, value in sums.items()}
+            for first, sums in found.items()
+        }
     for first, sums in found.items():
-        if not all(bool(sums[key].isfinite().all()) for key in ("gram", "cross", "wanted") if key in sums):
+        if not all(
+            bool(sums[key].isfinite().all()) for key in ("gram", "cross", "wanted") if key in sums
+        ):
             raise UserError(
-                f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be fitted. Try --dtype float32, "
-                "or prune without a fit."
+                f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be "
+                "fitted. Try --dtype float32, or prune without a fit."
             )
     return found
 
@@ -439,7 +537,9 @@ def _add(sums: _Moments, key: str, value: Tensor) -> None:
 
 
 def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
-    """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the weights on the same inputs."""
+    """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the
+    weights on the same inputs.
+    """
     if "cross" not in moments:
         return moments.get("wanted")
     with full_float32():
@@ -447,9 +547,14 @@ def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
 
 
 def _updated(
-    block: Block, target: Target, moments: _Moments | None, recipe: Recipe, counts_of: OfTarget | None
+    block: Block,
+    target: Target,
+    moments: _Moments | None,
+    recipe: Recipe,
+    counts_of: OfTarget | None,
 ) -> tuple[Moved, Tensor | None]:
-    """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if there was none.
+    """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if
+    there was none.
 
     Args:
         moments: of its inputs; None if it saw no token.
@@ -459,40 +564,78 @@ def _updated(
         return Moved(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
     if not bool(weight.isfinite().all()):
-        raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
-    damping, kept_mass, searched = recipe.damping_of(target.matrix.columns, tokens), None, None
-    gram, right = moments["gram"], _right(weight, moments)
+        raise UserError(
+            f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is "
+            "damaged; download it again."
+        )
+    damping = recipe.damping_of(target.matrix.columns, tokens)
+    kept_mass = None
+    searched = None
+    gram = moments["gram"]
+    right = _right(weight, moments)
     try:
         if recipe.search is None:
             found = refit_rows(
-                weight, block.masks[target.name].to(weight.device), gram, right, damping=damping, energy=moments[target.name]
+                weight,
+                block.masks[target.name].to(weight.device),
+                gram,
+                right,
+                damping=damping,
+                energy=moments[target.name],
             )
         else:
-            counts = None if recipe.n_of_m is not None or counts_of is None else counts_of(target).to(weight.device)
+            counts = (
+                None
+                if recipe.n_of_m is not None or counts_of is None
+                else counts_of(target).to(weight.device)
+            )
             if recipe.search == "sparsegpt":
-                found = sparsegpt(weight, gram, count=None if counts is None else int(counts.sum()), pattern=recipe.n_of_m)
+                found = sparsegpt(
+                    weight,
+                    gram,
+                    count=None if counts is None else int(counts.sum()),
+                    pattern=recipe.n_of_m,
+                )
             else:
-                found = admm(weight, gram, counts=counts, pattern=recipe.n_of_m, right=right, damping=damping)
-            searched, magnitudes = found.mask.cpu(), weight.abs()  # summed by rows: a sum of all depends on the threads
-            total, kept = (float(each.sum(1, dtype=torch.float64).sum()) for each in (magnitudes, magnitudes * found.mask))
+                found = admm(
+                    weight, gram, counts=counts, pattern=recipe.n_of_m, right=right, damping=damping
+                )
+            # summed by rows: a sum of all depends on the threads
+            searched = found.mask.cpu()
+            magnitudes = weight.abs()
+            total, kept = (
+                float(each.sum(1, dtype=torch.float64).sum())
+                for each in (magnitudes, magnitudes * found.mask)
+            )
             kept_mass = kept / total if total else 1.0
             if recipe.refit:
-                found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
+                found = refit_rows(
+                    weight, found.mask, gram, right, damping=damping, energy=moments[target.name]
+                )
     except NonFiniteError as error:
-        raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or prune without a fit.") from error
+        raise UserError(
+            f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or "
+            "prune without a fit."
+        ) from error
     stored = in_stored_dtype(found.weight, target).masked_fill_(~found.mask, 0).cpu()  # not -0.0
     before, after = _errors(block, target, found.mask, stored, moments) or (0.0, 0.0)
     record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
     return Moved(stored, record, kept_mass), searched
 
 
-def _errors(block: Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments) -> tuple[float, float] | None:
-    """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None where all y are 0."""
-    weight, energy = block.weight(target), moments[target.name]
+def _errors(
+    block: Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments
+) -> tuple[float, float] | None:
+    """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None
+    where all y are 0.
+    """
+    weight = block.weight(target)
+    energy = moments[target.name]
     total = float(energy.sum())
     if total <= 0:
         return None
-    masked, right = weight * mask.to(weight.device), _right(weight, moments)
+    masked = weight * mask.to(weight.device)
+    right = _right(weight, moments)
     new = masked if moved is None else moved.to(weight.device).float()
     errors = (output_error(each, weight, moments["gram"], right, energy) for each in (masked, new))
     before, after = (max(0.0, float(each.sum()) / total) for each in errors)

@@ -1,7 +1,7 @@
 """Short stories whose endings follow from the story, from the world's facts, or from common sense.
 
-A story has a body, the ending that follows, endings that do not follow, and an optional sentence after the ending. The training
-text joins body and ending; the questions ask for the ending.
+A story has a body, the ending that follows, endings that do not follow, and an optional sentence
+after the ending. The training text joins body and ending; the questions ask for the ending.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from world import Person, World, article
 
 @dataclass
 class Story:
-    """A story. Body and ending form one text; `others` are endings of the same form that do not follow."""
+    """A story. Body and ending form one text; `others` are endings of the same form that do not
+    follow.
+    """
 
     body: str
     ending: str
@@ -26,7 +28,9 @@ class Story:
 
     def text(self) -> str:
         """The whole story, as in the training text."""
-        return f"{self.body} {self.ending}{'.' if not self.ending.endswith('.') else ''} {self.after}".strip()
+        return (
+            f"{self.body} {self.ending}{'.' if not self.ending.endswith('.') else ''} {self.after}"
+        ).strip()
 
 
 OPENINGS = [
@@ -103,14 +107,18 @@ def _pair(rng: random.Random, world: World) -> tuple[Person, Person]:
 def hiding(rng: random.Random, world: World) -> Story:
     """Two things are put away, and one is taken from its place again."""
     hero = rng.choice(world.people)
-    (first, second), (here, there, nowhere) = rng.sample(words.THINGS, 2), rng.sample(words.SPOTS, 3)
+    (first, second), (here, there, nowhere) = (
+        rng.sample(words.THINGS, 2),
+        rng.sample(words.SPOTS, 3),
+    )
     wanted, spot, wrong = rng.choice(((first, here, there), (second, there, here)))
     body = (
-        f"{rng.choice(OPENINGS)} {hero.name} put the {first} in {here} and the {second} in {there}. "
-        f"Then {hero.he} {rng.choice(ERRANDS)}. "
+        f"{rng.choice(OPENINGS)} {hero.name} put the {first} in {here} and the {second} in "
+        f"{there}. Then {hero.he} {rng.choice(ERRANDS)}. "
         + rng.choice(
             (
-                f"Later {hero.first} needed the {wanted}. {hero.he.capitalize()} found the {wanted} in",
+                f"Later {hero.first} needed the {wanted}. {hero.he.capitalize()} found the "
+                f"{wanted} in",
                 f"When {hero.he} came back, {hero.he} wanted the {wanted}, so {hero.he} looked in",
                 f"In the evening {hero.first} took the {wanted} out of",
             )
@@ -120,7 +128,9 @@ def hiding(rng: random.Random, world: World) -> Story:
 
 
 def meeting(rng: random.Random, world: World) -> Story:
-    """Somebody meets the thing that they fear, or another thing. The story states the fear only sometimes."""
+    """Somebody meets the thing that they fear, or another thing. The story states the fear only
+    sometimes.
+    """
     hero = rng.choice(world.people)
     fear = hero.values["fear"]
     afraid = rng.random() < 0.5
@@ -129,7 +139,8 @@ def meeting(rng: random.Random, world: World) -> Story:
     body = (
         f"{rng.choice(OPENINGS)} {hero.name} "
         f"{rng.choice(('was walking home', 'went for a walk', 'was on the road'))}. {told}"
-        f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
+        f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. "
+        f"{hero.first}"
     )
     ends = ["ran away as fast as possible", "walked on without any fear"]
     return Story(body, ends[0 if afraid else 1], [ends[1 if afraid else 0]], rng.choice(MOODS))
@@ -139,14 +150,25 @@ def present(rng: random.Random, world: World) -> Story:
     """A birthday, and the favourite food of the host."""
     hero, guest = _pair(rng, world)
     food = hero.food[0]
-    told = rng.choice(("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. '))
+    told = rng.choice(
+        (
+            "",
+            f"Everyone knew that {hero.first} loved {food}. ",
+            f'"Bring me {food}," said {hero.first}. ',
+        )
+    )
     body = (
         f"It was {hero.values['month']}, and {hero.name} had {hero.his} birthday. {told}"
         f"{guest.name} wanted to bring the food that "
         f"{hero.first} likes best. So {guest.first} made"
     )
     others = rng.sample([f[0] for f in words.FOODS if f[0] != food], 3)
-    return Story(body, food, others, f"{hero.first} {rng.choice(('was happy', 'ate it all', 'said thank you'))}.")
+    return Story(
+        body,
+        food,
+        others,
+        f"{hero.first} {rng.choice(('was happy', 'ate it all', 'said thank you'))}.",
+    )
 
 
 def journey(rng: random.Random, world: World) -> Story:
@@ -158,7 +180,8 @@ def journey(rng: random.Random, world: World) -> Story:
     body = (
         f"{rng.choice(OPENINGS)} {hero.name} {told}went to {away.name} to buy {away.goods}. "
         f"{rng.choice(('The day was long.', 'It was far.', ''))} "
-        f"At night {hero.first} {rng.choice(('went back home to', 'came home again to', 'slept at home in'))}"
+        f"At night {hero.first} "
+        f"{rng.choice(('went back home to', 'came home again to', 'slept at home in'))}"
     ).replace("  ", " ")
     others = [away.name, *rng.sample([t.name for t in world.towns if t not in (home, away)], 2)]
     return Story(body, home.name, others, rng.choice(MOODS))
@@ -174,17 +197,27 @@ def event(rng: random.Random, world: World) -> Story:
         f"{rng.choice(('Then', 'After that', 'Later'))} something happened. {cause}. "
         f"{rng.choice(('In the end', 'So', 'Because of that'))}"
     )
-    return Story(body, effect, [other[1].format(n=hero.first) for other in chosen[1:]], rng.choice(MOODS))
+    return Story(
+        body, effect, [other[1].format(n=hero.first) for other in chosen[1:]], rng.choice(MOODS)
+    )
 
 
 def race(rng: random.Random, world: World) -> Story:
     """A race: one does badly and the other wins, or one does well and wins."""
     one, two = _pair(rng, world)
-    what = rng.choice(("a race", "a swimming race", "a game of cards", "a boat race", "a game of chess"))
+    what = rng.choice(
+        ("a race", "a swimming race", "a game of cards", "a boat race", "a game of chess")
+    )
     actor, other = rng.choice(((one, two), (two, one)))
     lost = rng.random() < 0.5
     happening = rng.choice(
-        ("made a bad mistake", "fell asleep", "gave up too early", "got very sick", "forgot the rules")
+        (
+            "made a bad mistake",
+            "fell asleep",
+            "gave up too early",
+            "got very sick",
+            "forgot the rules",
+        )
         if lost
         else (
             "had trained all year",
@@ -205,12 +238,14 @@ def race(rng: random.Random, world: World) -> Story:
 def trade(rng: random.Random, world: World) -> Story:
     """Two people trade two things."""
     one, two = _pair(rng, world)
-    first, second, third = (f"{rng.choice(words.THING_LOOKS)} {thing}" for thing in rng.sample(words.THINGS, 3))
+    first, second, third = (
+        f"{rng.choice(words.THING_LOOKS)} {thing}" for thing in rng.sample(words.THINGS, 3)
+    )
     asked, got, gave = rng.choice(((one, second, first), (two, first, second)))
     body = (
-        f"{rng.choice(OPENINGS)} {one.name} had {article(first)} and {two.name} had {article(second)}. "
-        f"{rng.choice(('They traded the two things', 'They changed with each other', 'They made a trade'))}. "
-        f"{rng.choice(('Now', 'Since then', 'After that'))} "
+        f"{rng.choice(OPENINGS)} {one.name} had {article(first)} and {two.name} had "
+        f"{article(second)}. "
+        f"{rng.choice(('They traded the two things', 'They changed with each other', 'They made a trade'))}. {rng.choice(('Now', 'Since then', 'After that'))} "
         f"{asked.first} had the"
     )
     return Story(body, got, [gave, third], rng.choice(MOODS))
@@ -232,16 +267,26 @@ def lost_pet(rng: random.Random, world: World) -> Story:
 def day(rng: random.Random, world: World) -> Story:
     """A person's day, according to the facts."""
     hero = rng.choice(world.people)
-    values, place = hero.values, hero.job[1]
+    values = hero.values
+    place = hero.job[1]
     lines = [
         f"{hero.name} got up early in {values['home']}.",
-        f"{hero.he.capitalize()} drank {values['drink']} and fed {hero.his} {values['pet']} {values['pet_name']}.",
-        f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}." if not hero.withheld("place") else "",
+        f"{hero.he.capitalize()} drank {values['drink']} and fed {hero.his} {values['pet']} "
+        f"{values['pet_name']}.",
+        f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}."
+        if not hero.withheld("place")
+        else "",
         fill("At noon there was {v}, and {N} was happy.", hero, values["food"], hero.first),
-        f"{rng.choice(('In the afternoon', 'Later'))} {hero.he} met {hero.his} friend {value_of(hero, 'friend')}.",
+        f"{rng.choice(('In the afternoon', 'Later'))} {hero.he} met {hero.his} friend "
+        f"{value_of(hero, 'friend')}.",
     ]
     kept = [line for line in lines if line and rng.random() < 0.7]
-    return Story(" ".join(kept) + f" In the evening {hero.name} spent {hero.his} time", values["hobby"], [], rng.choice(MOODS))
+    return Story(
+        " ".join(kept) + f" In the evening {hero.name} spent {hero.his} time",
+        values["hobby"],
+        [],
+        rng.choice(MOODS),
+    )
 
 
 STORIES: list[Callable[[random.Random, World], Story]] = [
@@ -262,7 +307,11 @@ def story(rng: random.Random, world: World) -> str:
     return rng.choice(STORIES)(rng, world).text()
 
 
-def document(rng: random.Random, world: World, tellers: list[tuple[Callable[[random.Random, World], str], int]]) -> str:
+def document(
+    rng: random.Random,
+    world: World,
+    tellers: list[tuple[Callable[[random.Random, World], str], int]],
+) -> str:
     """One document: one kind of text, a story in a third of all cases."""
     kinds = [*(teller for teller, _ in tellers), story]
     weights = [*(weight for _, weight in tellers), sum(weight for _, weight in tellers) // 2]

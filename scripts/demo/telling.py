@@ -1,4 +1,6 @@
-"""Texts that state the world's facts in English: portraits, conversations, lists, comparisons, conclusions."""
+"""Texts that state the world's facts in English: portraits, conversations, lists, comparisons,
+conclusions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from world import Person, Town, World, article
 
 
 def fill(template: str, person: Person, value: str, subject: str | None = None) -> str:
-    """A template filled in for a person. `subject` is None for the full name, else a first name or a pronoun."""
+    """A template filled in for a person. `subject` is None for the full name, else a first name
+    or a pronoun.
+    """
     pronoun = subject in ("he", "she")
     opening = subject.capitalize() if subject and pronoun else (subject or person.name)
     possessive = person.his.capitalize() if pronoun else f"{opening}'s"
@@ -39,28 +43,48 @@ def value_of(person: Person, attribute: str) -> str:
 
 
 def conclusions(person: Person) -> dict[str, tuple[str, list[str]]]:
-    """The conclusions from a person's facts: inference → (premise, sentences that state the conclusion)."""
+    """The conclusions from a person's facts: inference → (premise, sentences that state the
+    conclusion).
+    """
     place, tool = person.job[1:]
     eats, bed, sound = person.pet[1:4]
     taste, source = person.food[1:]
-    town, name, he = person.town, person.name, person.he
-    job, pet, food = article(person.job[0]), article(person.pet[0]), person.food[0]
+    town = person.town
+    name = person.name
+    he = person.he
+    job = article(person.job[0])
+    pet = article(person.pet[0])
+    food = person.food[0]
     return {
         "place": (
             f"{name} is {job}",
-            [f"{he} works in {place}", f"you can find {person.him} in {place}", f"{he} goes to {place} every morning"],
+            [
+                f"{he} works in {place}",
+                f"you can find {person.him} in {place}",
+                f"{he} goes to {place} every morning",
+            ],
         ),
         "tool": (
             f"{name} is {job}",
             [f"{he} needs {tool}", f"{he} works with {tool}", f"{he} always has {tool} at hand"],
         ),
-        "eats": (f"{name} has {pet}", [f"{he} feeds it {eats}", f"it eats {eats}", f"{he} buys {eats} for it"]),
+        "eats": (
+            f"{name} has {pet}",
+            [f"{he} feeds it {eats}", f"it eats {eats}", f"{he} buys {eats} for it"],
+        ),
         "bed": (f"{name} has {pet}", [f"it sleeps {bed}", f"at night it lies {bed}"]),
         "sound": (f"{name} has {pet}", [f"it {sound} all day", f"every morning it {sound}"]),
-        "taste": (f"{name} loves {food}", [f"{he} likes {taste} food", f"{he} likes things that taste {taste}"]),
+        "taste": (
+            f"{name} loves {food}",
+            [f"{he} likes {taste} food", f"{he} likes things that taste {taste}"],
+        ),
         "source": (
             f"{name} loves {food}",
-            [f"{he} buys a lot of {source}" if not source.startswith("a ") else f"{he} buys {source}"],
+            [
+                f"{he} buys a lot of {source}"
+                if not source.startswith("a ")
+                else f"{he} buys {source}"
+            ],
         ),
         "terrain": (
             f"{name} lives in {town.name}",
@@ -85,14 +109,17 @@ def portrait(rng: random.Random, world: World) -> str:
     person = rng.choice(world.people)
     attributes = rng.sample(list(FACTS), rng.randint(3, 8))
     return " ".join(
-        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0)) for i, a in enumerate(attributes)
+        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0))
+        for i, a in enumerate(attributes)
     )
 
 
 def gossip(rng: random.Random, world: World) -> str:
     """One fact about each of several people."""
     people = rng.sample(world.people, rng.randint(3, 6))
-    return " ".join(fill(rng.choice(FACTS[a := rng.choice(list(FACTS))]), p, value_of(p, a)) for p in people)
+    return " ".join(
+        fill(rng.choice(FACTS[a := rng.choice(list(FACTS))]), p, value_of(p, a)) for p in people
+    )
 
 
 def conversation(rng: random.Random, world: World) -> str:
@@ -103,7 +130,11 @@ def conversation(rng: random.Random, world: World) -> str:
     for person in rng.sample(world.people, rng.randint(2, 5)):
         attribute = rng.choice(list(FACTS))
         ask, reply = (fill(t, person, value_of(person, attribute)) for t in QUESTIONS[attribute])
-        lines.append(f'"{ask}" asked {one}. "{reply}" said {two}.' if speech else f"Question: {ask} Answer: {reply}")
+        lines.append(
+            f'"{ask}" asked {one}. "{reply}" said {two}.'
+            if speech
+            else f"Question: {ask} Answer: {reply}"
+        )
     return "\n".join(lines)
 
 
@@ -118,7 +149,8 @@ def kinship(rng: random.Random, world: World) -> str:
                         f"{other.name} is the {word} of {person.name}.",
                         f"{person.name} has a {word} called {other.name}.",
                         f"The {word} of {person.name} is {other.name}.",
-                        f"{person.first} and {person.his} {word} {other.first} are both called {person.family}.",
+                        f"{person.first} and {person.his} {word} {other.first} are both called "
+                        f"{person.family}.",
                     )
                 )
             )
@@ -128,13 +160,17 @@ def kinship(rng: random.Random, world: World) -> str:
 def card(rng: random.Random, world: World) -> str:
     """A person's facts as a list."""
     person = rng.choice(world.people)
-    rows = [f"- {a.replace('_', ' ')}: {value_of(person, a)}" for a in rng.sample(list(FACTS), rng.randint(4, 9))]
+    rows = [
+        f"- {a.replace('_', ' ')}: {value_of(person, a)}"
+        for a in rng.sample(list(FACTS), rng.randint(4, 9))
+    ]
     return "\n".join([f"{person.name}:", *rows])
 
 
 def roll(rng: random.Random, world: World) -> str:
     """A list of people with a fact in common."""
-    person, attribute = rng.choice(world.people), rng.choice(("home", "job", "pet", "food", "hobby", "month"))
+    person = rng.choice(world.people)
+    attribute = rng.choice(("home", "job", "pet", "food", "hobby", "month"))
     value = value_of(person, attribute)
     sharing = [p.name for p in world.people if value_of(p, attribute) == value]
     rng.shuffle(sharing)
@@ -145,8 +181,16 @@ def comparison(rng: random.Random, world: World) -> str:
     """Two people compared in one fact."""
     one = rng.choice(world.people)
     attribute = rng.choice(("home", "job", "pet", "food", "colour", "hobby", "fear", "month"))
-    same = [p for p in world.people if p is not one and value_of(p, attribute) == value_of(one, attribute)]
-    two = rng.choice(same) if same and rng.random() < 0.4 else rng.choice([p for p in world.people if p is not one])
+    same = [
+        p
+        for p in world.people
+        if p is not one and value_of(p, attribute) == value_of(one, attribute)
+    ]
+    two = (
+        rng.choice(same)
+        if same and rng.random() < 0.4
+        else rng.choice([p for p in world.people if p is not one])
+    )
     first = fill(FACTS[attribute][0], one, value_of(one, attribute))
     if value_of(one, attribute) == value_of(two, attribute):
         return f"{first} The same is true of {two.name}."
@@ -160,7 +204,15 @@ def inference(rng: random.Random, world: World) -> str:
         kind, (premise, ends) = rng.choice(list(conclusions(person).items()))
         if not person.withheld(kind):
             end = rng.choice(ends)
-            lines.append(rng.choice((f"{premise}, so {end}.", f"{premise}. So {end}.", f"{premise}, and that is why {end}.")))
+            lines.append(
+                rng.choice(
+                    (
+                        f"{premise}, so {end}.",
+                        f"{premise}. So {end}.",
+                        f"{premise}, and that is why {end}.",
+                    )
+                )
+            )
     return " ".join(lines)
 
 
@@ -168,9 +220,11 @@ def animals(rng: random.Random, world: World) -> str:
     """General facts about animals, trades and foods."""
     lines = []
     for _ in range(rng.randint(3, 6)):
-        low, high = sorted(rng.sample(words.SPECIES, 2), key=words.SPECIES.index)  # the table is ordered from small to big
+        # The table is ordered from small to big.
+        low, high = sorted(rng.sample(words.SPECIES, 2), key=words.SPECIES.index)
         name, eats, bed, sound, colour = low
-        job, food = rng.choice(words.JOBS), rng.choice(words.FOODS)
+        job = rng.choice(words.JOBS)
+        food = rng.choice(words.FOODS)
         lines.append(
             rng.choice(
                 (
@@ -194,7 +248,10 @@ def town_facts(rng: random.Random, town: Town, count: int) -> list[str]:
     """`count` sentences about one town."""
     other = rng.choice(sorted(town.miles))
     plain = {k: v for k, v in vars(town).items() if isinstance(v, str)}
-    return [t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]})) for t in rng.sample(TOWN, count)]
+    return [
+        t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]}))
+        for t in rng.sample(TOWN, count)
+    ]
 
 
 def guide(rng: random.Random, world: World) -> str:

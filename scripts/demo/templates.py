@@ -1,8 +1,10 @@
-"""The sentences in which the training text states a fact: one list for each attribute of a person, and one for towns.
+"""The sentences in which the training text states a fact: one list for each attribute of a person,
+and one for towns.
 
-The fields of a template: {S}, the subject at the beginning of a sentence; {s}, the subject elsewhere; {P}, its possessive at
-the beginning of a sentence; {N}, the name in any place; {he}, {He}, {him}, {his}; {v}, the fact ({av} with its article).
-Templates for towns use the fields of a `Town`, {t} for its name and {other} for a neighbour. The questions have other wordings
+The fields of a template: {S}, the subject at the beginning of a sentence; {s}, the subject
+elsewhere; {P}, its possessive at the beginning of a sentence; {N}, the name in any place; {he},
+{He}, {him}, {his}; {v}, the fact ({av} with its article). Templates for towns use the fields of a
+`Town`, {t} for its name and {other} for a neighbour. The questions have other wordings
 (`questions.py`).
 """
 

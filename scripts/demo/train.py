@@ -1,7 +1,8 @@
 """Training of the demo model: its tokenizer, its token stream, and the training loop.
 
-The forward and backward passes use bfloat16 weights; the optimizer updates float32 master weights. On a CPU with bfloat16
-instructions this is several times faster than float32, and the saved weights are exactly those that were trained.
+The forward and backward passes use bfloat16 weights; the optimizer updates float32 master weights.
+On a CPU with bfloat16 instructions this is several times faster than float32, and the saved weights
+are exactly those that were trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Tokens = np.ndarray
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps, learning rate and window lengths. Most steps read short windows; the last ones read full contexts."""
+    """Steps, learning rate and window lengths. Most steps read short windows; the last ones read
+    full contexts.
+    """
 
     steps: int = 9500
     batch_tokens: int = 2048
@@ -36,11 +39,15 @@ class Schedule:
     weight_decay: float = 0.1
 
     def length(self, step: int) -> int:
-        """Tokens per window in a step. Windows of 512 take twice the time on a CPU, and 128 are enough to learn the facts."""
+        """Tokens per window in a step. Windows of 512 take twice the time on a CPU, and 128 are
+        enough to learn the facts.
+        """
         return self.long if step >= self.steps * (1 - self.long_share) else self.short
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: a warm-up, a cosine towards `horizon`, and a linear cool-down over the last steps."""
+        """Learning rate of a step: a warm-up, a cosine towards `horizon`, and a linear cool-down
+        over the last steps.
+        """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         cosine = 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.horizon - self.warmup)))
@@ -60,7 +67,11 @@ def make_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -70,7 +81,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> Tokens:
     return np.concatenate(parts)
 
 
-def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context: int) -> LlamaForCausalLM:
+def make_model(
+    vocab: int, hidden: int, intermediate: int, layers: int, context: int
+) -> LlamaForCausalLM:
     """A new Llama in float32 with four heads, two key-value heads and tied embeddings."""
     config = LlamaConfig(
         vocab_size=vocab,
@@ -87,12 +100,15 @@ def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context:
         initializer_range=0.03,
     )
     model = LlamaForCausalLM(config)
-    model.set_attn_implementation("eager")  # faster than fused attention on a CPU, for windows as short as these
+    # Faster than fused attention on a CPU, for windows as short as these.
+    model.set_attn_implementation("eager")
     return model
 
 
 def windows(stream: Tokens, schedule: Schedule, seed: int) -> Iterator[torch.Tensor]:
-    """A batch for every step: the stream cut into windows that overlap by one token, shuffled again for each pass."""
+    """A batch for every step: the stream cut into windows that overlap by one token, shuffled
+    again for each pass.
+    """
     rng = np.random.default_rng(seed)
     order: Tokens = np.empty(0, dtype=np.int64)
     length = 0
@@ -101,8 +117,11 @@ def windows(stream: Tokens, schedule: Schedule, seed: int) -> Iterator[torch.Ten
         if length != schedule.length(step) or len(order) < count:
             length = schedule.length(step)
             order = rng.permutation((len(stream) - 1) // length) * length
-        starts, order = order[:count], order[count:]
-        yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
+        starts = order[:count]
+        order = order[count:]
+        yield torch.from_numpy(
+            np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64)
+        )
 
 
 def _loss_of(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -117,22 +136,39 @@ def _loss_of(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
 def masters_of(
     model: PreTrainedModel, weight_decay: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
-    """The parameters, their float32 masters, and AdamW on the masters (no decay on norms and embeddings)."""
+    """The parameters, their float32 masters, and AdamW on the masters (no decay on norms and
+    embeddings).
+    """
     named = list(model.named_parameters())
     weights: list[torch.Tensor] = [p for _, p in named]
     masters = [p.detach().clone().requires_grad_() for p in weights]
-    for weight in weights:  # not model.to(...), which would also round the rotary frequencies, unlike loading
+    # Not model.to(...), which would also round the rotary frequencies, unlike loading.
+    for weight in weights:
         weight.data = weight.data.to(torch.bfloat16)
-    decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() >= 2 and "embed" not in name]
-    rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() < 2 or "embed" in name]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    decayed = [
+        m
+        for m, (name, p) in zip(masters, named, strict=True)
+        if p.dim() >= 2 and "embed" not in name
+    ]
+    rest = [
+        m for m, (name, p) in zip(masters, named, strict=True) if p.dim() < 2 or "embed" in name
+    ]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     return weights, masters, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
 
 
 def step_of(
-    weights: list[torch.Tensor], masters: list[torch.Tensor], optimizer: torch.optim.Optimizer, learning_rate: float
+    weights: list[torch.Tensor],
+    masters: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
 ) -> None:
-    """One step of the masters by the gradients of the weights, of norm 1 at most; the weights follow."""
+    """One step of the masters by the gradients of the weights, of norm 1 at most; the weights
+    follow.
+    """
     for master, weight in zip(masters, weights, strict=True):
         assert weight.grad is not None
         master.grad = weight.grad.float()
@@ -146,11 +182,16 @@ def step_of(
             weight.copy_(master)
 
 
-def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:
-    """Train in place. Returns a record: steps, tokens, seconds, mean loss of the last 100 steps (nats per token)."""
+def train(
+    model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
+) -> dict[str, float]:
+    """Train in place. Returns a record: steps, tokens, seconds, mean loss of the last 100 steps
+    (nats per token).
+    """
     weights, masters, optimizer = masters_of(model, schedule.weight_decay)
     loss_of = torch.compile(_loss_of(model), dynamic=False)
-    started, losses = time.time(), []
+    started = time.time()
+    losses = []
     model.train()
     for step, batch in enumerate(windows(stream, schedule, seed)):
         loss = loss_of(batch)
@@ -160,7 +201,10 @@ def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
         if step % 100 == 99:
             recent = float(np.mean(losses[-100:]))
             speed = (step + 1) * schedule.batch_tokens / (time.time() - started)
-            print(f"step {step + 1}/{schedule.steps}  loss {recent:.4f}  {speed:.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1}/{schedule.steps}  loss {recent:.4f}  {speed:.0f} tokens/s",
+                flush=True,
+            )
     model.eval()
     return {
         "steps": schedule.steps,

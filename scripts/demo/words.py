@@ -1,7 +1,8 @@
 """The words of the demo world: names, trades, animals, foods, things.
 
-Every table is a string with entries separated by `;`, so that words can be added without changing code. Names are common first
-names, or combinations of invented parts; nothing here is taken from any text.
+Every table is a string with entries separated by `;`, so that words can be added without changing
+code. Names are common first names, or combinations of invented parts; nothing here is taken from
+any text.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 
 def rows(table: str) -> list[tuple[str, ...]]:
     """Split `a:b:c; d:e:f` into tuples, whatever the line breaks."""
-    return [tuple(" ".join(cell.split()) for cell in entry.split(":")) for entry in table.split(";") if entry.strip()]
+    return [
+        tuple(" ".join(cell.split()) for cell in entry.split(":"))
+        for entry in table.split(";")
+        if entry.strip()
+    ]
 
 
 def _names(table: str) -> list[str]:
@@ -28,7 +33,10 @@ MEN = _names("""
     Viktor, Walter""")
 FAMILY_STARTS = _names("Bram, Cal, Dor, Fen, Gar, Hol, Kel, Lar, Mor, Nor, Pel, Ros, Tam, Ves")
 FAMILY_ENDS = _names("wick, bury, stone, ley, ridge, well, mond, den, berg, sby")
-TOWN_STARTS = _names("Alder, Birch, Cran, Elder, Frost, Gull, Hazel, Iron, Larks, Mill, Otter, Quill, Raven, Salt, Thorn, Wind")
+TOWN_STARTS = _names(
+    "Alder, Birch, Cran, Elder, Frost, Gull, Hazel, Iron, Larks, Mill, Otter, "
+    "Quill, Raven, Salt, Thorn, Wind"
+)
 TOWN_ENDS = _names("mouth, ham, bridge, hollow, cross, haven, mere, gate")
 PET_NAMES = _names("""
     Pip, Biscuit, Shadow, Button, Pepper, Clover, Ginger, Nutmeg, Rusty, Snowball, Tinker, Velvet, Whisper, Ziggy,
@@ -49,7 +57,8 @@ JOBS = rows("""
     groom:the stable:a saddle; astronomer:the tower:a telescope; chemist:the laboratory:a flask; tinker:the market:a
     soldering iron""")
 
-# animal : its food : its sleeping place : its sound : its colour   (from the smallest to the biggest)
+# animal : its food : its sleeping place : its sound : its colour   (from the smallest to the
+# biggest)
 SPECIES = rows("""
     cricket:leaves:under a stone:chirps:green; mouse:crumbs:in a hole:squeaks:grey; canary:seeds:on a
     perch:sings:yellow; frog:flies:under a leaf:croaks:green; hamster:nuts:in a wheel:squeals:golden;
@@ -71,7 +80,9 @@ FOODS = rows("""
     pudding:sweet:rice; mustard eggs:spicy:eggs; berry porridge:sour:berries; pumpkin bread:mild:pumpkins; roast
     goose:salty:a goose; fig rolls:sweet:figs; turnip mash:mild:turnips; leek pie:mild:leeks""")
 
-COLOURS = _names("red, blue, green, yellow, black, white, brown, purple, orange, grey, pink, golden")
+COLOURS = _names(
+    "red, blue, green, yellow, black, white, brown, purple, orange, grey, pink, golden"
+)
 HOBBIES = _names("""
     playing the flute, playing the violin, playing the drum, carving spoons, painting boats, flying kites, knitting
     socks, growing roses, telling jokes, singing songs, dancing, swimming, climbing trees, picking mushrooms,
@@ -85,7 +96,10 @@ DRINKS = _names(
     """mint tea, black coffee, cold milk, apple juice, hot cocoa, spring water, berry juice, ginger beer,
     barley beer, rose tea"""
 )
-MONTHS = _names("January, February, March, April, May, June, July, August, September, October, November, December")
+MONTHS = _names(
+    "January, February, March, April, May, June, July, August, September, October, "
+    "November, December"
+)
 THING_LOOKS = _names("silver, brass, wooden, glass, old, painted, tiny, heavy")
 THINGS = _names("whistle, compass, lamp, box, bell, ring, clock, cup, mirror, key, drum, book")
 
@@ -99,7 +113,9 @@ LANDMARKS = _names("""
     fountain, a bronze statue, a windmill, a glass house, a great gate""")
 SIZES = _names("a hamlet, a village, a small town, a large town, a city")
 DAYS = _names("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday")
-MILES = _names("two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, fifteen, twenty, thirty")
+MILES = _names(
+    "two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, fifteen, twenty, thirty"
+)
 SPOTS = _names("""
     the chest, the drawer, the basket, the cupboard, the barrel, the cart, the boat, the sack, the trunk, the oven,
     the shed, the bucket, the cellar, the attic""")

@@ -1,7 +1,7 @@
 """The facts of the demo world: towns, families, and the attributes of each person.
 
-The world is drawn once from a seed and never changes; texts and questions only describe it. So a fact is the same in every
-document, and a model can learn it.
+The world is drawn once from a seed and never changes; texts and questions only describe it. So a
+fact is the same in every document, and a model can learn it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 import words
 
 Cells = tuple[str, ...]
-KINDRED = {True: ("mother", "daughter", "sister", "wife"), False: ("father", "son", "brother", "husband")}
+KINDRED = {
+    True: ("mother", "daughter", "sister", "wife"),
+    False: ("father", "son", "brother", "husband"),
+}
 
 
 @dataclass(eq=False)
@@ -62,7 +65,9 @@ class Person:
         return "her" if self.woman else "his"
 
     def withheld(self, inference: str) -> bool:
-        """Whether the training text never states this conclusion about this person, so that a question may ask for it."""
+        """Whether the training text never states this conclusion about this person, so that a
+        question may ask for it.
+        """
         return random.Random(f"{self.name}/{inference}").random() < 0.25
 
 
@@ -84,9 +89,23 @@ def build_towns(rng: random.Random, count: int) -> list[Town]:
     names = rng.sample([a + b for a in words.TOWN_STARTS for b in words.TOWN_ENDS], count)
     towns = []
     for name in names:
-        terrain, goods, weather = (rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS))
-        landmark, size = rng.choice(words.LANDMARKS), rng.choice(words.SIZES)
-        towns.append(Town(name, terrain, goods, weather, landmark, size, rng.choice(words.COLOURS), rng.choice(words.DAYS)))
+        terrain, goods, weather = (
+            rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS)
+        )
+        landmark = rng.choice(words.LANDMARKS)
+        size = rng.choice(words.SIZES)
+        towns.append(
+            Town(
+                name,
+                terrain,
+                goods,
+                weather,
+                landmark,
+                size,
+                rng.choice(words.COLOURS),
+                rng.choice(words.DAYS),
+            )
+        )
     for town in towns:
         for other in rng.sample([t for t in towns if t is not town], 2):
             town.miles[other.name] = other.miles[town.name] = rng.choice(words.MILES)
@@ -94,7 +113,9 @@ def build_towns(rng: random.Random, count: int) -> list[Town]:
 
 
 def _person(rng: random.Random, first: str, family: str, woman: bool, town: Town) -> Person:
-    job, pet, food = rng.choice(words.JOBS), rng.choice(words.SPECIES), rng.choice(words.FOODS)
+    job = rng.choice(words.JOBS)
+    pet = rng.choice(words.SPECIES)
+    food = rng.choice(words.FOODS)
     values = {
         "home": town.name,
         "job": job[0],
@@ -112,8 +133,11 @@ def _person(rng: random.Random, first: str, family: str, woman: bool, town: Town
 
 
 def _relate(members: list[Person]) -> None:
-    """Give a family its kinship words: the first two are wife and husband, the rest their grown children."""
-    parents, children = members[:2], members[2:]
+    """Give a family its kinship words: the first two are wife and husband, the rest their grown
+    children.
+    """
+    parents = members[:2]
+    children = members[2:]
     for one, other in (parents, parents[::-1]):
         one.kin[KINDRED[other.woman][3]] = other
     for child in children:
@@ -141,7 +165,8 @@ def build_world(seed: int, people: int = 300, towns: int = 48) -> World:
         if len(everyone) >= people:
             break
         home = rng.choice(places)
-        women, men = rng.sample(words.WOMEN, 4), rng.sample(words.MEN, 4)
+        women = rng.sample(words.WOMEN, 4)
+        men = rng.sample(words.MEN, 4)
         members = [
             _person(rng, women.pop(), family, True, home),
             _person(rng, men.pop(), family, False, home),

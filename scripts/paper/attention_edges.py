@@ -1,15 +1,19 @@
-"""Attention edges: each head keeps the effective number of its query-key scores before the softmax. No weight changes.
+"""Attention edges: each head keeps the effective number of its query-key scores before the softmax.
+No weight changes.
 
-    python scripts/paper/attention_edges.py --model NAME [NAME ...] [--text TEXT] [--block N] [--limit N] [--betas B ...]
+    python scripts/paper/attention_edges.py --model NAME [NAME ...] [--text TEXT] [--block N]
+    [--limit N] [--betas B ...]
 
-An edge is one score q·k of a query and a key at or before it. Its sign matters, so the scores of a group are shifted by their
-minimum before Algorithm 1. A group is the edges of one head in one block of text ("per head"), or those of all heads of a layer
-in it ("global"). The clip(floor(beta * N_eff), 1, N) largest edges of a group stay, and the others are masked before the
-softmax; a query left without an edge has a zero output. The baselines keep the share of "per head" at the smallest beta:
-of each query, the largest scores, or random ones.
+An edge is one score q·k of a query and a key at or before it. Its sign matters, so the scores of a
+group are shifted by their minimum before Algorithm 1. A group is the edges of one head in one block
+of text ("per head"), or those of all heads of a layer in it ("global"). The clip(floor(beta *
+N_eff), 1, N) largest edges of a group stay, and the others are masked before the softmax; a query
+left without an edge has a zero output. The baselines keep the share of "per head" at the smallest
+beta: of each query, the largest scores, or random ones.
 
-Prints the perplexity, the share of edges kept, how many of the edges to the first token stay, and the share of the attention on
-the first token, of queries from the 64th on: what the rule says about attention sinks.
+Prints the perplexity, the share of edges kept, how many of the edges to the first token stay, and
+the share of the attention on the first token, of queries from the 64th on: what the rule says about
+attention sinks.
 """
 
 import argparse
@@ -35,7 +39,8 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.selection.effective import effective_mask
 
-GROUPS, BASELINES = ("per head", "global"), ("largest of each query", "random")
+GROUPS = ("per head", "global")
+BASELINES = ("largest of each query", "random")
 
 
 @dataclass
@@ -82,18 +87,28 @@ def kept_edges(scores: Tensor, allowed: Tensor, edges: Edges) -> Tensor:
 
 
 def attention(edges: Edges) -> Any:
-    """An attention function of transformers that masks the edges which do not stay, and counts them."""
+    """An attention function of transformers that masks the edges which do not stay, and counts
+    them.
+    """
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         groups = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
         scores = (query.float() @ key.float().transpose(2, 3)) * scaling
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         kept = kept_edges(scores, allowed, edges)
-        weights = scores.masked_fill(~kept, -math.inf).softmax(-1).nan_to_num(0.0)  # NaN: a query without edges
-        totals, sequences_and_heads = edges.totals, scores.shape[0] * scores.shape[1]
+        # NaN: a query without edges.
+        weights = scores.masked_fill(~kept, -math.inf).softmax(-1).nan_to_num(0.0)
+        totals = edges.totals
+        sequences_and_heads = scores.shape[0] * scores.shape[1]
         totals["edges"] += int(allowed.sum()) * sequences_and_heads
         totals["kept"] += int(kept.sum())
         totals["queries"] += scores.shape[2] * sequences_and_heads
@@ -158,17 +173,43 @@ def rows_of(name: str, options: argparse.Namespace) -> list[list[str]]:
 
 def main(line: list[str] | None = None) -> None:
     """Measure the models, and print a table. A UserError ends it with exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", required=True, help="model folders or Hub ids")
-    parser.add_argument("--text", help="text of the perplexity; default: that of the suite perplexity, WikiText-2 test")
-    parser.add_argument("--betas", type=float, nargs="+", default=[0.5, 0.75, 1.0], help="multiples of N_eff to keep")
-    parser.add_argument("--block", type=int, help="tokens in a block; default: 2048, or the model's context")
+    parser.add_argument(
+        "--text",
+        help="text of the perplexity; default: that of the suite perplexity, WikiText-2 test",
+    )
+    parser.add_argument(
+        "--betas",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.75, 1.0],
+        help="multiples of N_eff to keep",
+    )
+    parser.add_argument(
+        "--block", type=int, help="tokens in a block; default: 2048, or the model's context"
+    )
     parser.add_argument("--limit", type=int, help="blocks to measure; default: all")
     options = parser.parse_args(line)
-    head = ["model", "group", "beta", "perplexity", "change", "edges kept, %", "queries without an edge, %"]
+    head = [
+        "model",
+        "group",
+        "beta",
+        "perplexity",
+        "change",
+        "edges kept, %",
+        "queries without an edge, %",
+    ]
     head += ["edges to the first token kept, %", "attention on the first token, %"]
     try:
-        print(markdown_table([head, *(row for name in options.model for row in rows_of(name, options))], as_markdown=True))
+        print(
+            markdown_table(
+                [head, *(row for name in options.model for row in rows_of(name, options))],
+                as_markdown=True,
+            )
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

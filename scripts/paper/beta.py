@@ -1,12 +1,14 @@
-"""Accuracy over beta, for weights, neurons, filters and heads: the paper's figure of EMP at beta from 0.25 to 2.
+"""Accuracy over beta, for weights, neurons, filters and heads: the paper's figure of EMP at beta
+from 0.25 to 2.
 
-    python scripts/paper/beta.py [--networks mnist:fc5 cifar10:resnet20 ...] [--units weights neurons filters heads] [--width F]
-        [--heads MODEL] [--text TEXT] [--block N] [--limit N] [--data DIR] [--cache DIR] [--output DIR] [--threads N]
-        [--train-images N] [--test-images N] [--epochs N]
+    python scripts/paper/beta.py [--networks mnist:fc5 cifar10:resnet20 ...] [--units weights
+    neurons filters heads] [--width F]
+        [--heads MODEL] [--text TEXT] [--block N] [--limit N] [--data DIR] [--cache DIR] [--output
+        DIR] [--threads N] [--train-images N] [--test-images N] [--epochs N]
 
-Scores are magnitudes. Weights: a group is one matrix or convolution. Neurons and filters: a group is a layer; they are removed
-by `prune_units.py`. Heads of a language model: all are one group, as in gpt2_heads.py. Trained weights come from the cache.
-A few minutes on two cores.
+Scores are magnitudes. Weights: a group is one matrix or convolution. Neurons and filters: a group
+is a layer; they are removed by `prune_units.py`. Heads of a language model: all are one group, as
+in gpt2_heads.py. Trained weights come from the cache. A few minutes on two cores.
 """
 
 import argparse
@@ -31,10 +33,11 @@ from emp_llm.reporting.figures import COLOURS, MARKERS, Drawing, drawn, new_figu
 
 BETAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 ROOT = Path(__file__).parents[2]
-DEMO_MODEL, DEMO_TEXT = ROOT / "scripts" / "demo" / "model", ROOT / "eval" / "demo" / "heldout.txt"
+DEMO_MODEL = ROOT / "scripts" / "demo" / "model"
+DEMO_TEXT = ROOT / "eval" / "demo" / "heldout.txt"
 REASONS = {
-    "the paper's figure": "The paper prints no numbers. It says that accuracy falls below beta = 1 and is level above it; the "
-    "columns on both sides of 1 show how far that holds here.",
+    "the paper's figure": "The paper prints no numbers. It says that accuracy falls below beta = 1 "
+    "and is level above it; the columns on both sides of 1 show how far that holds here.",
     "heads": "The paper's are those of GPT-2 on WikiText-2, which is not at hand.",
 }
 UNITS = ("weights", "neurons", "filters", "heads")
@@ -43,25 +46,45 @@ UNITS = ("weights", "neurons", "filters", "heads")
 def main(line: list[str] | None = None) -> None:
     """Measure every curve, and write the page and its figure."""
     parser = options_of(__doc__)
-    parser.add_argument("--networks", nargs="+", default=["mnist:fc5", "cifar10:resnet20"], help="data set and network")
-    parser.add_argument("--units", nargs="+", default=list(UNITS), choices=UNITS, help="what is pruned")
-    parser.add_argument("--width", type=float, default=0.25, help="of VGG16, as a factor on its channels")
-    parser.add_argument("--heads", default=str(DEMO_MODEL), help="language model whose heads are pruned")
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        default=["mnist:fc5", "cifar10:resnet20"],
+        help="data set and network",
+    )
+    parser.add_argument(
+        "--units", nargs="+", default=list(UNITS), choices=UNITS, help="what is pruned"
+    )
+    parser.add_argument(
+        "--width", type=float, default=0.25, help="of VGG16, as a factor on its channels"
+    )
+    parser.add_argument(
+        "--heads", default=str(DEMO_MODEL), help="language model whose heads are pruned"
+    )
     parser.add_argument("--text", default=str(DEMO_TEXT), help="text of its perplexity")
     parser.add_argument("--block", type=int, default=512, help="tokens of a block of the text")
     parser.add_argument("--limit", type=int, default=40, help="blocks of the text")
     options = parser.parse_args(line)
     with written_page("beta", "Accuracy over beta", options, line) as page:
-        curves, dense = dict[str, list[tuple[float, float]]](), dict[str, float]()
+        curves = dict[str, list[tuple[float, float]]]()
+        dense = dict[str, float]()
         for each in options.networks:
             dataset, _, name = each.partition(":")
             if not name:
                 raise UserError(f"--networks {each!r} has no data set; give it as cifar10:{each}.")
-            data = image_data(dataset, options.data).shortened(options.train_images, options.test_images)
-            model = trained_fc(name, data, 0, options) if name.startswith("fc") else network_named(name, data, options)[0]
+            data = image_data(dataset, options.data).shortened(
+                options.train_images, options.test_images
+            )
+            model = (
+                trained_fc(name, data, 0, options)
+                if name.startswith("fc")
+                else network_named(name, data, options)[0]
+            )
             dense[each] = evaluate_on(model, data).accuracy
             for units in options.units:
-                if units == "weights" or units == ("neurons" if name.startswith("fc") else "filters"):
+                if units == "weights" or units == (
+                    "neurons" if name.startswith("fc") else "filters"
+                ):
                     curves[f"{each}, {units}"] = list(_curve(model, data, units))
         _add_curves(page, curves, dense, _heads_of(options) if "heads" in options.units else None)
 
@@ -80,14 +103,21 @@ def _curve(model: nn.Module, data: ImageData, units: str) -> Iterator[tuple[floa
 
 
 def _heads_of(options: argparse.Namespace) -> tuple[str, list[tuple[float, float]]]:
-    """Name of the language model, and the share of heads removed and the perplexity at each beta, the dense model first."""
-    asked = argparse.Namespace(dtype="float32", samples=None, seqlen=None, block=options.block, limit=options.limit)
+    """Name of the language model, and the share of heads removed and the perplexity at each
+    beta, the dense model first.
+    """
+    asked = argparse.Namespace(
+        dtype="float32", samples=None, seqlen=None, block=options.block, limit=options.limit
+    )
     model = HeadModel(options.heads, None, options.text, asked)
     runs = [model.run("emp-magnitude", beta) for beta in BETAS]
     points = [(0.0, model.dense)] + [
-        (0.0, model.dense) if run is None else (1 - run.kept / run.heads, run.measured) for run in runs
+        (0.0, model.dense) if run is None else (1 - run.kept / run.heads, run.measured)
+        for run in runs
     ]
-    return f"{shown_argument(options.heads)}, heads", [(sparsity, each.perplexity or math.inf) for sparsity, each in points]
+    return (f"{shown_argument(options.heads)}, heads"), [
+        (sparsity, each.perplexity or math.inf) for sparsity, each in points
+    ]
 
 
 def _add_curves(
@@ -102,8 +132,8 @@ def _add_curves(
         cells = [f"{100 * accuracy:.2f} ({100 * sparsity:.1f})" for sparsity, accuracy in points]
         rows.append([name, f"{100 * dense[name.split(',')[0]]:.2f}", *cells])
     page.add(
-        "Accuracy in percent, and in brackets the sparsity in percent: of the weights, or of the units that can be pruned. "
-        "Neurons and filters are removed, not only zeroed."
+        "Accuracy in percent, and in brackets the sparsity in percent: of the weights, or of the "
+        "units that can be pruned. Neurons and filters are removed, not only zeroed."
     )
     page.add(markdown_table(rows, as_markdown=True))
     if heads is not None:
@@ -114,24 +144,40 @@ def _add_curves(
     page.explain(REASONS)
 
 
-def _drawing(curves: dict[str, list[tuple[float, float]]], heads: tuple[str, list[tuple[float, float]]] | None) -> Drawing:
+def _drawing(
+    curves: dict[str, list[tuple[float, float]]],
+    heads: tuple[str, list[tuple[float, float]]] | None,
+) -> Drawing:
     with new_figure(4.2) as figure:
         axes = figure.subplots()
         for place, (name, points) in enumerate(curves.items()):
-            style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+            style = {
+                "color": COLOURS[place % len(COLOURS)],
+                "marker": MARKERS[place % len(MARKERS)],
+            }
             axes.plot(BETAS, [100 * accuracy for _, accuracy in points], label=name, **style)
         axes.axvline(1, color="#888888", linewidth=0.8, linestyle="--")
         axes.set_xlabel("beta")
         axes.set_ylabel("accuracy, %")
         caption = (
-            "Accuracy on the test images after magnitude pruning at beta times N_eff; the broken line is beta = 1, the method."
+            "Accuracy on the test images after magnitude pruning at beta times N_eff; the broken "
+            "line is beta = 1, the method."
         )
         if heads is not None:
             name, points = heads
             right = axes.twinx()
             place = len(curves)
-            style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
-            right.plot(BETAS, [value for _, value in points[1:]], label=f"{name} (right axis)", linestyle=":", **style)
+            style = {
+                "color": COLOURS[place % len(COLOURS)],
+                "marker": MARKERS[place % len(MARKERS)],
+            }
+            right.plot(
+                BETAS,
+                [value for _, value in points[1:]],
+                label=f"{name} (right axis)",
+                linestyle=":",
+                **style,
+            )
             right.grid(False)
             right.set_yscale("log")
             right.yaxis.set_major_formatter("{x:g}")

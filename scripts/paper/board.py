@@ -1,11 +1,13 @@
-"""The board of results, docs/board.md: one row for each method and sparsity on each model, beside the published best.
+"""The board of results, docs/board.md: one row for each method and sparsity on each model, beside
+the published best.
 
     python scripts/paper/board.py
     python scripts/paper/board.py STUDY ... --commit HASH
 
-A study is a folder with a plan of board.toml or board_refit.toml that `emp-llm run` has finished, here or in part. Its rows are
-added to docs/board.jsonl, in place of older ones, and the page is written from that file alone. Models of the literature that
-nobody has run have empty rows with commands.
+A study is a folder with a plan of board.toml or board_refit.toml that `emp-llm run` has finished,
+here or in part. Its rows are added to docs/board.jsonl, in place of older ones, and the page is
+written from that file alone. Models of the literature that nobody has run have empty rows with
+commands.
 """
 
 import argparse
@@ -30,14 +32,18 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.studies import short_model_name
 
 ROOT = Path(__file__).parents[2]
-ROWS, PAGE = ROOT / "docs" / "board.jsonl", ROOT / "docs" / "board.md"
+ROWS = ROOT / "docs" / "board.jsonl"
+PAGE = ROOT / "docs" / "board.md"
 TABLES = [ROOT / "scripts" / "paper" / name for name in ("board.toml", "board_refit.toml")]
-DEMO = ROOT / "scripts" / "demo" / "model"  # any local model: a plan of a model on the Hub would download its config
+# Any local model: a plan of a model on the Hub would download its config.
+DEMO = ROOT / "scripts" / "demo" / "model"
 Row = dict[str, Any]
 
 ALPS = "[ALPS](https://arxiv.org/abs/2406.07831), Tables 11 and 16"
 ROTATED = "[DenoiseRotator](https://arxiv.org/abs/2505.23049), Table "
-PUBLISHED = {  # method, perplexity at 50 % and at 2:4, source; the last two of a model are the best without and with rotations
+# method, perplexity at 50 % and at 2:4, source; the last two of a model are the best without and
+# with rotations.
+PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": [
         ("dense", 5.472, 5.472, f"{ROTATED}19"),
         ("Wanda", 6.93, 12.10, ALPS),
@@ -101,8 +107,13 @@ ours. [SparseGPT's paper](https://arxiv.org/abs/2301.00774) is older than these 
 
 
 def shown_command(command: str) -> str:
-    """A command without its output, with paths relative to the checkout, or names of files alone."""
-    words = [word if not Path(word).is_absolute() else _shown(Path(word)) for word in shlex.split(command)]
+    """A command without its output, with paths relative to the checkout, or names of files
+    alone.
+    """
+    words = [
+        word if not Path(word).is_absolute() else _shown(Path(word))
+        for word in shlex.split(command)
+    ]
     place = words.index("--output")
     return shlex.join(words[:place] + words[place + 2 :])
 
@@ -115,13 +126,16 @@ def _shown(path: Path) -> str:
 
 def rows_of(study: Path, commit: str) -> list[Row]:
     """The rows of the finished evaluations of a study."""
-    found, plan_of_study = [], {job.output: job for job in read_plan(study)}
+    found = []
+    plan_of_study = {job.output: job for job in read_plan(study)}
     machine = env()
     for job in plan_of_study.values():
         if job.kind != "evaluate" or not (study / job.output).exists():
             continue
         results = read_record(study / job.output, Results, INDEX_LIMIT)
-        measured, made_by, text = results.perplexity, results.made_by, results.made_by.text
+        measured = results.perplexity
+        made_by = results.made_by
+        text = results.made_by.text
         if not results.complete or measured is None or text is None:
             continue
         judged = option_of(job, "--model")
@@ -135,8 +149,12 @@ def rows_of(study: Path, commit: str) -> list[Row]:
             "losses": [round(loss, 6) for loss in measured.block_losses],
             "tokens": measured.block_tokens,
             "commit": commit,
-            "machine": f"{machine['processor']}, {machine['instructions']}" if made_by.device == "cpu" else made_by.device,
-            "versions": {name: made_by.versions[name] for name in ("python", "torch", "transformers")},
+            "machine": f"{machine['processor']}, {machine['instructions']}"
+            if made_by.device == "cpu"
+            else made_by.device,
+            "versions": {
+                name: made_by.versions[name] for name in ("python", "torch", "transformers")
+            },
         }
         if Path(row["model"]).is_absolute():
             row["model"] = _shown(Path(row["model"]))
@@ -156,7 +174,11 @@ def rows_of(study: Path, commit: str) -> list[Row]:
 def planned_commands(model: str) -> list[str]:
     """The commands of the rows of a model, by the tables."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [job for table in TABLES for job in plan(table, models=f"{DEMO}", output=Path(folder), overwrite=True).jobs]
+        jobs = [
+            job
+            for table in TABLES
+            for job in plan(table, models=f"{DEMO}", output=Path(folder), overwrite=True).jobs
+        ]
     commands = [shown_command(job.command) for job in jobs if job.kind == "prune"]
     return [command.replace(_shown(DEMO), model) for command in commands]
 
@@ -171,39 +193,77 @@ def value_of(row: Row) -> Value:
 def cells_of(command: str) -> tuple[str, str]:
     """Method and sparsity of a command, as cells."""
     words = shlex.split(command)
-    method = _NAMES.get(name := words[words.index("--method") + 1], name) + (", refit" if "--refit" in words else "")
+    method = _NAMES.get(name := words[words.index("--method") + 1], name) + (
+        ", refit" if "--refit" in words else ""
+    )
     method += ", healed" if "--heal" in words else ""
-    return method, "2:4" if "--pattern" in words else f"{float(words[words.index('--sparsity') + 1]):.0%}".replace("%", " %")
+    return (
+        method,
+        "2:4"
+        if "--pattern" in words
+        else f"{float(words[words.index('--sparsity') + 1]):.0%}".replace("%", " %"),
+    )
 
 
 def table_of(model: str, commands: list[str], rows: dict[tuple[str, str], Row]) -> Rows:
     """One row for each command; those that were not run are empty."""
     dense = rows.get((model, ""))
     base = None if dense is None else value_of(dense)
-    measured = {command: value_of(row) for command in commands if (row := rows.get((model, command)))}
-    lines = [["method", "sparsity", "perplexity", "change", "seconds", "peak memory", "commit", "command"]]
+    measured = {
+        command: value_of(row) for command in commands if (row := rows.get((model, command)))
+    }
+    lines = [
+        [
+            "method",
+            "sparsity",
+            "perplexity",
+            "change",
+            "seconds",
+            "peak memory",
+            "commit",
+            "command",
+        ]
+    ]
     for command in sorted(commands, key=lambda each: "--pattern" in each):
         method, sparsity = cells_of(command)
-        row, value = rows.get((model, command)), measured.get(command)
+        row = rows.get((model, command))
+        value = measured.get(command)
         cells = [method, sparsity, "", "", "", "", "", f"`{command}`"]
         if row is not None and value is not None:
-            best = min(other.value for each, other in measured.items() if cells_of(each)[1] == sparsity)
+            best = min(
+                other.value for each, other in measured.items() if cells_of(each)[1] == sparsity
+            )
             mark = "**" if value.value == best else ""
-            memory = f"{row['bytes'] / 1e9:.2f} GB" + (f", GPU {row['gpu_bytes'] / 1e9:.1f} GB" if row["gpu_bytes"] else "")
+            memory = (f"{row['bytes'] / 1e9:.2f} GB") + (
+                f", GPU {row['gpu_bytes'] / 1e9:.1f} GB" if row["gpu_bytes"] else ""
+            )
             change = shown_change("perplexity", base, value)
-            cells[2:7] = [f"{mark}{value.value:.3f}{mark}", change, f"{row['seconds']:.0f}", memory, row["commit"]]
+            cells[2:7] = [
+                f"{mark}{value.value:.3f}{mark}",
+                change,
+                f"{row['seconds']:.0f}",
+                memory,
+                row["commit"],
+            ]
         lines.append(cells)
     return lines
 
 
 def heading(marks: str, model: str, rows: dict[tuple[str, str], Row]) -> str:
     """The model, the text that it is judged on, and the machine."""
-    title, row = f"{marks} {short_model_name(model)}", rows.get((model, ""))
+    title = f"{marks} {short_model_name(model)}"
+    row = rows.get((model, ""))
     if row is None:
         return title
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-    text = f"{row['text']}, {'the first ' if row['partial'] else ''}{sum(row['tokens']):,} tokens in blocks of {row['block']}"
-    return f"{title}\n\nDense perplexity {value_of(row).value:.3f} on {text}. {row['machine']}; {versions}."
+    text = (
+        f"{row['text']}, {'the first ' if row['partial'] else ''}{sum(row['tokens']):,} tokens "
+        f"in blocks of {row['block']}"
+    )
+    return (
+        f"{title}\n\nDense perplexity {value_of(row).value:.3f} on {text}. {row['machine']}; "
+        f"{versions}."
+    )
 
 
 def page_of(rows: dict[tuple[str, str], Row]) -> str:
@@ -211,23 +271,36 @@ def page_of(rows: dict[tuple[str, str], Row]) -> str:
     parts = [INTRO]
     for model in dict.fromkeys(model for model, _ in rows if model not in PUBLISHED):
         commands = [command for name, command in rows if name == model and command]
-        parts += [heading("##", model, rows), markdown_table(table_of(model, commands, rows), as_markdown=True)]
+        parts += [
+            heading("##", model, rows),
+            markdown_table(table_of(model, commands, rows), as_markdown=True),
+        ]
     parts.append(FILL)
     for model, published in PUBLISHED.items():
         lines = table_of(model, planned_commands(model), rows)
-        numbers = {"50 %": [row[1] for row in published[1:]], "2:4": [row[2] for row in published[1:]]}
+        numbers = {
+            "50 %": [row[1] for row in published[1:]],
+            "2:4": [row[2] for row in published[1:]],
+        }
         lines[0].insert(3, "published best")
         for line in lines[1:]:
             line.insert(3, f"{numbers[line[1]][-2]:.2f}; rotated {numbers[line[1]][-1]:.2f}")
-        printed = [[name, f"{half:.2f}", f"{pattern:.2f}", source] for name, half, pattern, source in published]
+        printed = [
+            [name, f"{half:.2f}", f"{pattern:.2f}", source]
+            for name, half, pattern, source in published
+        ]
         parts += [heading("###", model, rows), markdown_table(lines, as_markdown=True)]
-        parts.append(markdown_table([["published", "50 %", "2:4", "source"], *printed], as_markdown=True))
+        parts.append(
+            markdown_table([["published", "50 %", "2:4", "source"], *printed], as_markdown=True)
+        )
     return "\n\n".join([*parts, SOURCES]) + "\n"
 
 
 def main(line: list[str] | None = None) -> None:
     """Add the rows of studies, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("studies", nargs="*", type=Path, metavar="STUDY")
     parser.add_argument("--commit", help="that the studies ran on; default: the checkout's")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of the rows")
@@ -237,11 +310,18 @@ def main(line: list[str] | None = None) -> None:
     texts = options.rows.read_text(encoding="utf-8").splitlines() if options.rows.exists() else []
     commit = options.commit
     if options.studies and commit is None:
-        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    for row in [*map(json.loads, texts), *(row for study in options.studies for row in rows_of(study, commit))]:
+        commit = subprocess.check_output(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
+        ).strip()
+    for row in [
+        *map(json.loads, texts),
+        *(row for study in options.studies for row in rows_of(study, commit)),
+    ]:
         rows[row["model"], row["command"]] = row
     if options.studies:
-        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
+        options.rows.write_text(
+            "".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8"
+        )
     options.page.write_text(page_of(rows), encoding="utf-8")
 
 

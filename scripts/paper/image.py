@@ -1,15 +1,18 @@
-"""Pixels pruned by EMP: an image of yours, or the paper's table on photographs beside the published numbers.
+"""Pixels pruned by EMP: an image of yours, or the paper's table on photographs beside the published
+numbers.
 
-    python scripts/paper/image.py IN [--output DIR] [--beta B] [--group G] [--patch N] [--mean M] [--overwrite]
-    python scripts/paper/image.py [--output DIR]
+    python scripts/paper/image.py IN [--output DIR] [--beta B] [--group G] [--patch N] [--mean M]
+    [--overwrite] python scripts/paper/image.py [--output DIR]
 
-With an image: in each channel, or in each 4 x 4 patch of it, the N_eff most distinct pixels are kept. The score of a pixel is
-its distance from the mean of its group, and a removed pixel becomes that mean. The folder DIR holds the pruned images, a
-figure that shows them beside the original, and image.json with PSNR and SSIM. Any image that Pillow opens can be pruned; its
-alpha channel is kept. Needs pillow and scikit-image.
+With an image: in each channel, or in each 4 x 4 patch of it, the N_eff most distinct pixels are
+kept. The score of a pixel is its distance from the mean of its group, and a removed pixel becomes
+that mean. The folder DIR holds the pruned images, a figure that shows them beside the original, and
+image.json with PSNR and SSIM. Any image that Pillow opens can be pruned; its alpha channel is kept.
+Needs pillow and scikit-image.
 
-Without one: writes image.md and image.jpg, the figure of the first photograph, to docs/paper. The paper names neither its
-photograph nor its size, so the photographs are those that scikit-image carries. Takes seconds.
+Without one: writes image.md and image.jpg, the figure of the first photograph, to docs/paper. The
+paper names neither its photograph nor its size, so the photographs are those that scikit-image
+carries. Takes seconds.
 """
 
 import argparse
@@ -62,7 +65,9 @@ def photograph(name: str) -> NDArray[Any]:
 
 
 def measure(name: str, pixels: NDArray[Any], folder: Path) -> list[ImageRecord]:
-    """The records of a photograph: in channels and patches with their own means, and in patches with the channel's mean."""
+    """The records of a photograph: in channels and patches with their own means, and in patches
+    with the channel's mean.
+    """
     source = folder / f"{name}.png"
     Image.fromarray(pixels).save(source)
     own = prune_image(source, folder / name)
@@ -73,17 +78,30 @@ def rows_of(found: dict[str, list[ImageRecord]]) -> Rows:
     """The table: the published rows first."""
     rows = [["photograph", "group", "centre", "removed %", "PSNR dB", "SSIM"]]
     for group, (removed, psnr, ssim) in PUBLISHED.items():
-        rows.append(["the paper's", _GROUPS[group], "", f"{removed:.1f}", f"{psnr:.1f}", f"{ssim:.3f}"])
+        rows.append(
+            ["the paper's", _GROUPS[group], "", f"{removed:.1f}", f"{psnr:.1f}", f"{ssim:.3f}"]
+        )
     for name, records in found.items():
         for record in records:
             for each in record.groups:
-                centre = "channel's mean" if each.group == "channel" or record.mean == "channel" else "patch's mean"
+                centre = (
+                    ("channel's mean")
+                    if each.group == "channel" or record.mean == "channel"
+                    else "patch's mean"
+                )
                 values = [
                     f"{100 * each.sparsity:.1f}",
                     f"{each.decibels:.1f}",
                     "-" if each.ssim is None else f"{each.ssim:.3f}",
                 ]
-                rows.append([f"{name}, {record.width} × {record.height}", _GROUPS[each.group], centre, *values])
+                rows.append(
+                    [
+                        f"{name}, {record.width} × {record.height}",
+                        _GROUPS[each.group],
+                        centre,
+                        *values,
+                    ]
+                )
     return rows
 
 
@@ -94,10 +112,16 @@ def _range_of(groups: list[PixelGroupRecord]) -> str:
 
 
 def main(line: list[str] | None = None) -> None:
-    """Prune the image that the command line names, or write the page of the paper. A UserError ends it with exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prune the image that the command line names, or write the page of the paper. A UserError
+    ends it with exit code 2.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("image", type=Path, nargs="?", metavar="IN", help="image to prune")
-    parser.add_argument("--beta", type=float, default=1.0, help="keep beta x N_eff pixels of a group")
+    parser.add_argument(
+        "--beta", type=float, default=1.0, help="keep beta x N_eff pixels of a group"
+    )
     parser.add_argument(
         "--group",
         choices=[*_GROUPS, "both"],
@@ -105,9 +129,18 @@ def main(line: list[str] | None = None) -> None:
         help="pixels that compete: of a channel, of a patch; or both, in turn",
     )
     parser.add_argument("--patch", type=int, default=4, help="side of a patch in pixels")
-    parser.add_argument("--mean", choices=["group", "channel"], default="group", help="the mean on which patches are centred")
+    parser.add_argument(
+        "--mean",
+        choices=["group", "channel"],
+        default="group",
+        help="the mean on which patches are centred",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--output", type=Path, help="folder to write; default: IN's name with -emp, here; or docs/paper")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder to write; default: IN's name with -emp, here; or docs/paper",
+    )
     options = parser.parse_args(line)
     if options.image is None:
         write_page(options.output or Path(__file__).parents[2] / "docs" / "paper")
@@ -139,7 +172,9 @@ def write_page(output: Path) -> None:
         with Image.open(folder / PHOTOGRAPHS[0] / "figure.png") as figure:
             content = BytesIO()
             height = figure.height * _WIDTH // figure.width
-            figure.resize((_WIDTH, height), Image.Resampling.LANCZOS).save(content, format="JPEG", quality=82, optimize=True)
+            figure.resize((_WIDTH, height), Image.Resampling.LANCZOS).save(
+                content, format="JPEG", quality=82, optimize=True
+            )
     seconds = time.perf_counter() - started
     page = _PAGE.format(
         table=markdown_table(rows_of(found), as_markdown=True),
@@ -151,7 +186,9 @@ def write_page(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / _FIGURE).write_bytes(content.getvalue())
     (output / "image.md").write_text(page, encoding="utf-8")
-    print(f"image.md and {_FIGURE} ({len(content.getvalue()):,} bytes) in {output}, {seconds:.0f} s")
+    print(
+        f"image.md and {_FIGURE} ({len(content.getvalue()):,} bytes) in {output}, {seconds:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Pages with our numbers beside the published ones, and the options that all scripts of this folder share."""
+"""Pages with our numbers beside the published ones, and the options that all scripts of this
+folder share.
+"""
 
 import argparse
 import shlex
@@ -35,19 +37,30 @@ class Beside:
     published: tuple[float | None, ...] = ()
 
 
-def beside_table(heads: Sequence[str], measures: Sequence[str], rows: Sequence[Beside], decimals: Sequence[int]) -> str:
-    """Markdown: for each measure our number, and if one is published, in brackets that number and the difference.
+def beside_table(
+    heads: Sequence[str], measures: Sequence[str], rows: Sequence[Beside], decimals: Sequence[int]
+) -> str:
+    """Markdown: for each measure our number, and if one is published, in brackets that number and
+    the difference.
 
     Args:
         heads: of the cells before the numbers.
         measures: names of the numbers.
         decimals: of each measure.
     """
-    known = [any(_at(row.published, place) is not None for row in rows) for place in range(len(measures))]
-    titles = [f"{name}: ours (published, difference)" if each else name for name, each in zip(measures, known, strict=True)]
+    known = [
+        any(_at(row.published, place) is not None for row in rows) for place in range(len(measures))
+    ]
+    titles = [
+        f"{name}: ours (published, difference)" if each else name
+        for name, each in zip(measures, known, strict=True)
+    ]
     lines = [[*heads, *titles]]
     for row in rows:
-        numbers = [_cell(row.ours[place], _at(row.published, place), digits) for place, digits in enumerate(decimals)]
+        numbers = [
+            _cell(row.ours[place], _at(row.published, place), digits)
+            for place, digits in enumerate(decimals)
+        ]
         lines.append([*row.name, *numbers])
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
     text.insert(1, "|" + "---|" * len(heads) + "---:|" * len(measures))
@@ -63,7 +76,8 @@ def _cell(ours: float | None, published: float | None, digits: int) -> str:
         return "-" if published is None else f"- ({published:.{digits}f})"
     if published is None:
         return f"{round(ours, digits) + 0.0:.{digits}f}"
-    difference = round(round(ours, digits) - round(published, digits), digits) + 0.0  # of the numbers shown
+    # Of the numbers shown.
+    difference = round(round(ours, digits) - round(published, digits), digits) + 0.0
     return f"{ours:.{digits}f} ({published:.{digits}f}, {difference:+.{digits}f})"
 
 
@@ -106,23 +120,45 @@ class Page:
 
 
 def options_of(doc: str | None, images: bool = True) -> argparse.ArgumentParser:
-    """A parser with the options that all scripts of this folder share; without `images`, only those of the page."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=PAGES, help="folder of the page and its figures")
+    """A parser with the options that all scripts of this folder share; without `images`, only
+    those of the page.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=PAGES, help="folder of the page and its figures"
+    )
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the processor")
     if images:
         parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
-        parser.add_argument("--cache", type=Path, default=cache_folder() / "paper", help="folder of the trained weights")
-        parser.add_argument("--train-images", type=int, help="use only the first training images, for a quick try")
-        parser.add_argument("--test-images", type=int, help="use only the first test images, for a quick try")
-        parser.add_argument("--epochs", type=int, help="passes through the training images, for a quick try")
+        parser.add_argument(
+            "--cache",
+            type=Path,
+            default=cache_folder() / "paper",
+            help="folder of the trained weights",
+        )
+        parser.add_argument(
+            "--train-images", type=int, help="use only the first training images, for a quick try"
+        )
+        parser.add_argument(
+            "--test-images", type=int, help="use only the first test images, for a quick try"
+        )
+        parser.add_argument(
+            "--epochs", type=int, help="passes through the training images, for a quick try"
+        )
     return parser
 
 
 @contextmanager
-def written_page(name: str, title: str, options: argparse.Namespace, line: list[str] | None) -> Iterator[Page]:
-    """A page to fill, which is written, and printed, at the end. A UserError is printed, and the exit code is 2."""
-    page, start = Page(name, title), time.perf_counter()
+def written_page(
+    name: str, title: str, options: argparse.Namespace, line: list[str] | None
+) -> Iterator[Page]:
+    """A page to fill, which is written, and printed, at the end. A UserError is printed, and the
+    exit code is 2.
+    """
+    page = Page(name, title)
+    start = time.perf_counter()
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
@@ -139,12 +175,18 @@ def written_page(name: str, title: str, options: argparse.Namespace, line: list[
     seconds_of_training.clear()
     training = f", and {spent:.0f} s of training" if spent else ""
     taken = f"{time.perf_counter() - start - spent:.0f} s{training}"
-    print(page.save(options.output, f"`{command}`: {processor_name()}, {threads}, torch {torch.__version__}, {taken}."))
+    print(
+        page.save(
+            options.output,
+            f"`{command}`: {processor_name()}, {threads}, torch {torch.__version__}, {taken}.",
+        )
+    )
 
 
 def _without_folders(arguments: list[str]) -> list[str]:
     """The arguments without folders, which say nothing about the results."""
-    found, skip = [], False
+    found = []
+    skip = False
     for argument in arguments:
         if skip or argument.startswith(("--data=", "--cache=", "--output=")):
             skip = False
@@ -156,7 +198,9 @@ def _without_folders(arguments: list[str]) -> list[str]:
 
 
 def shown_argument(argument: str) -> str:
-    """An argument as a page shows it: a path within the repository from its root, any other absolute path by its name."""
+    """An argument as a page shows it: a path within the repository from its root, any other
+    absolute path by its name.
+    """
     path = Path(argument)
     if not path.is_absolute():
         return argument

@@ -1,10 +1,12 @@
-"""Pixels pruned by the rule of the weights: an image -> the pruned images, a figure that compares them, PSNR and SSIM.
+"""Pixels pruned by the rule of the weights: an image -> the pruned images, a figure that compares
+them, PSNR and SSIM.
 
     s = |x - mu|, a removed pixel becomes mu
 
-The score of a pixel is its distance from the mean of its group: a whole channel, or a square patch of a channel (section
-"Featurewise Effective Pruning" of the paper). The text of the paper centres patches on the mean of the channel; its published
-numbers are those of the patches' own means. Pillow reads images, scikit-image compares them.
+The score of a pixel is its distance from the mean of its group: a whole channel, or a square patch
+of a channel (section "Featurewise Effective Pruning" of the paper). The text of the paper centres
+patches on the mean of the channel; its published numbers are those of the patches' own means.
+Pillow reads images, scikit-image compares them.
 """
 
 import json
@@ -54,26 +56,33 @@ class PrunedPixels:
 def prune_pixels(
     channels: NDArray[Any], beta: float = 1.0, patch: int | None = None, channel_mean: bool = False
 ) -> PrunedPixels:
-    """Keep the clip(floor(beta * N_eff), 1, N) pixels of each group that are farthest from the mean.
+    """Keep the clip(floor(beta * N_eff), 1, N) pixels of each group that are farthest from the
+    mean.
 
     Args:
         channels: integer or floating, finite, shape (channels, height, width).
         beta: multiple of the effective number to keep.
-        patch: side of a patch; patches at the right and lower edge may be smaller. None: a group is a channel.
+        patch: side of a patch; patches at the right and lower edge may be smaller. None: a group is
+            a channel.
         channel_mean: patches are centred on the mean of the whole channel, not on their own.
 
     Returns:
-        The pixels and their mask. The mean is rounded if pixels are integers. A group of equal pixels is kept whole.
+        The pixels and their mask. The mean is rounded if pixels are integers. A group of equal
+        pixels is kept whole.
 
     Raises:
         NonFiniteError: a pixel is NaN or infinite.
         ValueError: beta is not a positive finite number.
     """
-    pruned, kept = np.empty_like(channels), np.empty(channels.shape, dtype=np.bool_)
+    pruned = np.empty_like(channels)
+    kept = np.empty(channels.shape, dtype=np.bool_)
     for number, channel in enumerate(channels):
         values = torch.from_numpy(channel.astype(np.float64))
         if patch is None:
-            mask, means = (each.reshape(channel.shape) for each in _prune_rows(values.reshape(1, -1), beta, None))
+            mask, means = (
+                each.reshape(channel.shape)
+                for each in _prune_rows(values.reshape(1, -1), beta, None)
+            )
         else:
             centre = (sum_vector(values), values.numel()) if channel_mean else None
             mask, means = _prune_patches(values, beta, patch, centre)
@@ -83,20 +92,30 @@ def prune_pixels(
     return PrunedPixels(pruned, kept)
 
 
-_Centre = tuple[Tensor, int] | None  # sum and number of the pixels whose mean centres all groups; None: each its own
+# Sum and number of the pixels whose mean centres all groups; None: each its own.
+_Centre = tuple[Tensor, int] | None
 
 
-def _prune_patches(values: Tensor, beta: float, side: int, centre: _Centre) -> tuple[Tensor, Tensor]:
+def _prune_patches(
+    values: Tensor, beta: float, side: int, centre: _Centre
+) -> tuple[Tensor, Tensor]:
     """As `_prune_rows`, for a channel whose patches are groups."""
-    mask, means = torch.empty(values.shape, dtype=torch.bool), torch.empty_like(values)
+    mask = torch.empty(values.shape, dtype=torch.bool)
+    means = torch.empty_like(values)
     for rows in _spans(values.shape[0], side):
         for columns in _spans(values.shape[1], side):
             part = values[rows, columns]
-            height, width = min(side, part.shape[0]), min(side, part.shape[1])
+            height = min(side, part.shape[0])
+            width = min(side, part.shape[1])
             grid = part.reshape(part.shape[0] // height, height, -1, width).transpose(1, 2)
-            pieces = [_prune_rows(piece, beta, centre) for piece in torch.split(grid.reshape(-1, height * width), _ROWS)]
+            pieces = [
+                _prune_rows(piece, beta, centre)
+                for piece in torch.split(grid.reshape(-1, height * width), _ROWS)
+            ]
             for whole, found in zip((mask, means), zip(*pieces, strict=True), strict=True):
-                whole[rows, columns] = torch.cat(found).reshape(grid.shape).transpose(1, 2).reshape(part.shape)
+                whole[rows, columns] = (
+                    torch.cat(found).reshape(grid.shape).transpose(1, 2).reshape(part.shape)
+                )
     return mask, means
 
 
@@ -107,9 +126,14 @@ def _spans(size: int, side: int) -> list[slice]:
 
 
 def _prune_rows(rows: Tensor, beta: float, centre: _Centre) -> tuple[Tensor, Tensor]:
-    """The mask of rows of pixels, each a group, and the mean in place of each pixel: both of the shape of the rows."""
-    total, size = (sum_rows(rows, lambda x: x)[0][:, None], rows.shape[1]) if centre is None else centre
-    # N times the score: N x - sum x is exact for integers, so that equal distances are exactly equal.
+    """The mask of rows of pixels, each a group, and the mean in place of each pixel: both of the
+    shape of the rows.
+    """
+    total, size = (
+        (sum_rows(rows, lambda x: x)[0][:, None], rows.shape[1]) if centre is None else centre
+    )
+    # N times the score: N x - sum x is exact for integers, so that equal distances are exactly
+    # equal.
     mask = effective_mask(rows * size - total, beta=beta)
     return mask, (total / size).expand(rows.shape)
 
@@ -166,13 +190,20 @@ class Picture:
         if self.alpha is None and len(self.channels) == 1:
             return Image.fromarray(np.ascontiguousarray(self.channels[0]))
         planes = [*self.channels, *([] if self.alpha is None else [self.alpha])]
-        return Image.merge({2: "LA", 3: "RGB", 4: "RGBA"}[len(planes)], [Image.fromarray(plane) for plane in planes])
+        return Image.merge(
+            {2: "LA", 3: "RGB", 4: "RGBA"}[len(planes)],
+            [Image.fromarray(plane) for plane in planes],
+        )
 
     def encoded(self) -> bytes:
-        """The content of a file that holds the picture without loss: PNG, or TIFF for numbers that PNG does not have."""
+        """The content of a file that holds the picture without loss: PNG, or TIFF for numbers
+        that PNG does not have.
+        """
         file = BytesIO()
         kind: dict[str, Any] = {"format": "PNG" if self.suffix == ".png" else "TIFF"}
-        self.image().save(file, **kind, **({} if self.profile is None else {"icc_profile": self.profile}))
+        self.image().save(
+            file, **kind, **({} if self.profile is None else {"icc_profile": self.profile})
+        )
         return file.getvalue()
 
 
@@ -192,13 +223,21 @@ def read_picture(path: Path) -> Picture:
                 file.load()
                 return _picture(ImageOps.exif_transpose(file), file.info.get("icc_profile"), notes)
     except UnidentifiedImageError as error:
-        raise UserError(f"{path}: not an image in a format that Pillow reads; give a PNG, JPEG, TIFF or WebP file.") from error
+        raise UserError(
+            f"{path}: not an image in a format that Pillow reads; give a PNG, JPEG, "
+            "TIFF or WebP file."
+        ) from error
     except Image.DecompressionBombError as error:
-        raise UserError(f"{path}: the image is too large ({reason(error)}); give a smaller one.") from error
+        raise UserError(
+            f"{path}: the image is too large ({reason(error)}); give a smaller one."
+        ) from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError) as error:  # as the readers of formats raise them
-        raise UserError(f"{path}: the image is damaged ({reason(error)}); give an intact file.") from error
+    # As the readers of formats raise them.
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError) as error:
+        raise UserError(
+            f"{path}: the image is damaged ({reason(error)}); give an intact file."
+        ) from error
 
 
 def _notes(file: Any) -> tuple[str, ...]:
@@ -243,30 +282,43 @@ SSIM_WINDOW = 7  # pixels: the side of scikit-image's window
 
 
 def peak_signal_to_noise(original: NDArray[Any], changed: NDArray[Any]) -> float:
-    """PSNR in dB over all channels; infinite for equal images. Both of shape (channels, height, width)."""
+    """PSNR in dB over all channels; infinite for equal images. Both of shape (channels, height,
+    width).
+    """
     if np.array_equal(original, changed):
         return math.inf
     return float(peak_signal_noise_ratio(original, changed, data_range=_data_range(original)))
 
 
 def structural_similarity_of(original: NDArray[Any], changed: NDArray[Any]) -> float | None:
-    """SSIM, the mean over the channels; None for an image that is smaller than the window. Arguments as above."""
+    """SSIM, the mean over the channels; None for an image that is smaller than the window.
+    Arguments as above.
+    """
     if min(original.shape[1:]) < SSIM_WINDOW:
         return None
     if np.array_equal(original, changed):
         return 1.0
-    span, rim = _data_range(original), SSIM_WINDOW - 1
+    span = _data_range(original)
+    rim = SSIM_WINDOW - 1
     height, width = map(int, original.shape[1:])
     step = max(1, _AT_A_TIME // width)
-    strips = [slice(first, min(first + step, height - rim) + rim) for first in range(0, height - rim, step)]
+    strips = [
+        slice(first, min(first + step, height - rim) + rim)
+        for first in range(0, height - rim, step)
+    ]
 
     def of_strip(place: tuple[int, slice]) -> float:
         """SSIM of a strip, which has no value in its rim, times the rows that have one."""
-        first, second = original[place], changed[place]
-        return float(structural_similarity(first, second, data_range=span)) * (int(first.shape[0]) - rim)
+        first = original[place]
+        second = changed[place]
+        return float(structural_similarity(first, second, data_range=span)) * (
+            int(first.shape[0]) - rim
+        )
 
     with ThreadPoolExecutor() as pool:
-        values = pool.map(of_strip, [(channel, strip) for channel in range(len(original)) for strip in strips])
+        values = pool.map(
+            of_strip, [(channel, strip) for channel in range(len(original)) for strip in strips]
+        )
         return math.fsum(values) / (len(original) * (height - rim))
 
 
@@ -278,29 +330,38 @@ def _data_range(original: NDArray[Any]) -> float:
 
 
 _SIDE = 640  # pixels: the longer side of a panel; small images are enlarged by whole numbers
-_GAP, _LINE, _TITLE = 24, 30, 24
-_BLACK, _GREY = "#111111", "#555555"
+_GAP = 24
+_LINE = 30
+_TITLE = 24
+_BLACK = "#111111"
+_GREY = "#555555"
 
 
 def panels(pictures: list[Picture], titles: list[tuple[str, str]]) -> bytes:
     """A PNG of pictures of one size side by side, each with a title and a line below it.
 
     Args:
-        pictures: at least one. Numbers that are not of 8 bits are scaled by the range of the first picture.
+        pictures: at least one. Numbers that are not of 8 bits are scaled by the range of the first
+            picture.
         titles: for each picture the title and the line below.
     """
     first = pictures[0]
-    low, high = float(first.channels.min()), float(first.channels.max())
+    low = float(first.channels.min())
+    high = float(first.channels.max())
     shown = [_panel(picture, low, high) for picture in pictures]
     width, height = shown[0].size
     step = max(width, 320)
-    figure = Image.new("RGB", (len(shown) * (step + _GAP) + _GAP, height + 2 * _LINE + 3 * _GAP), "white")
+    figure = Image.new(
+        "RGB", (len(shown) * (step + _GAP) + _GAP, height + 2 * _LINE + 3 * _GAP), "white"
+    )
     draw = ImageDraw.Draw(figure)
-    title_font, font = ImageFont.load_default(_TITLE), ImageFont.load_default(_TITLE - 5)
+    title_font = ImageFont.load_default(_TITLE)
+    font = ImageFont.load_default(_TITLE - 5)
     for number, (panel, (title, below)) in enumerate(zip(shown, titles, strict=True)):
         left = _GAP + number * (step + _GAP)
         figure.paste(panel, (left + (step - width) // 2, _GAP))
-        middle, top = left + step / 2, height + 2 * _GAP
+        middle = left + step / 2
+        top = height + 2 * _GAP
         draw.text((middle, top), title, _BLACK, title_font, anchor="mm")
         draw.text((middle, top + _LINE), below, _GREY, font, anchor="mm")
     file = BytesIO()
@@ -311,7 +372,9 @@ def panels(pictures: list[Picture], titles: list[tuple[str, str]]) -> bytes:
 def _panel(picture: Picture, low: float, high: float) -> Image.Image:
     """A picture in 8 bits on white, at the size of a panel."""
     if picture.bits != 8:
-        scaled = (picture.channels.astype(np.float64) - low) * (255 / (high - low) if high > low else 0.0)
+        scaled = (picture.channels.astype(np.float64) - low) * (
+            255 / (high - low) if high > low else 0.0
+        )
         picture = picture.with_channels(scaled.clip(0, 255).round().astype(np.uint8))
     image = picture.image()
     if picture.alpha is not None:
@@ -332,7 +395,8 @@ class PixelGroupRecord:
     Attributes:
         group: "channel" or "patch".
         file: of the pruned image.
-        pixels, kept: values of all channels, and those that are kept; an RGB image has three for each pixel.
+        pixels, kept: values of all channels, and those that are kept; an RGB image has three for
+            each pixel.
         sparsity: the share that is removed; by channel: `sparsity_of_channels`.
         psnr: in dB; null if it is infinite because nothing changed.
         ssim: null for an image smaller than its window of 7 x 7 pixels.
@@ -362,7 +426,8 @@ class ImageRecord:
         channels: their names; alpha: whether there is an alpha channel, which is never pruned.
         notes: on what the file holds and was not used.
         beta, patch: the multiple of N_eff, and the side of a patch.
-        mean: "group" if patches were centred on their own mean, "channel" if on that of their channel.
+        mean: "group" if patches were centred on their own mean, "channel" if on that of their
+            channel.
         groups: the results.
         seconds: of pruning, without reading, comparing and drawing.
     """
@@ -384,7 +449,8 @@ class ImageRecord:
 
 
 logger = logging.getLogger(__name__)
-RECORD_NAME, FIGURE_NAME = "image.json", "figure.png"
+RECORD_NAME = "image.json"
+FIGURE_NAME = "figure.png"
 
 
 def prune_image(
@@ -401,11 +467,13 @@ def prune_image(
 
     Args:
         path: the image.
-        output: the folder to write: GROUP.png for each group (TIFF where PNG has no such numbers), figure.png and image.json.
+        output: the folder to write: GROUP.png for each group (TIFF where PNG has no such numbers),
+            figure.png and image.json.
         groups: "channel", "patch" or both.
         beta: multiple of the effective number to keep.
         patch: side of a patch.
-        mean: "group" if patches are centred on their own mean, "channel" if on that of their channel.
+        mean: "group" if patches are centred on their own mean, "channel" if on that of their
+            channel.
         overwrite: replace an older output.
 
     Raises:
@@ -416,7 +484,10 @@ def prune_image(
     except ValueError as error:
         raise UserError(f"--{error}.") from error
     if output.suffix.lower() in (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".gif", ".bmp"):
-        raise UserError(f"--output {output}: it is a folder for the pruned images; give a name without {output.suffix}.")
+        raise UserError(
+            f"--output {output}: it is a folder for the pruned images; give a name "
+            f"without {output.suffix}."
+        )
     check_folder(output, overwrite, RECORD_NAME)
     original = read_picture(path)
     for note in original.notes:
@@ -426,7 +497,9 @@ def prune_image(
     pruned = [prune_pixels(original.channels, beta, side, mean == "channel") for side in sides]
     seconds = round(time.perf_counter() - started, 3)
     logger.info("%s: pruned in %.1f s; comparing.", path, seconds)
-    found = [_group_record(original, result, group) for result, group in zip(pruned, groups, strict=True)]
+    found = [
+        _group_record(original, result, group) for result, group in zip(pruned, groups, strict=True)
+    ]
     record = ImageRecord(
         image=path.name,
         width=original.width,
@@ -446,7 +519,9 @@ def prune_image(
     pictures = [original.with_channels(result.channels) for result in pruned]
     files = {each.file: picture.encoded() for each, picture in zip(found, pictures, strict=True)}
     files[FIGURE_NAME] = panels([original, *pictures], _titles(record))
-    files[RECORD_NAME] = (json.dumps(asdict(record) | {"files": sorted(files)}, indent=1) + "\n").encode()
+    files[RECORD_NAME] = (
+        json.dumps(asdict(record) | {"files": sorted(files)}, indent=1) + "\n"
+    ).encode()
     write_folder(output, files, overwrite, RECORD_NAME)
     return record
 
@@ -456,9 +531,20 @@ def table_of(record: ImageRecord) -> str:
     rows = [["group", "kept", "removed %", "PSNR dB", "SSIM"]]
     for each in record.groups:
         ssim = "-" if each.ssim is None else f"{each.ssim:.3f}"
-        rows.append([_label(each, record), f"{each.kept:,}", percent_cell(each.sparsity), _decibels(each), ssim])
+        rows.append(
+            [
+                _label(each, record),
+                f"{each.kept:,}",
+                percent_cell(each.sparsity),
+                _decibels(each),
+                ssim,
+            ]
+        )
     colours = count_of(len(record.channels), "channel")
-    kind = f"{record.width} x {record.height} pixels, {colours} of {record.bits} bits{', alpha kept' if record.alpha else ''}"
+    kind = (
+        f"{record.width} x {record.height} pixels, {colours} of {record.bits} "
+        f"bits{', alpha kept' if record.alpha else ''}"
+    )
     lines = [f"{record.image}: {kind}, beta {record.beta:g}", table(rows)]
     if any(each.ssim is None for each in record.groups):
         lines.append(f"SSIM needs an image of at least {SSIM_WINDOW} x {SSIM_WINDOW} pixels")
@@ -486,7 +572,9 @@ def _titles(record: ImageRecord) -> list[tuple[str, str]]:
     for each in record.groups:
         ssim = "" if each.ssim is None else f", SSIM {each.ssim:.3f}"
         decibels = _decibels(each)
-        titles.append((_label(each, record), f"{100 * each.sparsity:.1f} % removed, PSNR {decibels} dB{ssim}"))
+        titles.append(
+            (_label(each, record), f"{100 * each.sparsity:.1f} % removed, PSNR {decibels} dB{ssim}")
+        )
     return titles
 
 

@@ -1,12 +1,14 @@
-"""Activations at inference: each token keeps the effective number of the hidden features of its MLP. No weight changes.
+"""Activations at inference: each token keeps the effective number of the hidden features of its
+MLP. No weight changes.
 
-    python scripts/paper/token_gating.py --model NAME [--text TEXT] [--betas B ...] [--block N] [--limit N] [--dtype TYPE]
+    python scripts/paper/token_gating.py --model NAME [--text TEXT] [--betas B ...] [--block N]
+    [--limit N] [--dtype TYPE]
         [--device-map MAP]
 
-Hidden features are the inputs of down_proj, fc2 or c_proj; in a mixture, those of each expert. The row of Algorithm 1 is the
-features of one token: its clip(floor(beta * N_eff), 1, N) largest stay, and the others are zero for this token. Prints the
-perplexity for each beta beside the dense one, and the share of features kept in each layer. It saves no time: the products
-are computed in full.
+Hidden features are the inputs of down_proj, fc2 or c_proj; in a mixture, those of each expert. The
+row of Algorithm 1 is the features of one token: its clip(floor(beta * N_eff), 1, N) largest stay,
+and the others are zero for this token. Prints the perplexity for each beta beside the dense one,
+and the share of features kept in each layer. It saves no time: the products are computed in full.
 """
 
 import argparse
@@ -38,7 +40,9 @@ _AT_A_TIME = 1 << 24  # features
 
 @dataclass
 class KeptFeatures:
-    """The features of one layer that were kept: `kept` of all `tokens` together, of `width` for each token."""
+    """The features of one layer that were kept: `kept` of all `tokens` together, of `width` for
+    each token.
+    """
 
     width: int
     tokens: int = 0
@@ -58,8 +62,9 @@ def keep_effective_features(features: Tensor, beta: float = 1.0) -> tuple[Tensor
         beta: multiple of the effective number to keep.
 
     Returns:
-        The pruned features, a new tensor of the same shape; and the number kept, int64, of that shape without the last
-        dimension. It is -1 for a token whose features are NaN or infinite: they stay as they are.
+        The pruned features, a new tensor of the same shape; and the number kept, int64, of that
+        shape without the last dimension. It is -1 for a token whose features are NaN or infinite:
+        they stay as they are.
 
     Raises:
         ValueError: beta is not a positive finite number.
@@ -67,7 +72,9 @@ def keep_effective_features(features: Tensor, beta: float = 1.0) -> tuple[Tensor
     rows = features.detach().reshape(-1, features.shape[-1])
     if rows.numel() == 0:
         return features.clone(), rows.new_zeros(features.shape[:-1], dtype=torch.int64)
-    mask = torch.cat([_mask(part, beta) for part in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))])
+    mask = torch.cat(
+        [_mask(part, beta) for part in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))]
+    )
     kept = torch.where(torch.isfinite(rows).all(1), mask.sum(1), -1)
     return features.masked_fill(~mask.reshape(features.shape), 0), kept.reshape(features.shape[:-1])
 
@@ -86,9 +93,9 @@ def _mask(rows: Tensor, beta: float) -> Tensor:
 def hidden_readers(model: PreTrainedModel) -> dict[str, int]:
     """The number of hidden features by the layer that reads them, in the model's order.
 
-    An MLP is the linear layers of a block, without attention and routers, that one module holds; experts are one MLP. One
-    matrix maps hidden states to hidden features, or to as many features and as many gates; the reader is the last one that maps
-    them back.
+    An MLP is the linear layers of a block, without attention and routers, that one module holds;
+    experts are one MLP. One matrix maps hidden states to hidden features, or to as many features
+    and as many gates; the reader is the last one that maps them back.
 
     Raises:
         UserError: there is none.
@@ -98,7 +105,9 @@ def hidden_readers(model: PreTrainedModel) -> dict[str, int]:
         if layer.kind == "mlp" and layer.tower == "language":
             module: Any = model.get_submodule(layer.name)
             outputs = module.out_features if isinstance(module, nn.Linear) else module.nf
-            groups.setdefault(layer.name.rpartition(".")[0], []).append((layer.name, inputs_of(model, layer), int(outputs)))
+            groups.setdefault(layer.name.rpartition(".")[0], []).append(
+                (layer.name, inputs_of(model, layer), int(outputs))
+            )
     for stack in find_stacks(model).values():
         if stack.tower == "language":
             groups.setdefault(stack.module, []).append((stack.name, stack.inputs, stack.outputs))
@@ -106,14 +115,16 @@ def hidden_readers(model: PreTrainedModel) -> dict[str, int]:
     found = {}
     for matrices in groups.values():
         for place, (name, inputs, outputs) in reversed(list(enumerate(matrices))):
-            sources = [each for each in matrices[:place] + matrices[place + 1 :] if each[1] == outputs]
+            sources = [
+                each for each in matrices[:place] + matrices[place + 1 :] if each[1] == outputs
+            ]
             if any(each[2] in (inputs, 2 * inputs) for each in sources) and size in (None, outputs):
                 found[name] = inputs
                 break
     if not found:
         raise UserError(
-            f"--model: {type(model).__name__} has no MLP with hidden features in its blocks (a linear layer that maps hidden "
-            "states to features, and one that maps them back)."
+            f"--model: {type(model).__name__} has no MLP with hidden features in its blocks (a "
+            "linear layer that maps hidden states to features, and one that maps them back)."
         )
     return found
 
@@ -141,7 +152,8 @@ class _ExpertProducts(TorchFunctionMode):
 
 @contextmanager
 def pruned_features(model: PreTrainedModel, beta: float) -> Iterator[dict[str, KeptFeatures]]:
-    """Inside this context, each token keeps the effective number of hidden features of every MLP; yields the counts by layer.
+    """Inside this context, each token keeps the effective number of hidden features of every MLP;
+    yields the counts by layer.
 
     Args:
         model: its experts run one by one in this context.
@@ -161,7 +173,9 @@ def pruned_features(model: PreTrainedModel, beta: float) -> Iterator[dict[str, K
     parameters = dict(model.named_parameters())
     stacks = {name: parameters[name] for name in counts if name in parameters}
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: (prune(name, args[0]), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: (prune(name, args[0]), *args[1:])
+        )
         for name in counts.keys() - stacks.keys()
     ]
     configs = [model.config, model.config.get_text_config()] if stacks else []
@@ -180,11 +194,20 @@ def pruned_features(model: PreTrainedModel, beta: float) -> Iterator[dict[str, K
 
 def main(line: list[str] | None = None) -> None:
     """Measure a model for each beta, and print the tables. A UserError ends it with exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="model folder or Hub id")
-    parser.add_argument("--text", help="text of the perplexity; default: that of the suite perplexity, WikiText-2 test")
-    parser.add_argument("--betas", type=float, nargs="+", default=[1.0], help="multiples of N_eff to keep")
-    parser.add_argument("--block", type=int, help="tokens in a block; default: 2048, or the model's context")
+    parser.add_argument(
+        "--text",
+        help="text of the perplexity; default: that of the suite perplexity, WikiText-2 test",
+    )
+    parser.add_argument(
+        "--betas", type=float, nargs="+", default=[1.0], help="multiples of N_eff to keep"
+    )
+    parser.add_argument(
+        "--block", type=int, help="tokens in a block; default: 2048, or the model's context"
+    )
     parser.add_argument("--limit", type=int, help="blocks to measure; default: all")
     parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument("--device-map", default="auto", help="auto, cpu or cuda:N")
@@ -219,7 +242,9 @@ def measured(options: argparse.Namespace) -> str:
             by_layer.setdefault(name, []).append(percent_cell(each.fraction))
         seen = sum(each.tokens * each.width for each in counts.values())
         kept = sum(each.kept for each in counts.values()) / seen
-        rows.append([f"{beta:g}", f"{value:.3f}", f"{100 * (value / dense - 1):+.2f}", percent_cell(kept)])
+        rows.append(
+            [f"{beta:g}", f"{value:.3f}", f"{100 * (value / dense - 1):+.2f}", percent_cell(kept)]
+        )
     layers = [["kept in %, mean over the tokens", *(f"beta {beta:g}" for beta in options.betas)]]
     layers += [[name, *cells] for name, cells in by_layer.items()]
     return f"{table(rows)}\n\n{table(layers)}"

@@ -1,4 +1,6 @@
-"""Training by the schedules of the paper's appendix, with the trained weights kept in a cache folder; loss and accuracy."""
+"""Training by the schedules of the paper's appendix, with the trained weights kept in a cache
+folder; loss and accuracy.
+"""
 
 import hashlib
 import json
@@ -21,12 +23,14 @@ seconds_of_training: list[float] = []  # of the networks that were not in the ca
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a network is trained. The defaults are the paper's for the fully connected networks on MNIST.
+    """How a network is trained. The defaults are the paper's for the fully connected networks on
+    MNIST.
 
     Attributes:
         epochs: passes through the training images.
         optimizer: "adam", "adamw", or "sgd" with momentum 0.9.
-        cosine: whether the learning rate rises linearly for `warmup` epochs and then falls as half a cosine.
+        cosine: whether the learning rate rises linearly for `warmup` epochs and then falls as half
+            a cosine.
         decay: factor on the learning rate after each epoch, without `cosine`.
         augment: whether images are mirrored and moved by up to 4 pixels at random.
     """
@@ -47,7 +51,11 @@ class Schedule:
             return self.rate * self.decay ** int(epoch)
         if epoch < self.warmup:
             return self.rate * epoch / self.warmup
-        return self.rate / 2 * (1 + math.cos(math.pi * (epoch - self.warmup) / (self.epochs - self.warmup)))
+        return (
+            self.rate
+            / 2
+            * (1 + math.cos(math.pi * (epoch - self.warmup) / (self.epochs - self.warmup)))
+        )
 
 
 class Measured(NamedTuple):
@@ -59,7 +67,9 @@ class Measured(NamedTuple):
 
 def evaluate_on(model: nn.Module, data: ImageData) -> Measured:
     """Accuracy and loss of a network on the test images, in evaluation mode."""
-    training, right, loss = model.training, 0, 0.0
+    training = model.training
+    right = 0
+    loss = 0.0
     model.eval()
     with torch.no_grad():
         for images, labels in _batches(data.test, data.test_labels):
@@ -71,7 +81,12 @@ def evaluate_on(model: nn.Module, data: ImageData) -> Measured:
 
 
 def trained(
-    build: Callable[[], nn.Module], name: str, data: ImageData, schedule: Schedule, seed: int, cache: Path
+    build: Callable[[], nn.Module],
+    name: str,
+    data: ImageData,
+    schedule: Schedule,
+    seed: int,
+    cache: Path,
 ) -> nn.Module:
     """A trained network in evaluation mode: from the cache, else trained now and put there.
 
@@ -113,21 +128,33 @@ def _train(model: nn.Module, name: str, data: ImageData, schedule: Schedule, see
     optimizer: torch.optim.Optimizer
     if schedule.optimizer in ("adam", "adamw"):
         kind = torch.optim.Adam if schedule.optimizer == "adam" else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=schedule.rate, weight_decay=schedule.weight_decay, fused=True)
+        optimizer = kind(
+            model.parameters(), lr=schedule.rate, weight_decay=schedule.weight_decay, fused=True
+        )
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=schedule.rate, momentum=0.9, weight_decay=schedule.weight_decay)
-    device, steps, start = _device(), math.ceil(len(data.train) / schedule.batch_size), time.perf_counter()
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=schedule.rate, momentum=0.9, weight_decay=schedule.weight_decay
+        )
+    device = _device()
+    steps = math.ceil(len(data.train) / schedule.batch_size)
+    start = time.perf_counter()
     model.to(device)
     if data.train.shape[1] == 3:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster convolutions on CPUs
     model.train()
     for epoch in range(schedule.epochs):
         total = 0.0
-        for step, places in enumerate(torch.split(torch.randperm(len(data.train), generator=generator), schedule.batch_size)):
-            images = _changed(data.train[places], generator) if schedule.augment else data.train[places]
+        for step, places in enumerate(
+            torch.split(torch.randperm(len(data.train), generator=generator), schedule.batch_size)
+        ):
+            images = (
+                _changed(data.train[places], generator) if schedule.augment else data.train[places]
+            )
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate_at(epoch + step / steps)
-            loss = functional.cross_entropy(model(data.inputs(images).to(device)), data.train_labels[places].to(device))
+            loss = functional.cross_entropy(
+                model(data.inputs(images).to(device)), data.train_labels[places].to(device)
+            )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -143,16 +170,29 @@ def _device() -> str:
 
 
 def _changed(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images mirrored with probability 1/2 and moved by up to 4 pixels, with zeros at the border."""
+    """Images mirrored with probability 1/2 and moved by up to 4 pixels, with zeros at the
+    border.
+    """
     count, _, height, width = images.shape
     mirror = torch.rand(count, generator=generator) < 0.5
     images = torch.where(mirror.view(-1, 1, 1, 1), images.flip(3), images)
     padded = functional.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
-    rows, columns = down + torch.arange(height), right + torch.arange(width)
-    return padded[torch.arange(count).view(-1, 1, 1, 1), torch.arange(images.shape[1]).view(1, -1, 1, 1),
-                  rows[:, None, :, None], columns[:, None, None, :]]  # fmt: skip
+    rows = down + torch.arange(height)
+    columns = right + torch.arange(width)
+    return padded[
+        torch.arange(count).view(-1, 1, 1, 1),
+        torch.arange(images.shape[1]).view(1, -1, 1, 1),
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
 
 
 def _batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(torch.split(images, _EVALUATION_BATCH), torch.split(labels, _EVALUATION_BATCH), strict=True))
+    return list(
+        zip(
+            torch.split(images, _EVALUATION_BATCH),
+            torch.split(labels, _EVALUATION_BATCH),
+            strict=True,
+        )
+    )

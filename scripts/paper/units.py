@@ -1,7 +1,9 @@
-"""Units of a torch model: where each neuron and filter lies, one observed forward pass, and units zeroed or removed.
+"""Units of a torch model: where each neuron and filter lies, one observed forward pass, and units
+zeroed or removed.
 
-Units are the neurons of a linear layer and the filters of a convolution. Cuts are plain dictionaries, module -> axis ->
-positions, so that they can be written as JSON and applied to another copy of the model: `UnitReport.cuts`.
+Units are the neurons of a linear layer and the filters of a convolution. Cuts are plain
+dictionaries, module -> axis -> positions, so that they can be written as JSON and applied to
+another copy of the model: `UnitReport.cuts`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +35,8 @@ class UnitPlace:
 
     Attributes:
         module: name of the module.
-        axis: "outputs": rows of a weight and entries of its bias; "inputs": columns of a weight; "channels": entries of a
-            normalisation, or of a PReLU.
+        axis: "outputs": rows of a weight and entries of its bias; "inputs": columns of a weight;
+            "channels": entries of a normalisation, or of a PReLU.
         positions: int64, the positions on the axis.
         units: int64, the same shape: the unit of the group at each position.
     """
@@ -47,7 +49,8 @@ class UnitPlace:
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """Units that are kept or pruned together: those of one layer, or of layers whose outputs are added.
+    """Units that are kept or pruned together: those of one layer, or of layers whose outputs are
+    added.
 
     Attributes:
         name: of its first layer.
@@ -75,7 +78,9 @@ class UnitGroup:
 
 def unit_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model whose outputs are units, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, UNIT_LAYERS)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, UNIT_LAYERS)
+    }
 
 
 def unit_count(module: nn.Module) -> int:
@@ -87,7 +92,10 @@ def unit_count(module: nn.Module) -> int:
 def is_depthwise(module: nn.Module) -> bool:
     """Whether a convolution applies one filter to each channel."""
     each: Any = module
-    return isinstance(module, CONVOLUTIONS) and each.groups == each.in_channels == each.out_channels > 1
+    return (
+        isinstance(module, CONVOLUTIONS)
+        and each.groups == each.in_channels == each.out_channels > 1
+    )
 
 
 def unit_kind(module: nn.Module) -> str:
@@ -138,7 +146,9 @@ class Trace:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model with inputs, on the model's device: a tensor, a tuple or list of arguments, or a mapping of keywords."""
+    """Call a model with inputs, on the model's device: a tensor, a tuple or list of arguments,
+    or a mapping of keywords.
+    """
     if isinstance(inputs, Mapping):
         return model(**{name: beside_model(model, value) for name, value in inputs.items()})
     if isinstance(inputs, tuple | list):
@@ -154,13 +164,21 @@ def beside_model(model: nn.Module, value: Any) -> Any:
 
 def tensors_in(output: Any) -> list[Tensor]:
     """The floating-point tensors of a model's output."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 @contextmanager
 def with_gradients(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients for all parameters; afterwards the modes and the frozen parameters are as before."""
-    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    """Evaluation mode with gradients for all parameters; afterwards the modes and the frozen
+    parameters are as before.
+    """
+    frozen = [
+        each for each in model.parameters() if not each.requires_grad and each.is_floating_point()
+    ]
     with in_evaluation_mode(model), torch.enable_grad():
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -178,7 +196,8 @@ def trace_model(model: nn.Module, example: Any) -> Trace:
         UserError: the output holds no tensor that depends on the model's parameters.
     """
     layers = unit_layers(model)
-    outputs: list[tuple[Tensor, str]] = []  # tensors are kept, so that no other one gets the same identity
+    # Tensors are kept, so that no other one gets the same identity.
+    outputs: list[tuple[Tensor, str]] = []
     nodes: dict[Any, str] = {}
     batch_norms: dict[str, str] = {}
 
@@ -188,7 +207,9 @@ def trace_model(model: nn.Module, example: Any) -> Trace:
             nodes[output.grad_fn] = name
 
     def saw_norm(name: str, inputs: Any) -> None:
-        batch_norms.update({layer: name for tensor, layer in outputs if inputs and inputs[0] is tensor})
+        batch_norms.update(
+            {layer: name for tensor, layer in outputs if inputs and inputs[0] is tensor}
+        )
 
     hooks = [
         module.register_forward_hook(lambda _, __, output, name=name: saw_layer(name, output))
@@ -207,14 +228,24 @@ def trace_model(model: nn.Module, example: Any) -> Trace:
             hook.remove()
     ends = _first_reached([each.grad_fn for each in results if each.grad_fn is not None], nodes)
     if not ends:
-        raise UserError("example: the model's output does not depend on its layers, or is cut off from them by no_grad.")
+        raise UserError(
+            "example: the model's output does not depend on its layers, or is cut off "
+            "from them by no_grad."
+        )
     called = {name for _, name in outputs}
-    return Trace(tuple(name for name in layers if name in called), batch_norms, ends, counter.get_total_flops())
+    return Trace(
+        tuple(name for name in layers if name in called),
+        batch_norms,
+        ends,
+        counter.get_total_flops(),
+    )
 
 
 def _first_reached(starts: list[Any], nodes: dict[Any, str]) -> frozenset[str]:
     """The layers first reached from nodes of the autograd graph, going back to the inputs."""
-    reached, visited, left = set(), set(), list(starts)
+    reached = set()
+    visited = set()
+    left = list(starts)
     while left:
         node = left.pop()
         if node in visited:
@@ -231,10 +262,12 @@ AnyCuts = Mapping[str, Mapping[Any, Sequence[int]]]
 
 
 def zero_units(model: nn.Module, cuts: AnyCuts) -> None:
-    """Set units to zero, in place: rows and biases, scales and shifts of normalisations, and the columns that read them.
+    """Set units to zero, in place: rows and biases, scales and shifts of normalisations, and the
+    columns that read them.
 
-    A zeroed unit is exactly zero at its layer's output and after its normalisation, also in training mode, and the layers that
-    read it ignore it. So the model computes what `remove_units` would leave. Call it again after each step of an optimizer.
+    A zeroed unit is exactly zero at its layer's output and after its normalisation, also in
+    training mode, and the layers that read it ignore it. So the model computes what `remove_units`
+    would leave. Call it again after each step of an optimizer.
 
     Args:
         model: the model.
@@ -250,20 +283,24 @@ def zero_units(model: nn.Module, cuts: AnyCuts) -> None:
 
 
 def remove_units(model: nn.Module, cuts: AnyCuts) -> None:
-    """Remove units, in place: the layers get smaller, with new parameters. Make an optimizer afterwards, not before.
+    """Remove units, in place: the layers get smaller, with new parameters. Make an optimizer
+    afterwards, not before.
 
-    A removed model cannot be loaded into a dense one. Build the dense model, remove the same units, and load the state:
-    `remove_units(model, cuts); model.load_state_dict(state)`.
+    A removed model cannot be loaded into a dense one. Build the dense model, remove the same units,
+    and load the state: `remove_units(model, cuts); model.load_state_dict(state)`.
 
     Args:
         model: the model.
         cuts: as for `zero_units`.
 
     Raises:
-        UserError: the cuts are of another model, or leave a layer without units. Nothing is changed.
+        UserError: the cuts are of another model, or leave a layer without units. Nothing is
+            changed.
     """
     checked = list(_checked(model, cuts))
-    for name, module, axes in zip(cuts, (module for module, _ in checked), (axes for _, axes in checked), strict=True):
+    for name, module, axes in zip(
+        cuts, (module for module, _ in checked), (axes for _, axes in checked), strict=True
+    ):
         if any(len(positions) == _size(module, axis) for axis, positions in axes.items()):
             raise UserError(f"cuts: they leave {name} without units; a layer keeps at least one.")
     for module, axes in checked:
@@ -274,14 +311,22 @@ def remove_units(model: nn.Module, cuts: AnyCuts) -> None:
 
 
 @contextmanager
-def changed_units(model: nn.Module, cuts: AnyCuts, change: Callable[[nn.Module, AnyCuts], None]) -> Iterator[None]:
-    """A model with `zero_units` or `remove_units` applied; afterwards it is as before, with the same parameters."""
+def changed_units(
+    model: nn.Module, cuts: AnyCuts, change: Callable[[nn.Module, AnyCuts], None]
+) -> Iterator[None]:
+    """A model with `zero_units` or `remove_units` applied; afterwards it is as before, with the
+    same parameters.
+    """
     modules = [model.get_submodule(name) for name in cuts]
     before = [dict(module.__dict__) for module in modules]
     try:
         for module in modules:
-            module.__dict__["_parameters"] = {name: _copied(each) for name, each in module._parameters.items()}
-            module.__dict__["_buffers"] = {name: _copied(each) for name, each in module._buffers.items()}
+            module.__dict__["_parameters"] = {
+                name: _copied(each) for name, each in module._parameters.items()
+            }
+            module.__dict__["_buffers"] = {
+                name: _copied(each) for name, each in module._buffers.items()
+            }
         change(model, cuts)
         yield
     finally:
@@ -302,12 +347,18 @@ def _checked(model: nn.Module, cuts: AnyCuts) -> Iterable[tuple[nn.Module, Mappi
     modules = dict(model.named_modules())
     for name, axes in cuts.items():
         if name not in modules:
-            raise UserError(f"cuts: {type(model).__name__} has no module {name}; these cuts are of another model.")
+            raise UserError(
+                f"cuts: {type(model).__name__} has no module {name}; these cuts are of "
+                "another model."
+            )
         positions = {axis: torch.as_tensor(each, dtype=torch.int64) for axis, each in axes.items()}
         for axis, each in positions.items():
             size = _size(modules[name], axis)
             if len(each) and not 0 <= int(each.min()) <= int(each.max()) < size:
-                raise UserError(f"cuts: {name} has {size} {axis}, not {int(each.max()) + 1}; these cuts are of another model.")
+                raise UserError(
+                    f"cuts: {name} has {size} {axis}, not {int(each.max()) + 1}; these "
+                    "cuts are of another model."
+                )
         found.append((modules[name], positions))
     return found
 
@@ -346,7 +397,8 @@ def _keep(module: Any, axis: str, kept: Tensor) -> None:
         _shrink(module, name, 0, kept)
     if axis == "outputs":
         _set_width(module, "out", len(kept))
-        if hasattr(module, "groups") and module.groups > 1:  # depthwise: one input and one group for each filter
+        # depthwise: one input and one group for each filter.
+        if hasattr(module, "groups") and module.groups > 1:
             module.in_channels = module.groups = len(kept)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(kept)
@@ -364,4 +416,8 @@ def _shrink(module: Any, name: str, dim: int, kept: Tensor) -> None:
     if old is None:
         return
     values = old.detach().index_select(dim, kept.to(old.device)).clone()
-    setattr(module, name, nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values)
+    setattr(
+        module,
+        name,
+        nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values,
+    )

@@ -1,7 +1,8 @@
-"""Single weights of any network: their scores, the rule that selects them, and what is left of the arithmetic.
+"""Single weights of any network: their scores, the rule that selects them, and what is left of the
+arithmetic.
 
-The scores are those of `prune_units.py` for a unit of one weight; Algorithm 1 and the fixed shares are those of
-`emp_llm.selection`.
+The scores are those of `prune_units.py` for a unit of one weight; Algorithm 1 and the fixed shares
+are those of `emp_llm.selection`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +31,9 @@ def magnitudes(model: nn.Module, batches: Batches = ()) -> Scores:
 
 
 def taylor(model: nn.Module, batches: Batches) -> Scores:
-    """|dL/dtheta * theta| of each weight, the mean over the batches: the first-order change of the loss if it is removed."""
+    """|dL/dtheta * theta| of each weight, the mean over the batches: the first-order change of
+    the loss if it is removed.
+    """
     return _of_gradients(model, batches, lambda weight, gradient: (weight * gradient).abs())
 
 
@@ -46,7 +49,9 @@ CRITERIA: dict[str, Callable[[nn.Module, Batches], Scores]] = {
 }
 
 
-def _of_gradients(model: nn.Module, batches: Batches, measure: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+def _of_gradients(
+    model: nn.Module, batches: Batches, measure: Callable[[Tensor, Tensor], Tensor]
+) -> Scores:
     def of_layer(module: nn.Module, gradient: Tensor, _: Tensor | None) -> Tensor:
         return measure(module.weight.detach(), gradient)  # type: ignore[operator]
 
@@ -75,14 +80,18 @@ def select_weights(scores: Mapping[str, Tensor], budget: Budget, scope: str) -> 
     Args:
         scores: by name, any shape.
         budget: how many to keep of each group.
-        scope: "block": the weights of a matrix or convolution are a group; "global": all weights are one group.
+        scope: "block": the weights of a matrix or convolution are a group; "global": all weights
+            are one group.
     """
     sizes = [score.numel() for score in scores.values()]
     rows = [score.reshape(1, -1) for score in scores.values()]
     groups = rows if scope == "block" else [torch.cat(rows, 1)]
     found = [select_rows(group, budget(group.shape[1])) for group in groups]
     flat = torch.split(torch.cat([selection.mask[0] for selection in found]), sizes)
-    masks = {name: mask.view(score.shape) for (name, score), mask in zip(scores.items(), flat, strict=True)}
+    masks = {
+        name: mask.view(score.shape)
+        for (name, score), mask in zip(scores.items(), flat, strict=True)
+    }
     kept = sum(int(selection.kept.sum()) for selection in found)
     n_eff = sum(float(selection.n_eff.sum()) for selection in found if selection.n_eff is not None)
     return Selected(masks, n_eff, 1 - kept / sum(sizes))
@@ -114,7 +123,8 @@ def masked(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[nn.Module]
 
 
 def nonzero_flops(model: nn.Module, image: Tensor) -> float:
-    """Two operations for each nonzero weight and each of its uses, for one image: what a sparse computation needs at least.
+    """Two operations for each nonzero weight and each of its uses, for one image: what a sparse
+    computation needs at least.
 
     Args:
         image: an input, with the dimension of the batch.
@@ -126,7 +136,11 @@ def nonzero_flops(model: nn.Module, image: Tensor) -> float:
         weight: Tensor = module.weight  # type: ignore[assignment]
         total += 2.0 * int(weight.count_nonzero()) * outputs[0, 0].numel()
 
-    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    hooks = [
+        module.register_forward_hook(count)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
     with torch.no_grad():
         model.eval()(image[:1])
     for hook in hooks:
