@@ -162,20 +162,15 @@ def bench(options: BenchOptions) -> Bench:
                 rounds.append(runs[::-1] if number % 2 else runs)  # dense, sparse
                 bar.update(1)
             same = float((rounds[0][0].tokens == rounds[0][1].tokens).double().mean())
-            batches.append(
-                Batch(
-                    batch_size=size,
-                    prefill=_speed(
-                        [[each.prefill for each in both] for both in rounds[1:]],
-                        size * options.prompt_tokens,
-                    ),
-                    decode=_speed(
-                        [[each.decode for each in both] for both in rounds[1:]],
-                        size * options.new_tokens,
-                    ),
-                    equal_tokens=same if options.baseline is None else None,
-                )
+            prefills = [[each.prefill for each in both] for both in rounds[1:]]
+            decodes = [[each.decode for each in both] for both in rounds[1:]]
+            batch = Batch(
+                batch_size=size,
+                prefill=_speed(prefills, size * options.prompt_tokens),
+                decode=_speed(decodes, size * options.new_tokens),
+                equal_tokens=same if options.baseline is None else None,
             )
+            batches.append(batch)
     layers = [layer.rows for layer in sparse_layers(model).values()]
     record = Bench(
         model=source.name,

@@ -327,7 +327,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     more = (
-        (f"{name} --help all shows all {len(options)} options.")
+        f"{name} --help all shows all {len(options)} options."
         if len(options) > _MANY and not everything
         else None
     )

@@ -165,19 +165,18 @@ def measure(
                 recipe = pruner.scores.recipe
                 matrices = matrix_records(outcomes, pruner)
                 kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, curve)
-                entries.append(
-                    MeasureEntry(
-                        criterion=recipe.name,
-                        order=recipe.order or 0.0,
-                        score="relative" if recipe.relative else None,
-                        count_by="magnitude" if recipe.counts_by_magnitude else None,
-                        targets=targets_record(outcomes, chosen.coverage, pruner),
-                        sizes=sizes_record(outcomes, checkpoint, moved=False),
-                        matrices=matrices,
-                        curve=curve_points(curve, kept, weights, checkpoint.parameters),
-                        warnings=warnings_of(matrices, pruner),
-                    )
+                entry = MeasureEntry(
+                    criterion=recipe.name,
+                    order=recipe.order or 0.0,
+                    score="relative" if recipe.relative else None,
+                    count_by="magnitude" if recipe.counts_by_magnitude else None,
+                    targets=targets_record(outcomes, chosen.coverage, pruner),
+                    sizes=sizes_record(outcomes, checkpoint, moved=False),
+                    matrices=matrices,
+                    curve=curve_points(curve, kept, weights, checkpoint.parameters),
+                    warnings=warnings_of(matrices, pruner),
                 )
+                entries.append(entry)
         record = Measure(
             source=ModelSource(model=source.name, revision=source.revision, identity=identity),
             command=command_line(),

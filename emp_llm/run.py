@@ -195,9 +195,9 @@ def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
         quotable(state.message),
     )
     resumes = (
-        ("it resumes when it is run again")
+        "it resumes when it is run again"
         if state.status == "stopped"
-        else (f"its log: {files.log_path}; to run it again")
+        else f"its log: {files.log_path}; to run it again"
     )
     logger.error("  %s: %s", resumes, files.rerun)
 
@@ -268,7 +268,7 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
             len(gpus) or "none",
             shortened_list(short),
         )
-    wanted = [number for job in jobs if (number := _gpus_of(job, gpus))]
+    wanted = [number for number in (_gpus_of(job, gpus) for job in jobs) if number]
     workers = workers or (len(gpus) // min(wanted) if wanted else max(1, cores // _CORES))
     return Machine(workers, gpus, max(1, cores // workers), memory)
 

@@ -95,7 +95,7 @@ def show(result: StudyStatus) -> None:
 
 def _attempts(view: "JobView") -> str:
     return (
-        (f" (attempt {view.state.attempts})")
+        f" (attempt {view.state.attempts})"
         if view.state is not None and view.state.attempts > 1
         else ""
     )

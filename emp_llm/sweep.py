@@ -266,13 +266,8 @@ def sweep(
                                 overwrite=True,
                             )
                             of_point.enter_context(out)
-                            out.begin(
-                                run_signature(
-                                    checkpoint,
-                                    recipe,
-                                    None if digest is None else {"norms": digest},
-                                )
-                            )
+                            made_of = None if digest is None else {"norms": digest}
+                            out.begin(run_signature(checkpoint, recipe, made_of))
                             written = write_checkpoint(pruner, out.files, out)
                             outcomes = written.outcomes
                             files = out.files

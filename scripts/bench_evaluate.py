@@ -103,7 +103,7 @@ def our_command(arguments: argparse.Namespace, names: list[str], scratch: Path) 
     """The command of emp-llm; `names` are the tasks."""
     suite = scratch / "suite.toml"
     demo = (
-        (f"folder = {json.dumps(str(ROOT / 'eval' / 'demo'))}\n")
+        f"folder = {json.dumps(str(ROOT / 'eval' / 'demo'))}\n"
         if set(names) <= set(DEMO_TASKS.split(","))
         else ""
     )

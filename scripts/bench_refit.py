@@ -230,9 +230,7 @@ def page(rows: list[str], tokens: int, options: argparse.Namespace) -> str:
         "Medians of one run, in turn."
     )
     return (
-        (f"# Refit against the matrix product of the machine\n\n{about}\n\n")
-        + "\n".join(rows)
-        + "\n"
+        f"# Refit against the matrix product of the machine\n\n{about}\n\n" + "\n".join(rows) + "\n"
     )
 
 

@@ -56,7 +56,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{plain} 0.7", {"method": plain, "sparsity": 0.7}
         for by in ("total", "matrix"):
             yield (
-                (f"{plain} match {by}"),
+                f"{plain} match {by}",
                 {"method": plain, "match": f"{method} row mlp", "match_by": by},
             )
 

@@ -228,9 +228,7 @@ def check_output(folder: Path, old: Bytes | None, complete: Bytes) -> str | None
     if not (folder / "out").exists():
         return None if old is None else "the older output is gone"
     return (
-        None
-        if snapshot(folder) in (complete, old)
-        else ("an incomplete output under its final name")
+        None if snapshot(folder) in (complete, old) else "an incomplete output under its final name"
     )
 
 
@@ -302,7 +300,7 @@ def killed_after(
         return (
             None
             if ending in (0, code, -number)
-            else (f"exit code {ending}: {(folder / 'log').read_text()[-300:]}")
+            else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
         )
 
     return disturb
@@ -320,7 +318,7 @@ def killed_at(case: Case, call: int) -> Callable[[Path], str | None]:
         return (
             None
             if code in (0, -signal.SIGKILL)
-            else (f"exit code {code}: {(folder / 'log').read_text()[-300:]}")
+            else f"exit code {code}: {(folder / 'log').read_text()[-300:]}"
         )
 
     return disturb
@@ -338,7 +336,7 @@ def faulty_at(case: Case, call: int, code: int) -> Callable[[Path], str | None]:
         return (
             None
             if ending in (0, 2)
-            else (f"exit code {ending}: {(folder / 'log').read_text()[-300:]}")
+            else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
         )
 
     return disturb
@@ -438,7 +436,7 @@ def disturbances(
     for first, code in enumerate((errno.EIO, errno.ENOSPC)):
         every = range(1 + first, calls + 1, arguments.every)
         yield (
-            (f"{errno.errorcode[code]}, at calls of {calls}"),
+            f"{errno.errorcode[code]}, at calls of {calls}",
             [faulty_at(case, call, code) for call in every],
         )
     if os.geteuid() == 0:
@@ -467,7 +465,7 @@ def torture(
             if problem is not None:
                 problems.append(f"{case.name}, {kind}, number {number}: {problem}")
         yield (
-            (f"| {case.name} | {kind} | {len(chosen)} | {work} | {len(chosen) - len(problems)} |"),
+            f"| {case.name} | {kind} | {len(chosen)} | {work} | {len(chosen) - len(problems)} |",
             problems,
         )
 

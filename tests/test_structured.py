@@ -288,7 +288,7 @@ def test_coupled_units_can_be_left_alone() -> None:
     assert (
         report.left["conv"]
         == report.left["blocks.0.conv2"]
-        == ("coupled with blocks.0.conv2, which is left out")
+        == "coupled with blocks.0.conv2, which is left out"
     )
 
 

@@ -202,13 +202,11 @@ def check_images(
             f"{architecture.checkpoint.folder}: the model reads only text. Leave out "
             "image= of --calibration."
         )
-    flag = (
-        ("--execution blocks")
-        if options.execution == "blocks"
-        else ("--propagate pruned")
-        if propagate == "pruned"
-        else None
-    )
+    flag = None
+    if options.execution == "blocks":
+        flag = "--execution blocks"
+    elif propagate == "pruned":
+        flag = "--propagate pruned"
     if flag is not None:
         raise UserError(
             f"{flag}: a calibration on images runs the whole model at once. Leave it "
@@ -776,21 +774,18 @@ def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
     from PIL.Image import Image
 
     images: list[Any] = []
-    for cell in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-        content = (
-            cell.get("bytes")
-            if isinstance(cell, Mapping)
-            else cell
-            if isinstance(cell, bytes)
-            else None
-        )
-        path = (
-            cell.get("path")
-            if isinstance(cell, Mapping)
-            else cell
-            if isinstance(cell, str | Path)
-            else None
-        )
+    cells: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+    if value is None:
+        cells = []
+    for cell in cells:
+        content = path = None
+        if isinstance(cell, Mapping):
+            content = cell.get("bytes")
+            path = cell.get("path")
+        elif isinstance(cell, bytes):
+            content = cell
+        elif isinstance(cell, str | Path):
+            path = cell
         if isinstance(cell, Image):
             images.append(cell)
         elif content is not None or path is not None:

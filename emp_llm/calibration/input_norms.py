@@ -204,11 +204,8 @@ class InputSums:
             layer.name: self.input_of[layer.name] for layer in layers if layer.name in self.input_of
         }
         norms = {leader: self.norm(leader) for leader in dict.fromkeys(input_of.values())}
-        relative = {
-            layer: self.norm(name)
-            for layer in input_of
-            if (name := relative_name(layer)) in self.sums
-        }
+        names = {layer: relative_name(layer) for layer in input_of}
+        relative = {layer: self.norm(name) for layer, name in names.items() if name in self.sums}
         return Activations(
             norms, input_of, tokens={name: self.tokens[name] for name in norms}, relative=relative
         )

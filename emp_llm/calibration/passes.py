@@ -205,10 +205,11 @@ def model_origin(
         quantization: of the loaded model.
         pruned_by: the recipe of a pruned propagation.
     """
+    identity = identity_of(checkpoint) if ranks().main else None
     return CalibrationRecord(
         model=name if revision is not None else checkpoint.folder.name,
         revision=revision,
-        identity=ranks().share(identity_of(checkpoint) if ranks().main else None),
+        identity=ranks().share(identity),
         quantization=quantization_record(quantization),
         pruned_by=pruned_by,
     )
@@ -432,10 +433,9 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     dtype = body.dtype if isinstance(body, PreTrainedModel) else None
     moved = {}
     for name, value in inputs.items():
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        moved[name] = (
-            value.to(device, dtype if floating else None) if isinstance(value, Tensor) else value
-        )
+        moved[name] = value
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device, dtype if value.is_floating_point() else None)
     if not isinstance(body, PreTrainedModel):
         positional = [moved.pop("")] if "" in moved else []
         body(*positional, **moved)

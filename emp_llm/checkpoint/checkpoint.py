@@ -262,9 +262,9 @@ def why_not_gguf(place: Path | str, files: Iterable[str]) -> str | None:
     if name is None:
         return None
     what = (
-        ("a GGUF file")
+        "a GGUF file"
         if Path(name).name == Path(place).name
-        else (f"it holds its weights as GGUF ({quotable(name)})")
+        else f"it holds its weights as GGUF ({quotable(name)})"
     )
     return (
         f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors "

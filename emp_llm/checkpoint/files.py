@@ -415,7 +415,7 @@ def how_to_resume(kept: Sequence[Path]) -> str:
     """A sentence on resuming from the work in these folders; empty if none of them exists."""
     folders = " and ".join(str(path) for path in kept if path.is_dir())
     return (
-        (f"Finished work is kept in {folders}; the same command resumes from there.")
+        f"Finished work is kept in {folders}; the same command resumes from there."
         if folders
         else ""
     )

@@ -104,9 +104,9 @@ def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
     for tensor in tensors:
         if tensor.start != position:
             problem = (
-                ("overlaps the tensor before it")
+                "overlaps the tensor before it"
                 if tensor.start < position
-                else ("leaves a gap before it")
+                else "leaves a gap before it"
             )
             raise ValueError(f"tensor {quotable(tensor.name)} {problem}")
         position = tensor.end

@@ -314,7 +314,8 @@ def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
     if model.dense.result is None:
         notes.append("no changes: the dense model is missing")
     notes += change_notes(names, values[0], values[1:])
-    if len({f"{share:.2f}" for row in rows if (share := _zeros(row)) is not None}) > 1:
+    shares = [share for share in map(_zeros, rows) if share is not None]
+    if len({f"{share:.2f}" for share in shares}) > 1:
         notes.append(
             "the rows differ in their zeros too; plan --emp-sparsities compares methods "
             "at the same share"

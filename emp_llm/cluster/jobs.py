@@ -648,7 +648,7 @@ class Attempt:
             state.message = (
                 ""
                 if output.exists()
-                else (f"the command ended well, but did not write {self.files.job.output}")
+                else f"the command ended well, but did not write {self.files.job.output}"
             )
         else:
             state.status = (

@@ -250,9 +250,11 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
     # Steps of four sequences, as long as four forward passes.
     forward += 4 * work.heals * 4 * work.seqlen
-    moved = size.file_bytes * (
-        reads_text + (2 if kind == "prune" else 0 if suite is None else times)
-    )
+    if kind == "prune":
+        passes_over_files = 2
+    else:
+        passes_over_files = 0 if suite is None else times
+    moved = size.file_bytes * (reads_text + passes_over_files)
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
     return Needs(
@@ -557,9 +559,10 @@ def model_jobs(
     for point, norms in recipes.items():
         output = f"runs/{slug}.{point.name}"
         words = [*start, *_recipe_words(point), *targets]
-        words += (
-            ["--activations", activations] if norms.shared else text if norms.reads_text else []
-        )
+        if norms.shared:
+            words += ["--activations", activations]
+        elif norms.reads_text:
+            words += text
         own = replace(
             work,
             calibrates=norms.reads_text,

@@ -72,10 +72,6 @@ def data_folder(name: str) -> Path:
     """
     packaged = Path(str(resources.files("emp_llm"))) / "data" / name
     checkout = Path(__file__).parents[2]
-    return (
-        packaged
-        if packaged.is_dir()
-        else checkout / "scripts" / name
-        if name == "slurm"
-        else checkout / name
-    )
+    if packaged.is_dir():
+        return packaged
+    return checkout / "scripts" / name if name == "slurm" else checkout / name

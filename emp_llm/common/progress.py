@@ -112,9 +112,7 @@ class _Lines(Bar):
         rate = (self._done - self._last_done) / seconds
         speed = f"{tqdm.format_sizeof(rate)}{self._unit}/s"
         left = (
-            (f", {tqdm.format_interval((self._total - self._done) / rate)} left")
-            if rate > 0
-            else ""
+            f", {tqdm.format_interval((self._total - self._done) / rate)} left" if rate > 0 else ""
         )
         percent = 100 * self._done / (self._total or 1)
         logger.info(

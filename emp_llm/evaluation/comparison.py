@@ -171,7 +171,9 @@ def _answers(
 
     Empty if the record has none, or if their accuracy is not the metric's value.
     """
-    members = [name] if name in record.n_samples else list(record.n_samples) if whole else []
+    members = list(record.n_samples) if whole else []
+    if name in record.n_samples:
+        members = [name]
     held = [
         record.answers[member]
         for member in members
@@ -244,7 +246,9 @@ def change_of(name: str, value: Value, base: Value) -> Change:
         value, base: the two values.
     """
     change = change_between(name, base.value, value.value)
-    unit = 100.0 if in_percent(name) else 100.0 / base.value if base.value else math.nan
+    unit = 100.0
+    if not in_percent(name):
+        unit = 100.0 / base.value if base.value else math.nan
     if math.isfinite(change) and math.isfinite(base.value):
         paired = paired_error_of_losses(value.losses, base.losses)
         if paired is not None:
@@ -456,9 +460,10 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
             row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
         for known in filter(None, published):
             value = known.values.get(name)
-            row.append(
-                "-" if value is None else f"{value:.2f} †" if in_percent(name) else f"{value:.3f}"
-            )
+            if value is None:
+                row.append("-")
+            else:
+                row.append(f"{value:.2f} †" if in_percent(name) else f"{value:.3f}")
         rows.append(row)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
     return gap.join([form_table(rows), *notes])
@@ -536,7 +541,7 @@ def _notes(
     notes += change_notes(names, measured[0], measured[1:])
     for known in published:
         zeros = (
-            (f" ({known.sparsity_percent:g} % of the MLP linears removed)")
+            f" ({known.sparsity_percent:g} % of the MLP linears removed)"
             if known.sparsity_percent
             else ""
         )

@@ -124,7 +124,7 @@ class Harness:
         if lost:
             offline = constants.HF_HUB_OFFLINE
             remedy = (
-                (" HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network.")
+                " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network."
                 if offline
                 else ""
             )

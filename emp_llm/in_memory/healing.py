@@ -521,9 +521,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     def _go_back(self, step: int, cut: float) -> None:
         """Take the weights after a step, forget the optimiser's moments, and divide its rate."""
         folder = Path(self.trainer.args.output_dir)
-        self.trainer._load_from_checkpoint(
-            str(_checkpoint(folder, step) if step else folder / _START)
-        )
+        place = _checkpoint(folder, step) if step else folder / _START
+        self.trainer._load_from_checkpoint(str(place))
         optimizer = self.trainer.optimizer
         optimizer.state.clear()
         wrapped: Any = self.trainer.lr_scheduler

@@ -291,9 +291,8 @@ def _block_of(
                 and sizes.get("q_proj", inputs) == inputs
             )
             turns = value is not None and plain
-            block.writers.append(
-                _Writer(weight, bias, model.get_submodule(layer.name), heads if turns else 0)
-            )
+            turned = heads if turns else 0
+            block.writers.append(_Writer(weight, bias, model.get_submodule(layer.name), turned))
             if value is not None and turns:
                 readers[value], values, its_bias = (
                     mates[value][:-rows],

@@ -336,10 +336,8 @@ class Architecture:
         found = {}
         for name in self.unused:
             parts = name.split(".")
-            end = next(
-                (end for n in range(1, len(parts) - 1) if (end := ".".join(parts[n:])) in ends),
-                None,
-            )
+            tails = (".".join(parts[n:]) for n in range(1, len(parts) - 1))
+            end = next((tail for tail in tails if tail in ends), None)
             if end is not None:
                 found[name] = end
         return found
@@ -407,9 +405,9 @@ class Architecture:
         if not own or any(self._in(tower, each) for each in own):
             return
         remedy = (
-            ("Leave it out.")
+            "Leave it out."
             if own == ["language"]
-            else ("To prune them by a magnitude method, add --tower all.")
+            else "To prune them by a magnitude method, add --tower all."
         )
         raise UserError(
             f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong "
@@ -640,11 +638,8 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     vocabulary = checkpoint.config.get("vocab_size")
-    layers = [
-        layer
-        for name, shape in shapes.items()
-        if (layer := _layer_by_name(name, shape, vocabulary)) is not None
-    ]
+    named = (_layer_by_name(name, shape, vocabulary) for name, shape in shapes.items())
+    layers = [layer for layer in named if layer is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
         root = ""

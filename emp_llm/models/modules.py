@@ -167,9 +167,9 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
             name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
         ]
         lists = (
-            (f"The lists of this model are: {shortened_list(known)}.")
+            f"The lists of this model are: {shortened_list(known)}."
             if known
-            else ("This model has none.")
+            else "This model has none."
         )
         raise UserError(
             f"--blocks {path!r} is not a list of modules (nn.ModuleList) of "
@@ -456,7 +456,10 @@ def _half(path: str, paths: list[str]) -> str:
     """
     if len(paths) < 2:
         return ""
-    halves = {other: match[1] if (match := _HALF.search(other)) else other for other in paths}
+    halves = {}
+    for other in paths:
+        match = _HALF.search(other)
+        halves[other] = match[1] if match else other
     return halves[path] if len(set(halves.values())) == len(paths) else path
 
 

@@ -140,7 +140,7 @@ def _shown(value: Any) -> str:
     return (
         text
         if len(text) <= 60 and text.isprintable()
-        else (f"a value of type {type(value).__name__}")
+        else f"a value of type {type(value).__name__}"
     )
 
 

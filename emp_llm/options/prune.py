@@ -118,13 +118,7 @@ def check_options(
         check_for_units(given, _OF_WEIGHTS)
         _check_structured(structured(recipe, structure), options)
     elif recipe.name in _OF_UNITS:
-        units = (
-            ("heads and neurons")
-            if recipe.name == "taylor"
-            else "layers"
-            if recipe.name == "cosine"
-            else "experts"
-        )
+        units = {"taylor": "heads and neurons", "cosine": "layers"}.get(recipe.name, "experts")
         raise UserError(
             f"--method {recipe.method} scores {units}, not weights. Add --structure, "
             "or use emp-wanda."

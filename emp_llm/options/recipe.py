@@ -477,7 +477,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise UserError(f"--{error}.") from error
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             hint = (
-                (f" It is a fraction: did you mean {self.sparsity / 100:g}?")
+                f" It is a fraction: did you mean {self.sparsity / 100:g}?"
                 if 5 <= self.sparsity < 100
                 else ""
             )

@@ -230,11 +230,10 @@ class Pruner:
             place = places[target.name]
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
             with self.checkpoint.open_files() as files:
-                selector = (
-                    everything[0]
-                    if everything
-                    else self.search(self.targets if of_all else [target], files)
-                )
+                if everything:
+                    selector: GroupSelector | None = everything[0]
+                else:
+                    selector = self.search(self.targets if of_all else [target], files)
                 if of_all and selector is not None:
                     everything[:] = [selector]
                     # Of equal scores, theirs come first.

@@ -143,9 +143,7 @@ def report_of(
 def pruned_before(name: str, recipe: Recipe) -> str:
     """The warning for a model that has zeros already."""
     place = (
-        ("and those that are kept may get new values")
-        if recipe.moves
-        else ("with the lowest scores")
+        "and those that are kept may get new values" if recipe.moves else "with the lowest scores"
     )
     return f"warning: {name} is already pruned. Its zeros count as weights of the rows, {place}."
 

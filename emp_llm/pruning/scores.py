@@ -63,14 +63,13 @@ class Scores:
         self.recipe = recipe
         self.criterion = recipe.scored_by
         self.norms = norms or {}
-        self.by_magnitude = {
-            target.name: tokens
-            for target in targets
-            if target.layer.routed
-            and (known := self.norms.get(target.name)) is not None
-            and (tokens := known.tokens) is not None
-            and tokens < recipe.min_expert_tokens
-        }
+        self.by_magnitude: dict[str, int] = {}
+        for target in targets:
+            known = self.norms.get(target.name)
+            if not target.layer.routed or known is None or known.tokens is None:
+                continue
+            if known.tokens < recipe.min_expert_tokens:
+                self.by_magnitude[target.name] = known.tokens
         if self.by_magnitude and recipe.group == "all":
             name, tokens = next(iter(self.by_magnitude.items()))
             raise UserError(
@@ -219,7 +218,7 @@ class Scores:
                 raise
         if not isinstance(scores, torch.Tensor) or scores.shape != weight.shape:
             what = (
-                (f"a tensor of shape {list(scores.shape)}")
+                f"a tensor of shape {list(scores.shape)}"
                 if isinstance(scores, torch.Tensor)
                 else type(scores).__name__
             )
@@ -386,9 +385,7 @@ def naming_rows(target: Target, first: int, words: Words) -> Iterator[None]:
         # A model in memory has no file.
         where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "
         remedy = (
-            ("The checkpoint is damaged; download it again.")
-            if where
-            else ("Load the model again.")
+            "The checkpoint is damaged; download it again." if where else "Load the model again."
         )
         raise UserError(f"{where}{stored.name} holds NaN or infinity ({rows}). {remedy}") from error
 

@@ -81,7 +81,7 @@ def _file_difference(path: Path, entry: FileEntry) -> str | None:
     return (
         None
         if found == entry.blake3
-        else (f"its BLAKE3 is {found}; the manifest says {entry.blake3}.")
+        else f"its BLAKE3 is {found}; the manifest says {entry.blake3}."
     )
 
 

@@ -69,9 +69,9 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
             )
         if self.image is not None and (self.join is not None or self.generate):
             what = (
-                ("continued by the model; leave out self")
+                "continued by the model; leave out self"
                 if self.generate
-                else ("joined; leave out join")
+                else "joined; leave out join"
             )
             raise UserError(
                 f"{where}: rows with images are sequences of their own and cannot be "

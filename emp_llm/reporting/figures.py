@@ -292,9 +292,8 @@ def _log_scale(axes: Any, measure: str, values: list[float]) -> None:
     if not lower_is_better(measure) or min(values) <= 0 or max(values) / min(values) < _LOG_FROM:
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if max(values) / min(values) < 30 else (1,))
-    )
+    ticks = (1, 1.5, 2, 3, 5, 7) if max(values) / min(values) < 30 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=ticks))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -329,7 +328,9 @@ def _difference_panel(
     axes.set_xlabel("weights removed, % of the targets (the same for both)")
     lower = lower_is_better(measure)
     unit = "points" if in_percent(measure) else "%"
-    side = "" if lower is None else f"\n({'below' if lower else 'above'} 0: EMP is better)"
+    side = ""
+    if lower is not None:
+        side = f"\n({'below' if lower else 'above'} 0: EMP is better)"
     axes.set_ylabel(f"EMP − baseline, {unit}{side}")
 
 

@@ -203,7 +203,8 @@ def role_rows(study: Study) -> Rows:
             ]
             if cells:
                 shares = [effective_share(cell) or 0.0 for cell in cells]
-                margins = [m for cell in cells if (m := cell.least_margin_over_bound) is not None]
+                known = (cell.least_margin_over_bound for cell in cells)
+                margins = [margin for margin in known if margin is not None]
                 percents = map(
                     percent_cell, (row_mean(cells, effective_share), min(shares), max(shares))
                 )
@@ -579,11 +580,8 @@ def report_content(
     lines = []
     found = studies(points)
     for number, study in enumerate(found, 1):
-        drawings = (
-            draw(study, f"{number}-{study.title}" if len(found) > 1 else study.title)
-            if plots
-            else []
-        )
+        title_of_study = f"{number}-{study.title}" if len(found) > 1 else study.title
+        drawings = draw(study, title_of_study) if plots else []
         drawn.append((study, drawings))
         for drawing in drawings:
             files |= {

@@ -295,6 +295,12 @@ def card_text(
     own = [each for each in measured if each.pruned is not None]
     own += [each for suite in suites for each in suite if each.made_by.model.identity == this]
     fitted = sum(fit.error_after is not None for fit in report.fits.values())
+    if structure is None:
+        lines = run_tables.pruning_lines(report)
+        removed = run_tables.pruning_rows(report)
+    else:
+        lines = run_tables.structure_lines(report)
+        removed = run_tables.structure_rows(structure)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -316,15 +322,9 @@ def card_text(
         origin=origin,
         base=_base(report, origin),
         method=method_words(report.recipe),
-        lines=run_tables.pruning_lines(report)
-        if structure is None
-        else run_tables.structure_lines(report),
+        lines=lines,
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
-        removed=markdown_table(
-            run_tables.pruning_rows(report)
-            if structure is None
-            else run_tables.structure_rows(structure)
-        ),
+        removed=markdown_table(removed),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
         speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
         speed_note=run_tables.SPEED_NOTE,

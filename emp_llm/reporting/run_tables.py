@@ -111,9 +111,7 @@ def pruning_lines(report: RunReport) -> list[str]:
     ]
     if targets.n_eff is not None:
         bound = (
-            ""
-            if targets.s_eff_bound is None
-            else (f" (at least {number_cell(targets.s_eff_bound)})")
+            "" if targets.s_eff_bound is None else f" (at least {number_cell(targets.s_eff_bound)})"
         )
         lines.append(
             f"all targets as one group: N_eff {targets.n_eff:,.0f}, s_eff "
@@ -287,7 +285,8 @@ def fit_lines(report: RunReport) -> list[str]:
 
 def mean_error(fits: Iterable[FitRecord | UnitsRecord], name: str) -> float | None:
     """The mean of an error or a loss over the layers for which it is known."""
-    known = [value for fit in fits if (value := getattr(fit, name)) is not None]
+    values = (getattr(fit, name) for fit in fits)
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -423,9 +422,8 @@ def sweep_table(record: Sweep) -> str:
         row = [point, percent_cell(of_targets), percent_cell(of_all)]
         for name in names:
             value = values.get(name)
-            row.append(
-                "-" if value is None else formatted(value.value, 2 if in_percent(name) else 3)
-            )
+            digits = 2 if in_percent(name) else 3
+            row.append("-" if value is None else formatted(value.value, digits))
             row.append("" if values is dense else shown_change(name, dense.get(name), value))
         rows.append(row)
     notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
@@ -562,7 +560,8 @@ def row_mean(
     entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]
 ) -> float | None:
     """A mean over all rows of some matrices; None if it is unknown for one of them."""
-    known = [(number, entry.rows) for entry in entries if (number := value(entry)) is not None]
+    values = ((value(entry), entry.rows) for entry in entries)
+    known = [(number, rows) for number, rows in values if number is not None]
     if not known or len(known) < len(entries):
         return None
     return sum(number * rows for number, rows in known) / sum(rows for _, rows in known)

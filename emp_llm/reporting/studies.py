@@ -628,7 +628,8 @@ def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[St
         first = next((result for result in dense if result.key == key), None)
         members = [result for result in [*dense, *results] if result.key == key]
         names = dict.fromkeys(name for result in members for name in result.values)
-        found.append(StudySuite(key, members[0].suite, first.values if first else {}, tuple(names)))
+        of_dense = first.values if first else {}
+        found.append(StudySuite(key, members[0].suite, of_dense, tuple(names)))
     return tuple(found)
 
 

@@ -138,7 +138,9 @@ def product_sizes(rows: int, columns: int, tokens: int) -> ProductSizes:
         groups = 64
         warps = 8
     else:
-        height = 8 if rows >= 8 * _PROGRAMS else 4 if rows >= _PROGRAMS else 2
+        height = 4 if rows >= _PROGRAMS else 2
+        if rows >= 8 * _PROGRAMS:
+            height = 8
         groups = 128
         warps = 4
         height = height if tokens == 1 else min(height, 4)

@@ -134,17 +134,15 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
             "sets. Use --structure neurons, or leave it out."
         )
     field, parts, number = found
-    top_k = next(
-        (value for name in _TOP_K if type(value := getattr(config, name, None)) is int), None
-    )
+    values = [getattr(config, name, None) for name in _TOP_K]
+    top_k = next((value for value in values if type(value) is int), None)
     if top_k is None:
         raise UserError(
             f"--structure experts: the config of {kind} does not say how many experts "
             "a token needs."
         )
-    groups = next(
-        (value for name in _GROUPS if type(value := getattr(config, name, None)) is int), 1
-    )
+    values = [getattr(config, name, None) for name in _GROUPS]
+    groups = next((value for value in values if type(value) is int), 1)
     used = getattr(config, "topk_group", None) or 1
     least = top_k if groups == 1 else max(2, -(-top_k // used))  # a group is chosen by its two best
     if number <= least * groups:

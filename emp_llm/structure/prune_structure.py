@@ -263,9 +263,9 @@ def prune_structure(
 
             # Which units stay, and the values of the last layers.
             with stage("choose"):
-                feature = (
-                    sums.get if sums is not None else norms.norm if norms is not None else None
-                )
+                feature: Any = None if norms is None else norms.norm
+                if sums is not None:
+                    feature = sums.get
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
             moved = None
             moving = [target for each in choices for target in fitted(each)]
@@ -376,13 +376,11 @@ def prune_structure(
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
                 fits = {} if moved is None else moved.records()
-                about = (
-                    norms.about
-                    if norms is not None
-                    else None
-                    if data is None
-                    else fit_origin(data, options, origin)
-                )
+                about = None
+                if norms is not None:
+                    about = norms.about
+                elif data is not None:
+                    about = fit_origin(data, options, origin)
                 report = RunReport(
                     source=ModelSource(
                         model=source.name, revision=source.revision, identity=identity
@@ -621,7 +619,7 @@ def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
             continue
         parameters, size = size_of(plan, choices)
         active = (
-            (f", {active_parameters(plan, choices, parameters):,} active per token")
+            f", {active_parameters(plan, choices, parameters):,} active per token"
             if kind == "experts"
             else ""
         )
@@ -651,7 +649,7 @@ def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[st
 
 def _words(units: Units) -> str:
     return (
-        (f"groups of {units.heads} heads")
+        f"groups of {units.heads} heads"
         if isinstance(units, Parts) and units.heads > 1
         else units.kind
     )

@@ -115,7 +115,7 @@ def _heads_of(options: argparse.Namespace) -> tuple[str, list[tuple[float, float
         (0.0, model.dense) if run is None else (1 - run.kept / run.heads, run.measured)
         for run in runs
     ]
-    return (f"{shown_argument(options.heads)}, heads"), [
+    return f"{shown_argument(options.heads)}, heads", [
         (sparsity, each.perplexity or math.inf) for sparsity, each in points
     ]
 

@@ -234,7 +234,7 @@ def table_of(model: str, commands: list[str], rows: dict[tuple[str, str], Row]) 
                 other.value for each, other in measured.items() if cells_of(each)[1] == sparsity
             )
             mark = "**" if value.value == best else ""
-            memory = (f"{row['bytes'] / 1e9:.2f} GB") + (
+            memory = f"{row['bytes'] / 1e9:.2f} GB" + (
                 f", GPU {row['gpu_bytes'] / 1e9:.1f} GB" if row["gpu_bytes"] else ""
             )
             change = shown_change("perplexity", base, value)

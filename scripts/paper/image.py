@@ -85,7 +85,7 @@ def rows_of(found: dict[str, list[ImageRecord]]) -> Rows:
         for record in records:
             for each in record.groups:
                 centre = (
-                    ("channel's mean")
+                    "channel's mean"
                     if each.group == "channel" or record.mean == "channel"
                     else "patch's mean"
                 )

@@ -519,7 +519,7 @@ def _candidates(
         if name not in trace.called or module not in graph.module2node:
             yield (
                 own_group(name, size, None),
-                _why_not(module, name, trace) or ("not called as a module of its own"),
+                _why_not(module, name, trace) or "not called as a module of its own",
             )
             continue
         pruner = graph.get_pruner_of_module(module)
@@ -529,7 +529,7 @@ def _candidates(
         except _EndlessError:
             yield (
                 own_group(name, size, None),
-                ("torch-pruning does not come to an end of its dependencies"),
+                "torch-pruning does not come to an end of its dependencies",
             )
             continue
         group, why = _group_of(name, size, found, graph, names)
@@ -723,7 +723,7 @@ def _problem(model: nn.Module, example: Any, groups: list[UnitGroup]) -> str | N
     return (
         None
         if difference <= tolerance_of(model)
-        else ("the model places its units by their number, so none can be removed")
+        else "the model places its units by their number, so none can be removed"
     )
 
 
