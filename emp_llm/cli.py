@@ -178,7 +178,9 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     plain = (option.parameter.replace(annotation=option.kind) for option in options.values())
     parameters = sorted(plain, key=lambda each: each.kind)
     signature = inspect.signature(function).replace(parameters=parameters)
-    flat.__signature__, flat.options, flat.grouped = signature, options, grouped  # type: ignore[attr-defined]
+    flat.__signature__ = signature  # type: ignore[attr-defined]
+    flat.options = options  # type: ignore[attr-defined]
+    flat.grouped = grouped  # type: ignore[attr-defined]
     if function.__module__ != "__main__":
         sys.modules[function.__module__].__class__ = CommandModule
     return flat

@@ -34,7 +34,8 @@ def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Ite
     Raises:
         UserError: another run holds the lock, or the folder cannot be written.
     """
-    path, subject = Path(os.path.abspath(path)), subject or f"--output {path}"
+    subject = subject or f"--output {path}"
+    path = Path(os.path.abspath(path))
     lock = FileLock(path.with_name(f".{path.name}.lock"), subject)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -294,11 +294,9 @@ def _block_of(
             turned = heads if turns else 0
             block.writers.append(_Writer(weight, bias, model.get_submodule(layer.name), turned))
             if value is not None and turns:
-                readers[value], values, its_bias = (
-                    mates[value][:-rows],
-                    mates[value][-rows:],
-                    bias_of(model, value),
-                )
+                readers[value] = mates[value][:-rows]
+                values = mates[value][-rows:]
+                its_bias = bias_of(model, value)
                 block.values.append(values.view(-1, inputs // heads, width))
                 if its_bias is not None:
                     block.values.append(its_bias[-rows:].view(*block.values[0].shape[:2], 1))

@@ -104,7 +104,8 @@ class Budget:
 def _number(text: str, unit: str, flag: str, example: str) -> float:
     found = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({unit})", text.strip(), re.IGNORECASE)
     try:
-        value, units = float(found[1]), found[2].upper()  # type: ignore[index]
+        value = float(found[1])  # type: ignore[index]
+        units = found[2].upper()  # type: ignore[index]
     except (TypeError, ValueError):
         raise UserError(f"{flag} {text!r} is not a size such as {example}.") from None
     return value * (

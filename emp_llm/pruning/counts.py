@@ -359,7 +359,8 @@ def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, 
             return Counts(group, None, {"": spread_counts(np.array([total]), removed, total)})
         for target in targets:
             if before == total:
-                (removed, total), before = next(rest), 0
+                removed, total = next(rest)
+                before = 0
             kept[target.name] = spread_counts(_group_sizes(target, group), removed, total, before)
             before += target.matrix.numel
     except ValueError as error:

@@ -362,7 +362,8 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
             reading.
     """
-    reader, outcomes = pruners[0], [[] for _ in pruners]  # type: ignore[var-annotated]
+    reader = pruners[0]
+    outcomes: list[list[Outcome]] = [[] for _ in pruners]
     with reader.scores.reading("measure") as (files, bar):
         for target in reader.targets:
             statistics = [no_figures(target.matrix.rows) for _ in pruners]

@@ -185,7 +185,8 @@ class StoredWeights:
         """
         tensor = self.checkpoint.tensors[name]
         shard = self._shards.get(name)
-        words, (rows, columns) = words_in(tensor), tensor.shape
+        words = words_in(tensor)
+        rows, columns = tensor.shape
         if shard is not None and shard.layout.codec == "raw":
             if (
                 not words

@@ -237,10 +237,8 @@ def write_checkpoint(
         if changes is not None and str(relative) == "config.json":
             write_json(path, changed_config(read_json(source), changes))
         elif changes is not None and str(relative) == INDEX_NAME:
-            index, (parameters, size) = (
-                read_json(source, limit=INDEX_LIMIT),
-                size_of(model, choices),
-            )
+            index = read_json(source, limit=INDEX_LIMIT)
+            parameters, size = size_of(model, choices)
             metadata = index.get("metadata") or {}
             new = {"total_size": size, "total_parameters": parameters}
             named = {
