@@ -601,8 +601,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                     "--shares owl fixes the sparsity of every block; use --group row "
                     "or matrix, not all."
                 )
-            low = self.sparsity - self.owl_lambda
-            high = self.sparsity + self.owl_lambda
+            low = self.sparsity - self.owl_lambda  # type: ignore[operator]
+            high = self.sparsity + self.owl_lambda  # type: ignore[operator]
             if not 0 <= low <= high < 1:
                 raise UserError(
                     "--owl-lambda must leave every block a sparsity between 0 and 1, and it gives "
