@@ -192,6 +192,7 @@ def prune(
             suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code)
         )
         measured = measures_of_baseline(options.baseline, source, prepared, options)
+    starving = None
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
@@ -290,12 +291,13 @@ def prune(
             # The first rank writes. Healing trains what was written.
             report = None
             healing = None
-            starving = None
             checked = None
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
                     written = write_checkpoint(pruner, out.files, out, moved)
                     starving = starving_rows(pruner, written.outcomes)
+                if starving is not None:  # said at once: healing may take hours
+                    logger.warning("warning: %s", starving)
             if recipe.heal:
                 assert isinstance(data, CalibrationText)
                 ranks().share(None)
@@ -342,7 +344,7 @@ def prune(
                     mark_pending(out.files, signature)
                 out.complete()
             report = ranks().share(report)
-        log_warnings(report.warnings)
+        log_warnings([each for each in report.warnings if each != starving])
 
     if prepared is not None:
         report = evaluate_checkpoint(

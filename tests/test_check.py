@@ -178,6 +178,14 @@ def test_rows_that_starve_are_said(
     scaled = prune(source, method="emp-magnitude", sparsity=0.4, output=tmp_path / "scaled")
     assert isinstance(scaled, RunReport)
     assert scaled.warnings[0].endswith("--order 1 removes as much, more evenly.")
+    # Where order 1 would remove more, or is not known, it is not offered.
+    for change in ({"order": 0.5}, {"neff_dtype": "bfloat16"}):
+        report = prune(
+            source, method="emp-magnitude", output=tmp_path / "small", overwrite=True, **change
+        )
+        assert isinstance(report, RunReport)
+        assert report.warnings[0].endswith("removes the same share of every row.")
+    assert caplog.text.count(first.warnings[0]) == 1
     # The same in memory; and where no row starves, or the user asks for so few, nothing is said.
     model = AutoModelForCausalLM.from_pretrained(source)
     assert (

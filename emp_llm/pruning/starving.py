@@ -66,12 +66,14 @@ def _remedy(pruner: Pruner, outcomes: Outcomes) -> str:
     """What other counts would do."""
     recipe = pruner.scores.recipe
     others: dict[str, dict[str, Any]] = {}
-    if recipe.order != 1:
+    smaller = recipe.order is None or recipe.order > 1  # its number is below that of order 1
+    if smaller and recipe.neff_dtype != "bfloat16":  # that arithmetic is for order 2
         others["--order 1"] = {"order": 1.0}
     if recipe.scored_by is not MAGNITUDE and not recipe.counts_by_magnitude:
         others["--count-by magnitude"] = {"count_by": "magnitude"}
     if recipe.sparsity is not None:
-        return f"{' and '.join(others) or '--method wanda'} removes as much, more evenly."
+        flags = list(others) or ["--method wanda"]
+        return f"{flags[0]} removes as much, more evenly."
     told = []
     for flag, change in others.items():
         changed = recipe.but(**change)
@@ -90,8 +92,8 @@ def _removed(outcomes: Outcomes) -> float:
 
 
 def _starves(outcome: Outcome) -> NDArray[np.bool_]:
-    """Which rows of a target starve: bool, shape (rows,). A row of one or two weights does not,
-    nor one without scores.
+    """Which rows of a target starve: bool, shape (rows,). A row of at most 20 weights does not, for
+    one of them always stays, nor does one without scores.
     """
     columns = outcome.target.matrix.columns
     return (outcome.kept < LEAST * columns) & (outcome.mass > 0)
