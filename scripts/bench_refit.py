@@ -26,7 +26,7 @@ from torch import Tensor
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
     Solution,
-    full_float32,
+    float32_products,
     output_error,
     refit_rows,
     workspace_bytes,
@@ -116,7 +116,7 @@ def measured(outputs: int, inputs: int, tokens: int, device: str, repeats: int) 
         found[:] = [refit_rows(layer.weight, layer.mask, layer.gram, damping=DAMPING)]
 
     def product() -> None:
-        with full_float32():
+        with float32_products("highest"):
             torch.mm(layer.weight, layer.gram, out=room)
 
     times, failed = in_turn({"product": product, "refit": refit}, repeats, warm_up=True)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_solvers import KINDS, inputs_of, layer, moments
 from torch import Tensor
 
+from emp_llm.common import machine
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
@@ -55,9 +56,11 @@ def slow_admm(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("two_streams", [False, True])
-def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
+def test_agrees_with_a_slow_one(
+    kind: str, two_streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A choice can differ where two weights matter equally, up to rounding; so the error
-    decides.
+    decides. Stages that are searched in bfloat16 differ in more choices, and not in the error.
     """
     x = inputs_of(kind, 48)
     weight = layer(12, 48)[0]
@@ -69,6 +72,8 @@ def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
     )
     counts = [4 * row for row in range(12)]
     right = moments(y, xhat) if two_streams else None
+    coarse = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
+    monkeypatch.setattr(machine, "cpu_fields", dict)
     found = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
     expected, mask = slow_admm(weight, xhat, y, counts, 0.01)
     assert found.mask.sum(1).tolist() == counts
@@ -77,9 +82,11 @@ def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
     assert int(same.sum()) >= 8
     torch.testing.assert_close(found.weight.double()[same], expected[same], rtol=1e-2, atol=1e-2)
     errors = [
-        float((xhat @ each.double().T - y).square().sum()) for each in (found.weight, expected)
+        float((xhat @ each.double().T - y).square().sum())
+        for each in (found.weight, expected, coarse.weight)
     ]
     assert errors[0] == pytest.approx(errors[1], rel=0.03)
+    assert errors[2] == pytest.approx(errors[1], rel=0.1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -31,6 +31,7 @@ from emp_llm import Recipe, heal_model, prune_model
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.heal import heal
 from emp_llm.in_memory import healing
@@ -454,8 +455,8 @@ def test_experts_heal(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a processor without products of bfloat16."""
-    monkeypatch.setattr(healing, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
-    assert not healing.has_bfloat16(torch.device("cpu"))
+    monkeypatch.setattr(machine, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
+    assert not machine.has_bfloat16(torch.device("cpu"))
     how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS, "seed": 7}
     report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
     assert isinstance(report, RunReport)
@@ -586,8 +587,8 @@ def test_a_layer_that_no_batch_calls(
 def test_processors_with_products_of_bfloat16(
     fields: dict[str, str], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(healing, "cpu_fields", lambda: fields)
-    assert healing.has_bfloat16(torch.device("cpu")) == has
+    monkeypatch.setattr(machine, "cpu_fields", lambda: fields)
+    assert machine.has_bfloat16(torch.device("cpu")) == has
 
 
 def test_a_diverging_training_changes_nothing(

@@ -16,7 +16,14 @@ from torch import Tensor
 from emp_llm.options.recipe import damping_for
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import add_product, output_error, refit_rows, workspace_bytes
+from emp_llm.update.least_squares import (
+    add_moments,
+    add_product,
+    output_error,
+    refit_rows,
+    symmetric,
+    workspace_bytes,
+)
 from emp_llm.update.sparsegpt import sparsegpt
 
 KINDS = ("plain", "massive", "correlated", "few tokens")
@@ -380,3 +387,31 @@ def test_sparsegpt_with_a_gram_of_zeros_and_equal_scores() -> None:
     nothing = sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), pattern=(2, 4))
     assert not nothing.weight.any()
     assert nothing.mask.sum(1).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "inputs"), [(1, 8), (700, 40), (2100, 300), (64, 576)])
+def test_moments_of_tokens(tokens: int, inputs: int, dtype: torch.dtype) -> None:
+    """Products of bfloat16 numbers are exact, and sums in float32, on any number of threads."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, inputs, generator=generator)
+    x[:, 3] *= 300  # like a massive activation
+    x = x.to(dtype)
+    y = (x + torch.randn(tokens, inputs, generator=generator)).to(dtype)[:, : inputs // 2]
+    gram = symmetric(add_moments(x, x, add_moments(x, x)))
+    cross = add_moments(y, x)
+    sizes = x.double().square().sum(0).sqrt()
+    of_y = y.double().square().sum(0).sqrt()
+    close = 2e-6
+    error = gram.double() / 2 - x.double().T @ x.double()
+    assert float((error / sizes / sizes[:, None]).abs().max()) < close
+    error = cross.double() - y.double().T @ x.double()
+    assert float((error / sizes / of_y[:, None]).abs().max()) < close
+    assert torch.equal(gram, gram.T)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            assert torch.equal(add_moments(y, x), cross)
+    finally:
+        torch.set_num_threads(threads)

@@ -272,3 +272,16 @@ def cpu_fields() -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     return {key.strip(): " ".join(value.split()) for key, value in pairs}
+
+
+def has_bfloat16(device: "torch.device") -> bool:
+    """Whether a device has instructions for products of bfloat16."""
+    import torch
+
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    fields = cpu_fields()
+    return bool(
+        {"avx512_bf16", "amx_bf16", "bf16"}
+        & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
+    )

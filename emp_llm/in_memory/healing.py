@@ -43,7 +43,7 @@ from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.common.machine import available_memory, cpu_fields, out_of_memory
+from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.in_memory.masks import Masks
@@ -644,14 +644,3 @@ def _last(folder: Path) -> str | None:
         else:
             path.unlink()
     return None
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for products of bfloat16."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    fields = cpu_fields()
-    return bool(
-        {"avx512_bf16", "amx_bf16", "bf16"}
-        & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
-    )

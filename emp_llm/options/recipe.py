@@ -412,6 +412,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return damping_for(inputs, tokens) if self.refit_damping is None else self.refit_damping
 
     @property
+    def restores_dense(self) -> bool:
+        """Whether an update makes targets return what they return in the dense model; SparseGPT
+        alone looks at what the dense weights return on the same inputs.
+        """
+        return self.refit or self.search == "admm"
+
+    @property
     def updates(self) -> bool:
         """Whether kept weights move: by a refit, by SparseGPT or by ADMM."""
         return self.refit or self.search is not None

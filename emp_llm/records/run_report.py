@@ -73,7 +73,8 @@ class FitRecord(Part, kw_only=True):
         damping: pull towards the dense weights, as a share of the mean second moment.
         error_before, error_after: sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2 on the
             calibration tokens, of the masked and of the fitted weights; xhat and x are the inputs
-            in the pruned and in the dense model.
+            in the pruned and in the dense model. Of SparseGPT without a refit, both are those in
+            the pruned model.
         held_out_before, held_out_after: the same on calibration sequences that were held out of the
             fit.
     """

@@ -8,7 +8,7 @@ arXiv 2401.02938, and Meng et al. 2024, arXiv 2406.07831):
 
     Z <- the k largest of X + U by row, the others zero
     U <- U + X - Z
-    X <- argmin of the error + rho |X - Z + U|^2 = (C W + rho (Z - U)) (G + rho I)^-1
+    X <- argmin of the error + rho |X - Z + U|^2 = C W (G + rho I)^-1 + (Z - U) rho (G + rho I)^-1
 
 G are the second moments of the inputs. Each input is scaled so that its own is 1, which makes "the
 largest" mean: largest in the output. The penalty rho grows in stages. While it is small the mask
@@ -19,6 +19,7 @@ its gradient, than the least of the kept weights is worth.
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import has_bfloat16
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
@@ -27,12 +28,14 @@ from emp_llm.update.least_squares import (
     check_finite,
     check_products,
     cholesky,
-    full_float32,
+    float32_products,
+    symmetric,
 )
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
 _STEPS = 5  # of each stage
+_PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
 def admm(
@@ -64,7 +67,7 @@ def admm(
             or `gram` is no matrix of second moments.
     """
     check_finite(weight=weight, gram=gram, right=right)
-    with full_float32(), torch.no_grad():
+    with float32_products("highest"), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
         aim = ((add_product(point, gram) if right is None else right) / scale).add_(
@@ -79,7 +82,7 @@ def admm(
         dual = torch.zeros_like(point)
         before = _PENALTIES[0]
         identity = torch.eye(len(gram), device=gram.device)
-        inverse = torch.empty_like(system)
+        coarse = torch.bfloat16 if has_bfloat16(weight.device) else torch.float32
         for penalty in _PENALTIES:
             factor = system.clone()
             factor.diagonal().add_(penalty)
@@ -87,7 +90,11 @@ def admm(
                 raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
             factor = torch.linalg.solve_triangular(factor, identity, upper=False)
             # Solves with the factor would depend on the number of threads.
-            add_product(factor.T, factor, inverse.zero_())
+            inverse = _gram_of_lower(factor)
+            constant = add_product(aim, inverse)
+            # Until the last stage, the digits of bfloat16 are enough for the search.
+            digits = torch.float32 if penalty == _PENALTIES[-1] else coarse
+            pull = inverse.mul_(penalty).to(digits)
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)
@@ -95,11 +102,25 @@ def admm(
                 kept = point * mask
                 torch.sub(point, kept, out=dual)
                 torch.sub(kept, dual, out=point)
-                point.mul_(penalty).add_(aim)
-                point = add_product(point, inverse)
+                if digits == torch.float32:
+                    point = add_product(point, pull, constant.clone())
+                else:
+                    point = constant + point.to(digits) @ pull
             before = penalty
         check_products(kept.div_(root))
         return Solution(kept, mask, damping)
+
+
+def _gram_of_lower(factor: Tensor) -> Tensor:
+    """factor^T @ factor of a lower triangular matrix, float32, shape (n, n). The bits are the same
+    for any number of threads.
+    """
+    gram = torch.empty_like(factor)
+    for start in range(0, len(factor), _PANEL):
+        panel = slice(start, start + _PANEL)
+        rest = slice(start, None)
+        gram[panel, rest] = add_product(factor[rest, panel].T, factor[rest, rest])
+    return symmetric(gram)
 
 
 def _largest(values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Tensor:

@@ -16,7 +16,7 @@ matrix product serves the conjugate gradients of all rows.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ _ROUNDING = 1e-7  # or by this share of F before the first step, which float32 d
 _MOST_STEPS = 200
 _MOST_RAISES = 12
 _INNER = 512  # length of the sums in a product: MKL splits longer ones between threads
+_MOMENT_PANEL = 256  # columns of a symmetric product that are computed at a time
 _PANEL = 128  # columns that LAPACK factorises in the same way on any number of threads
 _FIRST_RAISE = 1e-3  # the damping after 0
 
@@ -60,6 +61,7 @@ def refit_rows(
     *,
     damping: float = 0.01,
     energy: Tensor | None = None,
+    start: Tensor | None = None,
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
@@ -74,6 +76,8 @@ def refit_rows(
             the outputs y_t to return. None: those of the dense weights on the same inputs.
         damping: lambda as a share of the mean diagonal of G.
         energy: sum_t omega_t y_tr^2 of each row, shape (outputs,). Needed with `right`.
+        start: kept weights near the optimum, float32, shape (outputs, inputs), zero where not kept;
+            None: the dense ones. Needs `right`.
 
     Raises:
         NonFiniteError: weight, gram or right holds NaN or infinity, or values too large for their
@@ -84,7 +88,7 @@ def refit_rows(
     most = 0
     raised = damping
     scale = float(gram.diagonal().double().mean())
-    with full_float32(), torch.no_grad():
+    with float32_products("highest"), torch.no_grad():
         for raised in raised_dampings(damping) if scale > 0 else ():
             system = gram / scale
             system.diagonal().add_(raised)
@@ -95,16 +99,22 @@ def refit_rows(
         step = _rows_of_a_chunk(weight.shape[1])
         for first in range(0, len(weight), step):
             rows = slice(first, first + step)
-            start = fitted[rows]
+            begin = fitted[rows]
             kept = mask[rows].float()
             if right is None or energy is None:
-                removed = weight[rows].float() - start
+                removed = weight[rows].float() - begin
                 residual = add_product(removed, gram)
                 error = torch.linalg.vecdot(removed, residual)
             else:
-                product = add_product(start, gram)
-                error = torch.linalg.vecdot(start, product - 2 * right[rows]) + energy[rows].float()
+                moved = begin if start is None else start[rows]
+                product = add_product(moved, gram)
+                error = torch.linalg.vecdot(moved, product - 2 * right[rows]) + energy[rows].float()
                 residual = right[rows] - product
+                if start is not None:
+                    change = moved - begin
+                    error += raised * scale * torch.linalg.vecdot(change, change)
+                    residual.sub_(change, alpha=raised * scale)
+                    begin.copy_(moved)
             change, steps = _solve(system, kept, residual.div_(scale).mul_(kept), error / scale)
             fitted[rows] += change
             most = max(most, steps)
@@ -169,7 +179,7 @@ def output_error(
         gram, right, energy: those of `refit_rows`. With `right` and without `energy`, the constant
             is missing: v G v - 2 v C w.
     """
-    with full_float32(), torch.no_grad():
+    with float32_products("highest"), torch.no_grad():
         v = weight.float() if right is not None else weight.float() - dense.float()
         error: Tensor = torch.linalg.vecdot(v, add_product(v, gram)).double()
         if right is not None:
@@ -189,6 +199,40 @@ def add_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Ten
     for first in range(0, left.shape[1], _INNER):
         total.addmm_(left[:, first : first + _INNER], right[first : first + _INNER])
     return total
+
+
+def add_moments(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """Add the moments left^T @ right of some tokens to `total`, or to zeros; returns `total`.
+
+    Where left and right are the same tensor, only the upper triangle is added: `symmetric` makes
+    the matrix of it. Products of bfloat16 numbers are exact in any precision, so they take the
+    fastest instructions, and their sums are in float32. The bits are the same for any number of
+    threads.
+
+    Args:
+        left, right: shapes (tokens, a) and (tokens, b), any floating dtype.
+        total: float32, shape (a, b).
+    """
+    same = left is right
+    exact = left.dtype == right.dtype == torch.bfloat16
+    left = left.float()
+    right = left if same else right.float()
+    if total is None:
+        total = left.new_zeros(left.shape[1], right.shape[1])
+    width = _MOMENT_PANEL if same else left.shape[1]
+    with float32_products("medium" if exact else "highest"):
+        for first in range(0, len(left), _INNER):
+            rows = slice(first, first + _INNER)
+            for start in range(0, left.shape[1], width):
+                panel = slice(start, start + width)
+                rest = slice(start if same else 0, None)
+                total[panel, rest].addmm_(left[rows, panel].T, right[rows, rest])
+    return total
+
+
+def symmetric(upper: Tensor) -> Tensor:
+    """The symmetric matrix with an upper triangle."""
+    return upper.triu().add_(upper.triu(1).T)
 
 
 def cholesky(lower: Tensor) -> Tensor | None:
@@ -244,24 +288,27 @@ def check_products(weight: Tensor) -> None:
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """Within this context, float32 products round to float32 only: no TF32 on GPUs, no bfloat16
-    on CPUs.
+def float32_products(precision: Literal["highest", "medium"]) -> Iterator[None]:
+    """Within this context, float32 products round to float32 only ("highest"), or their factors
+    are rounded first where that is faster ("medium"): to bfloat16 on CPUs, to TF32 on GPUs.
     """
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set the precision of single backends
-        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        backends = {
+            torch.backends.cuda.matmul: "tf32",
+            torch.backends.mkldnn.matmul: "bf16",  # type: ignore[attr-defined]
+        }
         each = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
+        for backend, fast in backends.items():
+            backend.fp32_precision = fast if precision == "medium" else "ieee"
         try:
             yield
         finally:
-            for backend, precision in zip(backends, each, strict=True):
-                backend.fp32_precision = precision
+            for backend, own in zip(backends, each, strict=True):
+                backend.fp32_precision = own
         return
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

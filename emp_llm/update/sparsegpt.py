@@ -22,7 +22,7 @@ from emp_llm.update.least_squares import (
     check_finite,
     check_products,
     cholesky,
-    full_float32,
+    float32_products,
     raised_dampings,
 )
 
@@ -63,7 +63,7 @@ def sparsegpt(
     outputs, inputs = weight.shape
     if pattern is not None:  # a block holds whole groups
         block = max(block // pattern[1], 1) * pattern[1]
-    with full_float32(), torch.no_grad():
+    with float32_products("highest"), torch.no_grad():
         weight = weight.float().clone()
         dead = gram.diagonal() <= 0
         weight[:, dead] = 0

@@ -5,11 +5,15 @@ Each target is updated so that, on the inputs which its pruned and moved predece
 returns what the dense layer returns on its dense inputs: min over What with the mask of sum_t w_t
 ||What xhat_t - W x_t||^2. The targets of a block come level by level, in the order of their calls,
   so that each sees what those before it really return.
+
+An update that reads no dense outputs needs one stream: its targets shall return what the dense
+weights return on the same inputs, those that the dense block gives them behind the pruned blocks
+(as in the code of SparseGPT's paper). All targets of a block are one level.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +29,20 @@ from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk, c
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, set_to_zero, weight_of
+from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import add_product, full_float32, output_error, refit_rows
+from emp_llm.update.least_squares import (
+    add_moments,
+    add_product,
+    float32_products,
+    output_error,
+    refit_rows,
+    symmetric,
+)
 from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import MOMENT_BYTES, updatable
@@ -80,10 +92,10 @@ def update_model(
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen = range(len(batches))
     held_out = range(len(batches), len(batches) + len(rest))
-    with (
-        runner.walk([*batches, *rest], recipe.search or "refit") as walk,
-        closing(walk.second()) as pruned,
-    ):
+    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, ExitStack() as stack:
+        pruned = walk.hidden
+        if recipe.restores_dense:
+            pruned = stack.enter_context(closing(walk.second()))
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
@@ -96,10 +108,13 @@ def update_model(
                 for target in members:
                     weight = found[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
-                step.run()
+                if recipe.restores_dense:
+                    step.run()
             for number in (*seen, *held_out):
                 with block.pruned_weights():
                     pruned.put(number, step.output(number, pruned))
+                if not recipe.restores_dense:
+                    walk.advance(walk.batches[number])
 
 
 class Block:
@@ -229,14 +244,16 @@ class _Level:
         """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one
         input.
         """
-        inputs = list(self.inputs.items())
-        # Two float32 matrices; all targets of a level have as many inputs.
-        each = 8 * self.targets[0].matrix.columns ** 2
-        number = max(1, MOMENT_BYTES // each)
-        return [
-            _Level(self.routed, dict(inputs[n : n + number]), self.closing)
-            for n in range(0, len(inputs), number)
-        ]
+        parts: list[_Level] = []
+        held = 0
+        for first, targets in self.inputs.items():
+            own = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
+            held += own
+            if not parts or held > MOMENT_BYTES:
+                parts.append(_Level(self.routed, {}, self.closing))
+                held = own
+            parts[-1].inputs[first] = targets
+        return parts
 
 
 def _update_block(
@@ -263,7 +280,10 @@ def _update_block(
         # The block uses the weight without calling the layer.
         if target.name not in called and target.name not in block.masks:
             block.change(target, mask_of(target), None)
-    with closing(_DenseCalls(block, levels, recipe)) as dense:
+    with ExitStack() as stack:
+        dense = None
+        if recipe.restores_dense:
+            dense = stack.enter_context(closing(_DenseCalls(block, levels, recipe)))
         for part in (part for level in levels for part in level.parts()):
             moments = _moments(block, dense, part, seen, recipe)
             pairs = [
@@ -288,7 +308,10 @@ def _update_block(
             for first, sums in _moments(block, dense, part, held_out, recipe).items():
                 for target in part.inputs[first]:
                     moved = found[target.name]
-                    errors = _errors(block, target, block.masks[target.name], moved.weight, sums)
+                    right = _right(block.weight(target), sums)
+                    errors = _errors(
+                        block, target, block.masks[target.name], moved.weight, sums, right
+                    )
                     moved.record.held_out_before, moved.record.held_out_after = errors or (
                         None,
                         None,
@@ -297,7 +320,9 @@ def _update_block(
 
 
 def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
-    """The levels of a block in the order of their calls, found by running a batch through it."""
+    """The levels of a block in the order of their calls, found by running a batch through it: one
+    level for an update that reads no dense outputs.
+    """
     by_name = {target.name: target for target in block.targets}
     # Else each target has its own moments, because its outputs weight the tokens.
     shared = recipe.refit_weighting != "relative"
@@ -334,6 +359,11 @@ def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
                 first_name, []
             ).append(target)
     found = list(levels.values())
+    if not recipe.restores_dense:
+        together = _Level(False)
+        for level in found:
+            together.inputs |= level.inputs
+        return [together]
     if found and recipe.refit_target != "layer":
         end = found[-1].targets[0]
         one = not found[-1].routed and len(found[-1].targets) == 1
@@ -438,10 +468,8 @@ class _DenseCalls:
             walk.advance(batch)
 
     def inputs(self, number: int, first: str, device: torch.device) -> Tensor:
-        """The inputs of a target in a batch, float32, shape (tokens, inputs)."""
-        return self._inputs.get(
-            number * len(self._firsts) + self._firsts.index(first), device
-        ).float()
+        """The inputs of a target in a batch, shape (tokens, inputs)."""
+        return self._inputs.get(number * len(self._firsts) + self._firsts.index(first), device)
 
     def close(self) -> None:
         """Free the memory or the file."""
@@ -464,51 +492,48 @@ def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
     return (squares if shares is None else squares * shares[:, None]).sum(0).double()
 
 
+def _own_moments(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, _Moments]:
+    """The moments of the inputs that the dense block gives in the pruned stream, over some batches
+    of this rank.
+    """
+    found: dict[str, _Moments] = {}
+
+    def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
+        for name in (layer.name for layer in layers if layer.name in level.inputs):
+            x = given.detach().flatten(0, -2)
+            sums = found.setdefault(name, {})
+            _add(sums, "tokens", torch.tensor(len(x)))
+            sums["gram"] = add_moments(x, x, sums.get("gram"))
+
+    firsts = [targets[0].layer for targets in level.inputs.values()]
+    with layer_hooks(block.model, firsts, observe):
+        for number in numbers:
+            block.step.output(number, block.pruned)
+    return found
+
+
 def _moments(
-    block: Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], recipe: Recipe
+    block: Block,
+    dense: _DenseCalls | None,
+    level: _Level,
+    numbers: Sequence[int],
+    recipe: Recipe,
 ) -> dict[str, _Moments]:
     """The moments of a level's inputs over some batches of all ranks, by the first target of each
     input that saw a token.
 
+    Args:
+        dense: None for an update that reads no dense outputs.
+
     Raises:
         UserError: a moment is not finite.
     """
-    found: dict[str, _Moments] = {}
-    for number in numbers:
-        firsts = [targets[0] for targets in level.inputs.values()]
-        inputs, returned, output = block.calls(
-            firsts, number, pruned=True, whole=level.routed or level.closing
-        )
-        for first, x in inputs.items():
-            x = x.float()
-            sums = found.setdefault(first, {})
-            for target in level.inputs[first]:
-                name = target.name
-                y = None
-                if level.routed:  # other tokens may be routed to it in the dense model
-                    y = add_product(x, block.weight(target).T)
-                    shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
-                else:
-                    shares = dense.shares[number, name]
-                if level.closing and output is not None:
-                    missing = block.dense.get(number, output.device).float() - output.float()
-                    bias = bias_of(block.model, target.layer)
-                    y = missing.flatten(0, -2) + returned[first].float()
-                    y = y if bias is None else y - bias.float()
-                if name == first:
-                    _add(sums, "tokens", torch.tensor(len(x)))
-                    left = x.T if shares is None else (x * shares[:, None]).T
-                    sums["gram"] = add_product(left, x, sums.get("gram"))
-                    if level.closing and y is not None:
-                        wanted = (y if shares is None else y * shares[:, None]).T
-                        sums["wanted"] = add_product(wanted, x, sums.get("wanted"))
-                    elif not level.routed:
-                        sums["cross"] = add_product(
-                            left, dense.inputs(number, first, x.device), sums.get("cross")
-                        )
-                _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
+    if dense is None:
+        found = _own_moments(block, level, numbers)
+    else:
+        found = _paired_moments(block, dense, level, numbers, recipe)
     if ranks().count > 1:
-        device = block.weight(level.targets[0]).device
+        device = execution_device(block.step.block)
         own = {
             first: {key: value.cpu() for key, value in sums.items()}
             for first, sums in found.items()
@@ -529,6 +554,62 @@ def _moments(
                 f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be "
                 "fitted. Try --dtype float32, or prune without a fit."
             )
+        sums["gram"] = symmetric(sums["gram"])
+    if dense is None:
+        for first, sums in found.items():
+            for target in level.inputs[first]:
+                weight = block.weight(target)
+                with float32_products("highest"):
+                    returned = add_product(weight, sums["gram"])
+                sums[target.name] = torch.linalg.vecdot(weight, returned).double()
+    return found
+
+
+def _paired_moments(
+    block: Block,
+    dense: _DenseCalls,
+    level: _Level,
+    numbers: Sequence[int],
+    recipe: Recipe,
+) -> dict[str, _Moments]:
+    """The moments of a level's inputs in the pruned stream, and of what its targets shall return,
+    over some batches of this rank.
+    """
+    found: dict[str, _Moments] = {}
+    for number in numbers:
+        firsts = [targets[0] for targets in level.inputs.values()]
+        inputs, returned, output = block.calls(
+            firsts, number, pruned=True, whole=level.routed or level.closing
+        )
+        for first, x in inputs.items():
+            sums = found.setdefault(first, {})
+            for target in level.inputs[first]:
+                name = target.name
+                y = None
+                if level.routed:  # other tokens may be routed to it in the dense model
+                    y = add_product(x.float(), block.weight(target).T)
+                    shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
+                else:
+                    shares = dense.shares[number, name]
+                if level.closing and output is not None:
+                    missing = block.dense.get(number, output.device).float() - output.float()
+                    bias = bias_of(block.model, target.layer)
+                    y = missing.flatten(0, -2) + returned[first].float()
+                    y = y if bias is None else y - bias.float()
+                if name == first:
+                    _add(sums, "tokens", torch.tensor(len(x)))
+                    left = x if shares is None else x.float() * shares[:, None]
+                    sums["gram"] = add_moments(left, x, sums.get("gram"))
+                    if level.closing and y is not None:
+                        wanted = y if shares is None else y * shares[:, None]
+                        sums["wanted"] = add_moments(wanted, x, sums.get("wanted"))
+                    elif not level.routed:
+                        sums["cross"] = add_moments(
+                            left,
+                            dense.inputs(number, first, x.device),
+                            sums.get("cross"),
+                        )
+                _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
     return found
 
 
@@ -542,7 +623,7 @@ def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
     """
     if "cross" not in moments:
         return moments.get("wanted")
-    with full_float32():
+    with float32_products("highest"):
         return add_product(weight, moments["cross"].T)
 
 
@@ -610,7 +691,13 @@ def _updated(
             kept_mass = kept / total if total else 1.0
             if recipe.refit:
                 found = refit_rows(
-                    weight, found.mask, gram, right, damping=damping, energy=moments[target.name]
+                    weight,
+                    found.mask,
+                    gram,
+                    right,
+                    damping=damping,
+                    energy=moments[target.name],
+                    start=found.weight if right is not None else None,
                 )
     except NonFiniteError as error:
         raise UserError(
@@ -618,16 +705,24 @@ def _updated(
             "prune without a fit."
         ) from error
     stored = in_stored_dtype(found.weight, target).masked_fill_(~found.mask, 0).cpu()  # not -0.0
-    before, after = _errors(block, target, found.mask, stored, moments) or (0.0, 0.0)
+    before, after = _errors(block, target, found.mask, stored, moments, right) or (0.0, 0.0)
     record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
     return Moved(stored, record, kept_mass), searched
 
 
 def _errors(
-    block: Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments
+    block: Block,
+    target: Target,
+    mask: Tensor,
+    moved: Tensor | None,
+    moments: _Moments,
+    right: Tensor | None,
 ) -> tuple[float, float] | None:
     """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None
     where all y are 0.
+
+    Args:
+        right: `_right` of the weights and moments.
     """
     weight = block.weight(target)
     energy = moments[target.name]
@@ -635,7 +730,6 @@ def _errors(
     if total <= 0:
         return None
     masked = weight * mask.to(weight.device)
-    right = _right(weight, moments)
     new = masked if moved is None else moved.to(weight.device).float()
     errors = (output_error(each, weight, moments["gram"], right, energy) for each in (masked, new))
     before, after = (max(0.0, float(each.sum()) / total) for each in errors)

@@ -1,0 +1,359 @@
+"""SmolLM2-135M, the first model that people know: damage, answers, time and memory of every method.
+
+    python scripts/study_smollm2.py OUT --shared DIR --model FOLDER [--rows NAME ...]
+    python scripts/study_smollm2.py OUT --write docs/smollm2
+
+DIR holds data sets; FOLDER is what `make smollm2` makes (smollm2/model). Each row runs commands as
+a user does, one process at a time, and then judges the result. It is a line of OUT/points.jsonl and
+is not measured again; the checkpoints stay in OUT. --rows takes the beginnings of names; default:
+all. The second command writes the tables.
+
+Perplexity: the first 40 blocks of 1024 tokens of the test split of WikiText-2. Answers: the seven
+tasks of the paper, the first 200 examples of each. Seconds and memory are those of the row's own
+commands: CPU seconds of the process, and its largest resident set.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emp_llm.common.tables import markdown_table
+from emp_llm.evaluation.comparison import change_of, values_of
+from emp_llm.evaluation.results import read_results
+
+ROOT = Path(__file__).parents[1]
+TASKS = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+CHANCE = (50.0, 50.0, 25.0, 50.0, 25.0, 25.0, 25.0)
+TEXT = "--calibration wikitext2 --samples 128 --seqlen 512"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        name: of the checkpoint, and of the point.
+        section: the table it stands in.
+        label: how the row is called there.
+        command: words after `emp-llm`; {dense}, {work} and {out} are folders.
+        answers: whether the seven tasks are asked.
+        needs: another row whose checkpoint the command reads.
+    """
+
+    name: str
+    section: str
+    label: str
+    command: str
+    answers: bool = False
+    needs: str = ""
+
+
+def pruned(
+    name: str, section: str, label: str, options: str, answers: bool = False, text: str = TEXT
+) -> Row:
+    """A row of `emp-llm prune`."""
+    command = f"prune --model {{dense}} {options} {text} --output {{out}}"
+    return Row(name, section, label, " ".join(command.split()), answers)
+
+
+def healed(name: str, label: str, of: str, options: str, answers: bool = False) -> Row:
+    """A row of `emp-llm heal`."""
+    command = f"heal {{work}}/{of} --dense {{dense}} {options} {TEXT} --output {{out}}"
+    return Row(name, "Healed", label, " ".join(command.split()), answers, needs=of)
+
+
+MLP = "MLP layers"
+ALL = "All linear layers"
+UNITS = "Neurons, heads and layers removed, beside zeros"
+OWN = "--targets all-linear --propagate pruned"
+REFIT = "--targets all-linear --refit"
+ROWS = (
+    Row("dense", "", "dense", "", answers=True),
+    pruned("mlp-emp-wanda", MLP, "EMP-Wanda (the paper)", "--method emp-wanda", answers=True),
+    pruned("mlp-order1", MLP, "EMP-Wanda, `--order 1`", "--method emp-wanda --order 1", True),
+    pruned("mlp-emp-magnitude", MLP, "EMP-magnitude", "--method emp-magnitude", text=""),
+    pruned("mlp-magnitude-50", MLP, "magnitude", "--method magnitude --sparsity 0.5", text=""),
+    pruned("mlp-wanda-50", MLP, "Wanda", "--method wanda --sparsity 0.5", answers=True),
+    pruned("mlp-sparsegpt-50", MLP, "SparseGPT", "--method sparsegpt --sparsity 0.5"),
+    pruned(
+        "mlp-emp-admm-50",
+        MLP,
+        "emp-admm, refit",
+        "--method emp-admm --sparsity 0.5 --refit",
+        answers=True,
+    ),
+    pruned("emp-wanda", ALL, "EMP-Wanda", f"--method emp-wanda {OWN}"),
+    pruned(
+        "emp-magnitude",
+        ALL,
+        "EMP-magnitude",
+        "--method emp-magnitude --targets all-linear",
+        text="",
+    ),
+    pruned("wanda-50", ALL, "Wanda", f"--method wanda --sparsity 0.5 {OWN}", answers=True),
+    pruned("wanda-60", ALL, "Wanda", f"--method wanda --sparsity 0.6 {OWN}"),
+    pruned("wanda-2of4", ALL, "Wanda, 2:4", f"--method wanda --pattern 2:4 {OWN}"),
+    pruned(
+        "sparsegpt-50", ALL, "SparseGPT", f"--method sparsegpt --sparsity 0.5 {OWN}", answers=True
+    ),
+    pruned("sparsegpt-60", ALL, "SparseGPT", f"--method sparsegpt --sparsity 0.6 {OWN}"),
+    pruned("sparsegpt-2of4", ALL, "SparseGPT, 2:4", f"--method sparsegpt --pattern 2:4 {OWN}"),
+    pruned(
+        "emp-admm-50",
+        ALL,
+        "emp-admm, refit",
+        f"--method emp-admm --sparsity 0.5 {REFIT}",
+        answers=True,
+    ),
+    pruned("emp-admm-60", ALL, "emp-admm, refit", f"--method emp-admm --sparsity 0.6 {REFIT}"),
+    pruned(
+        "admm-2of4",
+        ALL,
+        "admm, refit, 2:4",
+        f"--method admm --pattern 2:4 {REFIT}",
+        answers=True,
+    ),
+    *(
+        pruned(
+            f"neurons-{share}",
+            UNITS,
+            f"neurons, {share} % of the parameters, refit",
+            f"--structure neurons --method wanda --parameters {int(134515008 * (1 - share / 100))}"
+            " --width-multiple 8 --refit",
+            answers=share == 20,
+        )
+        for share in (10, 20, 30)
+    ),
+    *(
+        pruned(
+            f"layers-{share}",
+            UNITS,
+            f"layers, {share} % of the parameters",
+            f"--structure layers --parameters {int(134515008 * (1 - share / 100))}",
+            answers=share == 20,
+        )
+        for share in (10, 20, 30)
+    ),
+    *(
+        pruned(
+            f"heads-{share}",
+            UNITS,
+            f"heads, {share} % of the parameters, refit",
+            f"--structure heads --method wanda --parameters {int(134515008 * (1 - share / 100))}"
+            " --refit",
+        )
+        for share in (5, 10)
+    ),
+    *(
+        pruned(
+            f"zeros-{share}",
+            UNITS,
+            f"zeros, {share} % of the parameters, emp-admm, refit",
+            # 106,168,320 of the 134,515,008 weights are in linear layers
+            f"--method emp-admm --sparsity {134515008 * share / 100 / 106168320:.4f} {REFIT}",
+            answers=share == 20,
+        )
+        for share in (10, 20, 30)
+    ),
+    healed("emp-admm-50-healed", "emp-admm 50 %, 300 steps", "emp-admm-50", "", answers=True),
+    healed("admm-2of4-healed", "admm 2:4, 60 steps", "admm-2of4", "--heal-steps 60"),
+    healed(
+        "emp-admm-50-blocks",
+        "emp-admm 50 %, block by block, 60 steps",
+        "emp-admm-50",
+        "--device-map disk --heal-steps 60",
+    ),
+    healed(
+        "neurons-20-healed",
+        "neurons, 20 %, 60 steps",
+        "neurons-20",
+        "--heal-steps 60",
+        answers=True,
+    ),
+    healed(
+        "layers-20-healed", "layers, 20 %, 60 steps", "layers-20", "--heal-steps 60", answers=True
+    ),
+)
+
+
+def main(line: list[str] | None = None) -> None:
+    """Measure the rows that are missing, or write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder of the points and checkpoints")
+    parser.add_argument("--shared", type=Path, help="folder with datasets/ by Hub id")
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
+    parser.add_argument("--rows", nargs="+", default=[""], help="beginnings of names")
+    parser.add_argument("--write", type=Path, help="folder for the tables")
+    options = parser.parse_args(line)
+    path = options.out.resolve() / "points.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if options.write is None:
+        study = Study(options, path)
+        for row in ROWS:
+            if row.name.startswith(tuple(options.rows)):
+                study.measure(row)
+    points = {point["name"]: point for point in read_points(path)}
+    text = tables(points)
+    print(text)
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+        (options.write / "tables.md").write_text(text + "\n", encoding="utf-8")
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """The points that are measured."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class Study:
+    """Runs rows, and appends their points."""
+
+    def __init__(self, options: argparse.Namespace, path: Path) -> None:
+        self._path = path
+        self._work = path.parent
+        self._dense = options.model.resolve()
+        # load_dataset finds the data sets here by their Hub ids.
+        self._folder = options.shared.resolve() / "datasets"
+
+    def measure(self, row: Row) -> None:
+        """Run a row that is missing, and the row it needs."""
+        points = {point["name"] for point in read_points(self._path)}
+        if row.name in points:
+            return
+        if row.needs:
+            self.measure(next(other for other in ROWS if other.name == row.needs))
+        out = self._work / row.name
+        about: dict[str, Any] = {"name": row.name, "command": row.command}
+        checkpoint = out if row.command else self._dense
+        if row.command:
+            places = {"dense": self._dense, "work": self._work, "out": out}
+            about |= self._run([word.format_map(places) for word in row.command.split()])
+            about |= sizes(json.loads((out / "emp_report.json").read_text()))
+        judged = self._judge(row, checkpoint)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | judged) + "\n")
+        print(about, judged, flush=True)
+
+    def _run(self, words: list[str]) -> dict[str, Any]:
+        """CPU seconds, wall seconds and peak memory of a command."""
+        started = time.perf_counter()
+        log = self._work / "log.txt"
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "emp_llm", *words, "--overwrite", "-q"],
+                cwd=self._folder,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                stdout=file,
+                stderr=file,
+            )
+            _, status, used = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"{' '.join(words)}: failed; see {log}")
+        return {
+            "cpu": round(used.ru_utime + used.ru_stime, 1),
+            "wall": round(time.perf_counter() - started, 1),
+            "memory": round(used.ru_maxrss * 1024 / 1e9, 3),
+            "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        }
+
+    def _judge(self, row: Row, checkpoint: Path) -> dict[str, Any]:
+        """Perplexity and answers, with their changes from the dense model's."""
+        suites = {"text": ["--suite", "perplexity,seqlen=1024,limit=40"]}
+        if row.answers:
+            suites["answers"] = ["--tasks", ",".join(TASKS), "--limit", "200"]
+        found: dict[str, Any] = {}
+        for name, suite in suites.items():
+            output = self._work / f"{row.name}.{name}.json"
+            self._run(["evaluate", "--model", str(checkpoint), *suite, "--output", str(output)])
+            values = values_of(read_results(output, "--output").measures)
+            base = values_of(read_results(self._work / f"dense.{name}.json", "").measures)
+            for key, value in values.items():
+                if not key.endswith("acc_norm"):
+                    change = change_of(key, value, base[key])
+                    found[key.partition(",")[0]] = [value.value, change.value, change.stderr]
+        return {"values": found}
+
+
+def sizes(report: dict[str, Any]) -> dict[str, Any]:
+    """Zeros and parameters of a report."""
+    targets = report.get("targets") or {}
+    structure = report.get("structure") or {}
+    return {
+        "zeros": targets.get("sparsity_of_targets"),
+        "of_all": targets.get("sparsity_of_all_parameters"),
+        "parameters": (structure.get("after") or {}).get("parameters"),
+    }
+
+
+def tables(points: dict[str, dict[str, Any]]) -> str:
+    """A table for each section, and one of the answers."""
+    parts = []
+    for section in dict.fromkeys(row.section for row in ROWS if row.section):
+        rows = [["", "removed", "perplexity", "change", "CPU seconds", "memory"]]
+        for row in ROWS:
+            if row.section == section and row.name in points:
+                rows.append(cells(row, points[row.name]))
+        if len(rows) > 1:
+            parts.append(f"## {section}\n\n{markdown_table(rows, as_markdown=True)}")
+    heads = [task.replace("_", " ") for task in TASKS]
+    rows = [["accuracy in percent", "removed", *heads, "mean of 7", "change"]]
+    rows.append(["chance", "", *(f"{each:.0f}" for each in CHANCE), mean_text(CHANCE), ""])
+    for row in ROWS:
+        values = points.get(row.name, {}).get("values", {})
+        if f"{TASKS[0]} acc" in values:
+            accuracies = [values[f"{task} acc"][0] for task in TASKS]
+            _, change, error = values["mean acc of 7"]
+            rows.append(
+                [
+                    f"{row.label}{', ' + row.section if row.section in (MLP, ALL) else ''}",
+                    removed(points[row.name]),
+                    *(f"{each:.1f}" for each in accuracies),
+                    mean_text(accuracies),
+                    f"{change:+.1f} ± {error:.1f}" if error else "",
+                ]
+            )
+    parts.append(f"## Answers\n\n{markdown_table(rows, as_markdown=True)}")
+    return "# SmolLM2-135M: all rows\n\n" + "\n\n".join(parts)
+
+
+def cells(row: Row, point: dict[str, Any]) -> list[str]:
+    """A row of a table."""
+    values = point["values"]
+    name = next(key for key in values if key.startswith("perplexity"))
+    value, change, error = values[name]
+    return [
+        row.label,
+        removed(point),
+        f"{value:.2f}",
+        f"{change:+.1f} ± {error:.1f} %",
+        f"{point['cpu']:.0f}",
+        f"{point['memory']:.2f} GB",
+    ]
+
+
+def removed(point: dict[str, Any]) -> str:
+    """What a row removed: a share of the targets, or of the parameters."""
+    if point.get("parameters"):
+        return f"{100 * (1 - point['parameters'] / 134515008):.1f} % of the parameters"
+    if point.get("zeros") is not None:
+        return f"{100 * point['zeros']:.1f} %"
+    return ""
+
+
+def mean_text(accuracies: Any) -> str:
+    """The mean of accuracies."""
+    return f"{sum(accuracies) / len(accuracies):.1f}"
+
+
+if __name__ == "__main__":
+    main()
