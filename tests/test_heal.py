@@ -146,8 +146,11 @@ def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
     return read_text(how, load_tokenizer(model), None).tokens
 
 
-def test_the_loss_is_the_divergence(models: Models) -> None:
-    """Against numpy in float64."""
+@pytest.mark.parametrize("visits", [1, 2])
+def test_the_loss_is_the_divergence(models: Models, visits: int) -> None:
+    """Against numpy in float64; whether the dense blocks run once for each sequence, or each
+    time.
+    """
     dense, model = (
         AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32) for _ in range(2)
     )
@@ -158,9 +161,12 @@ def test_the_loss_is_the_divergence(models: Models) -> None:
             )
     ids = torch.arange(24).reshape(2, 12)
     trainer = healing._Healer.__new__(healing._Healer)
-    trainer.dense = dense
-    found = trainer.compute_loss(model, {"input_ids": ids}).detach()
+    with healing._dense_logits(dense, ids, visits) as trainer.dense_logits:
+        order = torch.tensor([1, 0])
+        found = trainer.compute_loss(model, {"input_ids": ids[order], "number": order}).detach()
+        wanted = trainer.dense_logits(order)
     with torch.no_grad():
+        assert torch.equal(wanted, dense(ids)[0][order])
         p, q = (each(ids).logits.double().numpy() for each in (dense, model))
     p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))
     assert float(found) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)

@@ -13,8 +13,8 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
 from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import headless_class, load_model
 from emp_llm.models.modules import mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
@@ -369,13 +370,14 @@ def train(
         save_total_limit=1,
         load_best_model_at_end=True,
         label_names=["input_ids"],
+        remove_unused_columns=False,
         seed=seed % 2**32,  # numpy's are of 32 bits
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,
         use_cpu=on_cpu,
     )
-    examples = [{"input_ids": each} for each in tokens]
+    examples = [{"input_ids": each, "number": number} for number, each in enumerate(tokens)]
     remedy = (
         "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
         "block with --device-map disk."
@@ -391,7 +393,6 @@ def train(
             callbacks=[SparsityCallback(masks), watch := _Watch(bar)],
             compute_metrics=_perplexities,
         )
-        trainer.dense = dense
         watch.trainer = trainer
         trainer.remove_callback(PrinterCallback)
         last = ranks().share(_last(folder) if ranks().main else None)
@@ -405,7 +406,9 @@ def train(
             if trainer.state.best_global_step is not None:
                 trainer._load_best_model()
         else:
-            trainer.train(resume_from_checkpoint=last)
+            visits = steps * SEQUENCES // ranks().count
+            with _dense_logits(dense, tokens, visits) as trainer.dense_logits:
+                trainer.train(resume_from_checkpoint=last)
     curve = _curve(trainer.state)
     perplexity = _curve(trainer.state, "perplexity")
     best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
@@ -425,7 +428,7 @@ def train(
 class _Healer(Trainer):  # type: ignore[misc]
     """A trainer whose loss is the divergence from the dense model's probabilities."""
 
-    dense: PreTrainedModel
+    dense_logits: Callable[[Tensor], Tensor]  # of sequences, by their numbers
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
@@ -436,7 +439,7 @@ class _Healer(Trainer):  # type: ignore[misc]
         model.eval()
         ids = inputs["input_ids"]
         with torch.no_grad():
-            wanted = self.dense(input_ids=ids.to(self.dense.device), use_cache=False).logits
+            wanted = self.dense_logits(inputs["number"])
         found = model(input_ids=ids, use_cache=False).logits
         loss = _divergence(found, wanted.to(found.device)) / ids.numel()
         return (loss, (found, wanted)) if return_outputs else loss
@@ -478,6 +481,41 @@ class _Healer(Trainer):  # type: ignore[misc]
         self._load_from_checkpoint(
             str(_checkpoint(self.args.output_dir, self.state.best_global_step))
         )
+
+
+@contextmanager
+def _dense_logits(
+    dense: PreTrainedModel, tokens: Tensor, visits: int
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """A function that returns the dense model's logits, given the numbers of sequences, int64,
+    shape (sequences,).
+
+    A training that visits as many sequences as there are sees most of them several times. Then
+    all pass through the dense blocks once, before it, and only the final norm and the head run
+    again. The logits have the same bits either way.
+    """
+    runner = _by_blocks(dense, tokens[:1]) if visits >= len(tokens) else None
+    if runner is None:
+        yield (
+            lambda numbers: (
+                dense(input_ids=tokens[numbers.cpu()].to(dense.device), use_cache=False).logits
+            )
+        )
+        return
+    with runner.walk(torch.split(tokens, 1), "dense") as walk:
+        for step in walk.steps():
+            step.run()
+        yield lambda numbers: torch.cat([walk.tail(number).logits for number in numbers.tolist()])
+
+
+def _by_blocks(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
+    """The model, block by block; None if its blocks cannot be told apart."""
+    try:
+        runner = BlockwiseModel(model)
+        runner.prepare(batch)
+    except UserError:
+        return None
+    return runner
 
 
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
