@@ -212,7 +212,7 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
     judged = 0.0 if suite is None else judged_tokens(size, suite, work.limit)
     item = size.itemsize(work.dtype)
     # healing: float32 weights, gradients, states of Adam.
-    weights = size.parameters * (item + (16 if work.heals else 0))
+    weights = size.parameters * (item + (14 if work.heals else 0))
 
     # A pass over so many tokens: what a block holds at its widest, inputs and outputs in float32,
     # and the logits.

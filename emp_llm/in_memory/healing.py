@@ -80,6 +80,8 @@ _PATIENCE = 4  # rises in turn
 _HASHES = "hashes.json"  # written last in a checkpoint
 _POSITIONS = 128  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
+_BETAS = (0.9, 0.95)  # of Adam
+_EPSILON = 1e-8
 _HELD_OUT = 16  # one sequence of this many
 
 
@@ -593,8 +595,41 @@ def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.op
     if model.device.type == "cuda" and is_bitsandbytes_available():
         from bitsandbytes.optim import Adam8bit
 
-        return Adam8bit(groups, betas=(0.9, 0.95))  # type: ignore[no-any-return]
-    return torch.optim.Adam(groups, betas=(0.9, 0.95))
+        return Adam8bit(groups, betas=_BETAS)  # type: ignore[no-any-return]
+    return _Adam(groups)
+
+
+class _Adam(torch.optim.Optimizer):
+    """Adam (Kingma & Ba 2015, arXiv 1412.6980) whose two states of each weight are of bfloat16,
+    half of the memory of torch's. A step changes the second by a twentieth, far more than rounding.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move each weight that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, weight.grad, group["lr"])
+
+    def _move(self, weight: Tensor, gradient: Tensor, rate: float) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = 0
+            state["mean"] = torch.zeros_like(weight, dtype=torch.bfloat16)
+            state["square"] = torch.zeros_like(weight, dtype=torch.bfloat16)
+        state["step"] += 1
+        mean = state["mean"].float().lerp_(gradient, 1 - _BETAS[0])
+        square = state["square"].float().mul_(_BETAS[1])
+        square.addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        # Loaded states have the dtype of the weight.
+        state["mean"] = mean.bfloat16()
+        state["square"] = square.bfloat16()
+        first, second = (1 - beta ** state["step"] for beta in _BETAS)
+        weight.addcdiv_(mean, square.div_(second).sqrt_().add_(_EPSILON), value=-rate / first)
 
 
 def _perplexities(held: Any) -> dict[str, float]:

@@ -12,8 +12,8 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 
 # Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with
-# two states of Adam.
-HEALING_BYTES = 4 + 3 * 12
+# two states of Adam in bfloat16.
+HEALING_BYTES = 4 + 3 * 8
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
 
 
@@ -134,7 +134,7 @@ def healing_memory(
     return (
         dense
         + 6 * checkpoint.parameters
-        + 12 * healing_weights(checkpoint, targets, recipe)
+        + 8 * healing_weights(checkpoint, targets, recipe)
         + tokens * of_tokens
     )
 
