@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
+from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emp_llm.pruning.dry_run import DryRun
+    from emp_llm.pruning.loss_budget import Judged
     from emp_llm.reporting.push import Destination
     from emp_llm.update.moved import MovedWeights
 
@@ -40,6 +42,36 @@ def prune(
     for a dry run, the plan and its need of memory and disk.
     """
     check_options(recipe, structure, options, given)
+    if options.loss is None:
+        return _pruned(recipe, structure, options, given)
+    if ranks().count > 1:
+        raise UserError(
+            "--loss runs in one process. Start it without torchrun; --device-map spreads a large "
+            "model over devices."
+        )
+    load_packages()
+    from emp_llm.pruning.loss_budget import prune_to_loss
+
+    def to(chosen: Recipe, how: PruneOptions, judged: "Judged") -> RunReport:
+        report = _pruned(chosen, structure, how, given, judged)
+        assert isinstance(report, RunReport)
+        return report
+
+    return prune_to_loss(recipe, options, given, to)
+
+
+def _pruned(
+    recipe: Recipe,
+    structure: StructureRecipe,
+    options: PruneOptions,
+    given: Given,
+    judged: "Judged | None" = None,
+) -> "RunReport | DryRun":
+    """Prune by options that are checked.
+
+    Args:
+        judged: of a run whose sparsity --loss has found.
+    """
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.hub.local_model import find_model
@@ -77,7 +109,7 @@ def prune(
 
         report, path = prune_structure(structured(recipe, structure), options, given)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
-    norms = given_norms(options, recipe, given)
+    norms = given_norms(options, recipe, given) if judged is None else judged.norms
     stopwatch = Stopwatch()
     if options.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
@@ -157,7 +189,8 @@ def prune(
             models,
             quantization,
         )
-    check_wanted(options, given, data)
+    if judged is None:
+        check_wanted(options, given, data)
     if recipe.updates:
         from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
         from emp_llm.update.walk import update_model
@@ -279,10 +312,11 @@ def prune(
                     data, options, model_origin(source.name, source.revision, checkpoint)
                 )
             check = None
-            if options.check and prepared is None and data is not None:
+            further = getattr(data, "further", None) if judged is None else judged.tokens
+            if options.check and prepared is None and further is not None:
                 from emp_llm.evaluation.check import Check
 
-                check = Check(data, checkpoint.config, models, quantization)
+                check = Check(further, checkpoint.config, models, quantization)
                 with stopwatch("check"):
                     check.measure_dense(source.folder)
             if prepared is None or recipe.heal:
@@ -333,6 +367,7 @@ def prune(
                 if starving is not None:
                     report.warnings.insert(0, starving)
                 report.check = checked
+                report.loss = None if judged is None else judged.record
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
@@ -376,6 +411,7 @@ def show(result: "RunReport | DryRun") -> None:
         evaluation_table,
         fit_lines,
         healing_lines,
+        loss_lines,
         pruning_table,
     )
 
@@ -387,7 +423,7 @@ def show(result: "RunReport | DryRun") -> None:
         print(line)
     if result.evaluation is not None:
         print(evaluation_table(result))
-    for line in check_lines(result):
+    for line in [*loss_lines(result), *check_lines(result)]:
         print(line)
     if result.push is not None:
         from emp_llm.reporting.push import pushed_words

@@ -142,6 +142,7 @@ def calibration_data(
     propagate: Propagate = "dense",
     models: OneModel | None = None,
     quantization: Quantization | None = None,
+    further: int = FURTHER,
 ) -> CalibrationText | CalibrationRows:
     """Read and tokenise calibration data, so that problems with it are reported before a model is
     loaded.
@@ -152,6 +153,7 @@ def calibration_data(
         trust_remote_code: run code from that folder.
         propagate: the inputs of each block.
         models, quantization: load the dense model, which is to write a text of its own.
+        further: sequences to read behind those of the calibration.
 
     Raises:
         UserError: the data cannot be read or is too short, or the model cannot be calibrated on it
@@ -170,7 +172,8 @@ def calibration_data(
                 "encoder too. Name a text."
             )
         how = None if models is None else (options, architecture.checkpoint, models, quantization)
-        text = read_text(options, load_tokenizer(folder, trust_remote_code), config, how)
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+        text = read_text(options, tokenizer, config, how, further)
         vocabulary = (config.get("text_config") or config).get("vocab_size")
         if (
             isinstance(vocabulary, int)
@@ -215,7 +218,11 @@ def check_images(
 
 
 def read_text(
-    options: CalibrationOptions, tokenizer: Any, config: Any, how: Any = None
+    options: CalibrationOptions,
+    tokenizer: Any,
+    config: Any,
+    how: Any = None,
+    further: int = FURTHER,
 ) -> CalibrationText:
     """The text that options name, as tokens.
 
@@ -225,20 +232,21 @@ def read_text(
         config: the model's; it says the context length, and whether each sequence needs a begin
             token. None: unknown.
         how: of `token_ids`.
+        further: sequences to read behind those that options name.
     """
     corpora = [
         for_model(corpus, config, tokenizer)
         for corpus in calibration_corpora(options, max_context(config))
     ]
-    more = max(1, FURTHER // len(corpora))
+    more = max(1, further // len(corpora))
     parts = [token_ids(corpus, tokenizer, options.seed, how, more) for corpus in corpora]
     numbers = [corpus.samples or len(part) for corpus, part in zip(corpora, parts, strict=True)]
     tokens = torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)])
-    further = [
+    rest = [
         part[number:] for part, number in zip(parts, numbers, strict=True) if len(part) > number
     ]
     seed = _seed(corpora, options)
-    return CalibrationText(corpora, tokens, seed, torch.cat(further) if further else None)
+    return CalibrationText(corpora, tokens, seed, torch.cat(rest) if rest else None)
 
 
 def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> CalibrationRows:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
-from emp_llm.calibration.data import CalibrationText
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.models.loading import headless_class
@@ -24,21 +24,21 @@ class Check:
     no run.
 
     Args:
-        data: of the run; its `further` sequences are measured.
+        tokens: the sequences to measure, int64, shape (sequences, length); None: no text.
         config: of the dense model.
         models: that load both.
         quantization: of both.
     """
 
     def __init__(
-        self, data: Any, config: Any, models: OneModel, quantization: Quantization | None = None
+        self,
+        tokens: Tensor | None,
+        config: Any,
+        models: OneModel,
+        quantization: Quantization | None = None,
     ) -> None:
-        reads = (
-            isinstance(data, CalibrationText)
-            and not config.get("is_encoder_decoder")
-            and headless_class(config) is None
-        )
-        self._tokens = data.further if reads else None
+        reads = not config.get("is_encoder_decoder") and headless_class(config) is None
+        self._tokens = tokens if reads else None
         self._models = models
         self._quantization = quantization
         self._dense: PerplexityRecord | None = None

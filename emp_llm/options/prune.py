@@ -59,6 +59,13 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
         str | None,
         Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure)."),
     ] = None
+    loss: Annotated[
+        str | None,
+        Opt(
+            "Remove as much as goes while the perplexity of held-out text rises by at most this, "
+            "such as 2% (or nats per token), in place of a sparsity."
+        ),
+    ] = None
     check: Annotated[
         bool,
         Opt(
@@ -138,6 +145,8 @@ def check_options(
                 "--keep-shapes keeps the size of the model; leave it out, or "
                 "--parameters and --memory."
             )
+    if options.loss is not None:
+        _check_loss(recipe, structure, options, given)
     if options.baseline is not None and options.evaluate is None:
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
@@ -172,6 +181,39 @@ def check_options(
                 f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
                 f"none. Leave out {flag}, or name the text with --calibration."
             )
+
+
+def _check_loss(
+    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+) -> None:
+    """Raise UserError for what does not go with --loss."""
+    for name in ("sparsity", "match", "beta", "neff_dtype", "shares"):
+        if name in given:
+            raise UserError(
+                f"--loss finds the sparsity; leave out {options_of(Recipe)[name].flag}, or --loss."
+            )
+    for name in ("parameters", "memory"):
+        if name in given:
+            raise UserError(f"--loss and --{name} both set the sparsity; give only one.")
+    if structure.structure is not None:
+        raise UserError("--loss is for weights, and --structure removes units. Leave out one.")
+    reasons = {
+        "dry_run": "measures, and --dry-run measures nothing. Leave out one of them.",
+        "evaluate": "ends with its own check. Run emp-llm evaluate afterwards.",
+        "push_to_hub": "ends before a push. Run emp-llm push afterwards.",
+        "load_in_8bit": "masks the weights in memory; leave out --load-in-8bit.",
+        "load_in_4bit": "masks the weights in memory; leave out --load-in-4bit.",
+    }
+    for name, reason in reasons.items():
+        if getattr(options, name):
+            raise UserError(f"--loss {reason}")
+    if "check" in given and not options.check:
+        raise UserError("--loss ends with a check of untouched text; leave out --no-check.")
+    if options.calibration is None and not recipe.needs_activations and not recipe.moves:
+        raise UserError(
+            f"--loss measures held-out text, and method {recipe.method} reads none. Name one with "
+            "--calibration, such as --calibration wikitext2."
+        )
 
 
 def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:

@@ -2,6 +2,7 @@
 that it depends on.
 """
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -252,6 +253,54 @@ class HealingRecord(Part, kw_only=True):
     command: str | None = None
 
 
+class LossPoint(Part, kw_only=True):
+    """A point of the curve of --loss.
+
+    Attributes:
+        sparsity: of the targets.
+        rise, error: of the mean loss of held-out tokens, from the dense model's, in nats per token,
+            with the paired standard error.
+        whole_run: with weights that moved; else of the masks alone.
+    """
+
+    sparsity: Share
+    rise: float
+    error: float
+    whole_run: bool = False
+
+    @property
+    def most(self) -> float:
+        """The rise, and its standard error on top."""
+        return self.rise + self.error
+
+    @property
+    def words(self) -> str:
+        """The point in a line: the rise in percent of the perplexity."""
+        change = 100 * math.expm1(min(self.rise, 50.0))
+        error = 100 * self.error * math.exp(min(self.rise, 50.0))
+        return f"{100 * self.sparsity:.1f} %: {change:+.2f} ± {error:.2f} %"
+
+
+class LossRecord(Part, kw_only=True):
+    """How --loss chose the sparsity.
+
+    Attributes:
+        flag: the budget as the user wrote it; budget: in nats per token.
+        sparsity: that was taken.
+        sequences, length: of the held-out text that decided; dense: the dense model's perplexity on
+            it.
+        points: the curve, by sparsity.
+    """
+
+    flag: str
+    budget: Annotated[float, Meta(gt=0)]
+    sparsity: Share
+    sequences: Count
+    length: Count
+    dense: float
+    points: list[LossPoint]
+
+
 class RunReport(FileRecord, kw_only=True):
     """The report of a pruning run, or of a point of a sweep.
 
@@ -265,6 +314,7 @@ class RunReport(FileRecord, kw_only=True):
         healing: the training of --heal, or of the command heal.
         check: the perplexity of held-out text before and after; null without a text, or where the
             run does not measure it.
+        loss: how --loss chose the sparsity.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`reporting.push.Pushed`); in memory only.
@@ -287,6 +337,7 @@ class RunReport(FileRecord, kw_only=True):
     structure: StructureRecord | None = None
     healing: HealingRecord | None = None
     check: CheckRecord | None = None
+    loss: LossRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None

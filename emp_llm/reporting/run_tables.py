@@ -264,6 +264,22 @@ def check_lines(report: RunReport) -> list[str]:
     ]
 
 
+def loss_lines(report: RunReport) -> list[str]:
+    """The curve of --loss, and the point that was taken; none without it."""
+    loss = report.loss
+    if loss is None:
+        return []
+    lines = [
+        f"perplexity of {loss.sequences} x {loss.length} held-out tokens, "
+        f"{loss.dense:.4g} dense, by sparsity:"
+    ]
+    for point in loss.points:
+        of_run = ", with the weights moved" if point.whole_run else ""
+        lines.append(f"  {point.words}{of_run}")
+    lines.append(f"{loss.flag} removes {100 * loss.sparsity:.1f} % of the targets")
+    return lines
+
+
 def fit_lines(report: RunReport) -> list[str]:
     """One line: the mean output error over the fitted layers, before and after; none without a
     fit.

@@ -356,7 +356,7 @@ def prune_structure(
                     record = msgspec.convert(out.get("compared"), StructureRecord)
             check = None
             if options.check and suite is None and data is not None:
-                check = Check(data, checkpoint.config, models)
+                check = Check(getattr(data, "further", None), checkpoint.config, models)
                 with stopwatch("check"):
                     check.measure_dense(source.folder)
             if recipe.heal:

@@ -1,0 +1,472 @@
+"""`prune --loss`: the largest sparsity at which the perplexity of held-out text rises by at most a
+budget.
+
+The scores are made once. Each point of the curve masks the weights in memory, and runs the
+held-out sequences through the model: the rise of the mean loss from the dense model's, in nats per
+token, with its paired standard error. A point keeps to the budget if rise + error <= budget. Rises
+grow about exponentially with the sparsity, so the next point is where the line through the
+logarithms of its neighbours meets the budget.
+
+Where weights move (SparseGPT, ADMM, a refit, healing), a point takes a whole run. The curve of the
+masks alone predicts it: a run has a rise that is a share of theirs, and that share grows slowly
+with the damage. So the curve is walked for a share that is guessed, then for the one that the first
+run has; at most two runs.
+"""
+
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.data import CalibrationText, calibration_data
+from emp_llm.calibration.given_norms import given_norms
+from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
+from emp_llm.checkpoint.files import read_json, write_json
+from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.errors import UserError
+from emp_llm.common.machine import Stopwatch, machine_name
+from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import stage
+from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
+from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.hub.local_model import find_model
+from emp_llm.models.loading import headless_class
+from emp_llm.models.one_model import OneModel
+from emp_llm.options.base import Given
+from emp_llm.options.prune import PruneOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.chosen import targets_of_folder
+from emp_llm.pruning.counts import Numbers, counts_of, read_report
+from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
+from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.writing import run_signature, write_checkpoint
+from emp_llm.records.evaluation import PerplexityRecord
+from emp_llm.records.run_report import LossPoint, LossRecord, RunReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+HELD_OUT = 24  # sequences behind the calibration: two thirds decide, one third judges
+_LEAST = 6  # of them
+_POINTS = 8  # of the curve, for one share
+_NEAR = 0.01  # the curve ends when the sparsity is known within this
+_STEEP = 12.0  # log of the rise, for a sparsity from 0 to 1, until two points are known
+_FIRST = 0.3  # sparsity
+# Of the rise of the masks alone, until a run has shown it.
+_SHARE_OF_UPDATE = 0.5
+_SHARE_OF_HEALING = 0.35
+_GROWTH = 1.2  # the rise of a run, as a power of that of the masks
+_AIM = 0.95  # of the budget, for a run that cannot be repeated
+
+
+@dataclass(frozen=True)
+class LossBudget:
+    """What --loss allows.
+
+    Attributes:
+        flag: as the user wrote it.
+        nats: the rise of the mean loss per token.
+    """
+
+    flag: str
+    nats: float
+
+    @classmethod
+    def of(cls, text: str) -> "LossBudget":
+        """A budget such as "2%" of the perplexity, or "0.02" nats. UserError if it is none."""
+        found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(%?)", str(text).strip())
+        if found is None:
+            raise UserError(
+                f"--loss {text!r} is not a rise such as 2% of the perplexity, or 0.02 nats per "
+                "token."
+            )
+        number = float(found[1])
+        nats = math.log1p(number / 100) if found[2] else number
+        if not nats > 0:
+            raise UserError(f"--loss {text}: nothing can be removed without a rise; give more.")
+        return cls(f"--loss {text}", nats)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a run that keeps to a budget needs beside its options.
+
+    Attributes:
+        tokens: the sequences that judge, int64, shape (sequences, length).
+        norms: of the calibration; None if the recipe needs none.
+        record: the curve, for the report.
+    """
+
+    tokens: Tensor
+    norms: Activations | None
+    record: LossRecord
+
+
+Run = Callable[[Recipe, PruneOptions, Judged], RunReport]
+
+
+def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run) -> RunReport:
+    """Find the sparsity, and prune to it. An interrupted call resumes.
+
+    Args:
+        run: `prune` for a recipe with a sparsity.
+
+    Raises:
+        UserError: the text is too short, or even the least sparsity goes beyond the budget.
+    """
+    assert options.loss is not None
+    budget = LossBudget.of(options.loss)
+    source = find_model(options.model, options.revision, options.trust_remote_code)
+    path = options.output or Path(f"{source.short_name}-{recipe.method}")
+    work = path.with_name(f".{path.name}.loss")
+    with locked(work, f"--output {path}"):
+        search = _Search(recipe, options, given, source.folder, work, budget)
+        OutputFolder(path, [source.folder], search.checkpoint.output_bytes, options.overwrite)
+        sparsities = sparsities_of(recipe)
+        if not recipe.moves and options.propagate == "dense":
+            taken = search.largest(sparsities, budget.nats)
+            final = _at(recipe, taken)
+            search.models.free()
+            report = run(final, replace(options, loss=None), search.judged(taken))
+        else:
+            report = search.by_runs(sparsities, run, path)
+        shutil.rmtree(work)
+    return report
+
+
+def sparsities_of(recipe: Recipe) -> list[float]:
+    """The sparsities to choose from, from the lowest: those of the N:M patterns of a recipe's M,
+    or every tenth of a percent.
+    """
+    if recipe.n_of_m is not None:
+        group = recipe.n_of_m[1]
+        return [removed / group for removed in range(1, group)]
+    return [number / 1000 for number in range(10, 991)]
+
+
+def _at(recipe: Recipe, sparsity: float) -> Recipe:
+    """A recipe with a sparsity, or with the pattern that has it."""
+    if recipe.n_of_m is not None:
+        group = recipe.n_of_m[1]
+        return recipe.but(pattern=f"{round(group * (1 - sparsity))}:{group}")
+    return recipe.but(sparsity=sparsity, beta=None, neff_dtype=None)
+
+
+def next_point(
+    sparsities: Sequence[float], rises: dict[float, float], budget: float
+) -> float | None:
+    """The sparsity to measure next; None if the answer is known.
+
+    Args:
+        sparsities: from the lowest.
+        rises: sparsity -> upper bound of the rise, of the points so far.
+        budget: the most that a point may have.
+    """
+    good = [each for each in sparsities if rises.get(each, math.inf) <= budget]
+    bad = [each for each in sparsities if rises.get(each, -math.inf) > budget]
+    low = max((each for each in good if not bad or each < bad[0]), default=None)
+    high = min(bad, default=None)
+    between = [
+        each for each in sparsities if (low is None or each > low) and (high is None or each < high)
+    ]
+    known = low is not None and high is not None and high - low <= _NEAR
+    if not between or known or len(rises) >= _POINTS:
+        return None
+    if len(sparsities) < 1 / _NEAR:  # patterns
+        return between[len(between) // 2]
+
+    def logarithm(sparsity: float) -> float:
+        return math.log(max(rises[sparsity], 1e-9) / budget)
+
+    if not rises:
+        wanted = _FIRST
+    elif low is None or high is None or rises[low] <= 0:
+        steep = _STEEP
+        nearest = sorted(rises, reverse=high is None)[:2]
+        if len(nearest) == 2:
+            steep = (logarithm(nearest[1]) - logarithm(nearest[0])) / (nearest[1] - nearest[0])
+        # A little further than the line says, so that the answer lies between two points.
+        step = logarithm(nearest[0]) / max(3.0, min(steep, 40.0))
+        step += math.copysign(_NEAR / 2, step)
+        wanted = nearest[0] - max(-0.25, min(0.25, step))
+    else:
+        share = logarithm(low) / (logarithm(low) - logarithm(high))
+        wanted = low + share * (high - low)
+    if low is not None and high is not None:
+        # A point near one end is put on its other side, so that the interval closes.
+        if wanted - low < _NEAR / 2:
+            wanted = low + 0.9 * _NEAR
+        elif high - wanted < _NEAR / 2:
+            wanted = high - 0.9 * _NEAR
+    return min(between, key=lambda each: abs(each - wanted))
+
+
+class _Search:
+    """The curve of a model, and what its points are measured with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        options: PruneOptions,
+        given: Given,
+        source: Path,
+        work: Path,
+        budget: LossBudget,
+    ) -> None:
+        self._recipe = recipe
+        # The masks of a search are those of Wanda.
+        self._masks = recipe
+        if recipe.moves:
+            name = "wanda" if recipe.search else recipe.name
+            self._masks = recipe.with_method(
+                f"emp-{name}" if recipe.adaptive else name,
+                refit=False,
+                refit_weighting=None,
+                refit_target=None,
+                refit_damping=None,
+                heal=False,
+                heal_steps=None,
+                heal_weights=None,
+                pattern=recipe.pattern,
+            )
+        self._options = options
+        self._source = source
+        self._work = work
+        self._budget = budget
+        self._chosen = targets_of_folder(source, str(source), recipe, options.trust_remote_code)
+        self.checkpoint = self._chosen.checkpoint
+        if self.checkpoint.config.get("is_encoder_decoder") or headless_class(
+            self.checkpoint.config
+        ):
+            raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
+        self.models = OneModel(
+            options.device_map, options.dtype, options.trust_remote_code, Stopwatch()
+        )
+        data = calibration_data(
+            options,
+            self._chosen.architecture,
+            options.trust_remote_code,
+            options.propagate,
+            self.models,
+            further=HELD_OUT,
+        )
+        further = data.further if isinstance(data, CalibrationText) else None
+        if further is None or len(further) < _LEAST:
+            has = 0 if further is None else len(further)
+            raise UserError(
+                f"--loss needs at least {_LEAST} sequences of text behind those of the "
+                f"calibration, and {options.text_name} has {has}. Give a longer text, or fewer "
+                "--samples."
+            )
+        assert isinstance(data, CalibrationText)
+        self._judges = further[2::3]
+        self._deciding = further[[n for n in range(len(further)) if n % 3 != 2]]
+        about = calibration_signature(data, options, options.propagate)
+        about |= {"dtype": options.dtype, "device_map": options.device_map}
+        self._state = self._resumed(about)
+        self._norms = self._known_norms(given, data)
+        self._numbers: Numbers = {}
+
+    def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
+        """The work of an interrupted run with the same options; without one, new work."""
+        signature = run_signature(self.checkpoint, self._recipe, about)
+        signature |= {"loss": self._budget.flag, "machine": machine_name()}
+        signature = json.loads(json.dumps(signature))
+        file = self._work / "curve.json"
+        if file.is_file():
+            held = read_json(file)
+            if held.get("signature") == signature:
+                return dict(held)
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        return {"signature": signature, "points": []}
+
+    def _note(self) -> None:
+        write_json(self._work / "curve.json", self._state)
+
+    def _known_norms(self, given: Given, data: CalibrationText) -> Activations | None:
+        """The norms of the masks, calibrated once; None if their scores need none."""
+        if not self._masks.needs_activations:
+            return None
+        options = self._options
+        if options.activations is not None:
+            return given_norms(options, self._masks, given)
+        file = self._work / "activations.safetensors"
+        if not file.is_file():
+            with stage("calibrate"):
+                norms = calibrated(
+                    self.models.get(self._source),
+                    data,
+                    self._chosen.layers_to_calibrate(),
+                    options,
+                    model_origin(options.model, options.revision, self.checkpoint),
+                    blocks=self._recipe.blocks,
+                )
+            norms.save(file)
+        return Activations.load(file)
+
+    @cached_property
+    def _dense(self) -> PerplexityRecord:
+        return self._measured(self.models.get(self._source))
+
+    def _measured(self, model: "PreTrainedModel") -> PerplexityRecord:
+        tokens = self._deciding
+        return perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
+
+    def _point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
+        """A point from what its model measured."""
+        rise = math.log(record.value / self._dense.value)
+        error = paired_error_of_losses(losses_of(record), losses_of(self._dense))
+        point = LossPoint(sparsity=sparsity, rise=rise, error=error or 0.0, whole_run=whole)
+        change = 100 * math.expm1(min(rise, 50.0))
+        logger.info(
+            "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
+        )
+        return point
+
+    def _points(self, whole: bool = False) -> dict[float, LossPoint]:
+        found = [LossPoint(**each) for each in self._state["points"]]
+        return {each.sparsity: each for each in found if each.whole_run == whole}
+
+    def _keep(self, point: LossPoint) -> LossPoint:
+        self._state["points"].append(
+            {
+                "sparsity": point.sparsity,
+                "rise": point.rise,
+                "error": point.error,
+                "whole_run": point.whole_run,
+            }
+        )
+        self._note()
+        return point
+
+    def _masked(self, sparsity: float) -> LossPoint:
+        """The point of the masks at a sparsity."""
+        known = self._points().get(sparsity)
+        if known is not None:
+            return known
+        targets = self._chosen.targets
+        recipe = _at(self._masks, sparsity)
+        scores = Scores(self.checkpoint, targets, recipe)
+        if self._norms is not None:
+            scores = scores.with_norms(input_norms(self._norms, targets, recipe.relative))
+        pruner = Pruner(scores, counts_of(scores, self._numbers), self._options.mask_device)
+        dense = self.models.get(self._source)
+        _ = self._dense
+        if holds_stored_weights(dense, self.checkpoint, targets):
+            with pruned(dense, pruner):
+                record = self._measured(dense)
+        else:  # offloaded: from a temporary checkpoint
+            del dense
+            self.models.free()
+            files = self._work / "checkpoint"
+            shutil.rmtree(files, ignore_errors=True)
+            files.mkdir()
+            write_checkpoint(pruner, files)
+            record = self._measured(self.models.get(files))
+            self.models.free()
+            shutil.rmtree(files)
+        return self._keep(self._point(record, sparsity, whole=False))
+
+    def largest(self, sparsities: list[float], nats: float) -> float:
+        """The largest sparsity whose masks keep to a rise.
+
+        Raises:
+            UserError: even the least goes beyond it.
+        """
+        with stage("loss"):
+            rises: dict[float, float] = {}
+            while (wanted := next_point(sparsities, rises, nats)) is not None:
+                rises[wanted] = self._masked(wanted).most
+        good = [each for each, rise in rises.items() if rise <= nats]
+        if not good:
+            raise self._nothing()
+        return max(good)
+
+    def _nothing(self) -> UserError:
+        points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
+        curve = "; ".join(each.words for each in points)
+        shutil.rmtree(self._work)
+        return UserError(
+            f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
+            f"({curve}). Allow more, or use a method that moves weights (--method emp-admm "
+            "--refit)."
+        )
+
+    def by_runs(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
+        """Prune by whole runs, at most two, and put the best one that keeps to the budget at the
+        path.
+        """
+        nats = self._budget.nats
+        share = _SHARE_OF_HEALING if self._recipe.heal else _SHARE_OF_UPDATE
+        of_masks = _AIM * nats / share
+        for number in (1, 2):
+            points = self._points(whole=True)
+            if len(points) < number:
+                wanted = self.largest(sparsities, of_masks)
+                if wanted in points:
+                    break
+                self._keep(self._run(run, wanted))
+            point = list(self._points(whole=True).values())[-1]
+            if 0.85 * nats <= point.most <= nats:
+                break
+            left = _AIM * nats / max(point.most, nats / 100)
+            of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
+        points = self._points(whole=True)
+        good = [each for each in points.values() if each.most <= nats]
+        if not good:
+            raise self._nothing()
+        best = max(good, key=_by_sparsity)
+        folder = self._folder(best.sparsity)
+        report = read_report(folder)
+        report.loss = self.judged(best.sparsity).record
+        report.save(folder / REPORT_NAME)
+        shutil.rmtree(path, ignore_errors=True)  # OutputFolder has checked that it may go
+        folder.rename(path)
+        return report
+
+    def _folder(self, sparsity: float) -> Path:
+        return self._work / f"removed-{sparsity:g}"
+
+    def _run(self, run: Run, sparsity: float) -> LossPoint:
+        """A whole run, and its point."""
+        self.models.free()
+        options = replace(self._options, loss=None, output=self._folder(sparsity), overwrite=True)
+        run(_at(self._recipe, sparsity), options, self.judged(sparsity))
+        _ = self._dense
+        self.models.free()
+        record = self._measured(self.models.get(self._folder(sparsity)))
+        self.models.free()
+        return self._point(record, sparsity, whole=True)
+
+    def judged(self, sparsity: float) -> Judged:
+        """What the run at a sparsity needs."""
+        record = LossRecord(
+            flag=self._budget.flag,
+            budget=self._budget.nats,
+            sparsity=sparsity,
+            sequences=len(self._deciding),
+            length=self._deciding.shape[1],
+            dense=self._dense.value,
+            points=sorted(
+                [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
+            ),
+        )
+        norms = self._norms if self._recipe.needs_activations else None
+        return Judged(self._judges, norms, record)
+
+
+def _by_sparsity(point: LossPoint) -> tuple[float, bool]:
+    return point.sparsity, point.whole_run
