@@ -244,6 +244,11 @@ def _pruned(
                 if data is not None and any(corpus.generate for corpus in data.corpora):
                     keep_generated(out.files / SELF_NAME, data)
 
+                if judged is not None and norms is not None and options.activations is None:
+                    from emp_llm.calibration.activations import keep_norms
+
+                    keep_norms(out, norms, stopwatch)  # what decided the masks lies beside them
+
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before
             # the next is calibrated.
             propagated = (

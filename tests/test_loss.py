@@ -1,0 +1,218 @@
+"""`prune --loss`: the largest sparsity within a rise of the perplexity of held-out text."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from emp_llm.calibration.data import read_text
+from emp_llm.common.errors import UserError
+from emp_llm.models.loading import load_tokenizer
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.prune import prune
+from emp_llm.pruning import loss_budget
+from emp_llm.pruning.loss_budget import LossBudget, next_point, sparsities_of
+from emp_llm.records.run_report import LossRecord, RunReport
+from emp_llm.verify import verify
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+TEXT: dict[str, Any] = {"calibration": "demo", "samples": 8, "seqlen": 128, "device_map": "cpu"}
+
+
+def pruned(tmp_path: Path, name: str = "out", **how: Any) -> tuple[RunReport, LossRecord]:
+    """A run on the demo model."""
+    report = prune(DEMO, output=tmp_path / name, **(TEXT | how))
+    assert isinstance(report, RunReport)
+    assert report.loss is not None
+    assert not list(tmp_path.glob(".*"))
+    return report, report.loss
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: each
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, each in load_file(path).items()
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    budget=st.floats(1e-3, 0.5),
+    root=st.floats(0.02, 0.9),
+    steep=st.floats(4, 30),
+)
+def test_the_points_of_a_smooth_curve(budget: float, root: float, steep: float) -> None:
+    """At most eight, for half a point of sparsity to each side."""
+    sparsities = sparsities_of(Recipe(method="wanda"))
+    rises: dict[float, float] = {}
+    while (wanted := next_point(sparsities, rises, budget)) is not None:
+        assert wanted in sparsities
+        assert wanted not in rises
+        rises[wanted] = budget * math.exp(steep * (wanted - root))
+    assert len(rises) <= 8
+    taken = max(each for each, rise in rises.items() if rise <= budget)
+    assert root - 0.0101 <= taken <= root
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("removed", range(9))
+def test_the_patterns_of_a_group(group: int, removed: int) -> None:
+    rises: dict[float, float] = {}
+    patterns = sparsities_of(Recipe(method="wanda", pattern=f"1:{group}"))
+    assert patterns == [n / group for n in range(1, group)]
+    while (wanted := next_point(patterns, rises, 1.0)) is not None:
+        rises[wanted] = wanted / (removed / group + 1e-9) if removed else 2.0
+    good = [each for each, rise in rises.items() if rise <= 1]
+    assert max(good, default=0.0) == min(removed, group - 1) / group
+
+
+def test_masks_keep_to_the_budget(tmp_path: Path) -> None:
+    """The bytes are those of a plain run at the sparsity that it takes; the rise is that of the
+    sequences that decide.
+    """
+    report, loss = pruned(tmp_path, loss="5%", method="wanda")
+    assert loss.budget == pytest.approx(math.log(1.05))
+    assert report.recipe.sparsity == loss.sparsity
+    assert 3 <= len(loss.points) <= 8
+    taken = next(each for each in loss.points if each.sparsity == loss.sparsity)
+    assert taken.rise + taken.error <= loss.budget
+    above = [each for each in loss.points if each.sparsity > loss.sparsity]
+    assert min(above, key=lambda each: each.sparsity).sparsity <= loss.sparsity + 0.0101
+    assert all(each.rise + each.error > loss.budget for each in above)
+    prune(DEMO, output=tmp_path / "plain", method="wanda", sparsity=loss.sparsity, **TEXT)
+    plain = weights(tmp_path / "plain")
+    assert all(torch.equal(plain[name], each) for name, each in weights(tmp_path / "out").items())
+    assert not verify(tmp_path / "out", source=DEMO).differences
+
+    how = CalibrationOptions(calibration="demo", samples=8, seqlen=128)
+    tokens = read_text(how, load_tokenizer(DEMO), None, None, 24).further
+    assert tokens is not None
+    assert (loss.sequences, loss.length) == (16, 128)
+    deciding = torch.stack([each for number, each in enumerate(tokens) if number % 3 != 2])
+    means = []
+    for folder in (DEMO, tmp_path / "out"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            means.append(float(model(deciding, labels=deciding).loss))
+    assert taken.rise == pytest.approx(means[1] - means[0], abs=3e-3)
+    assert report.check is not None
+    assert report.check.dense.blocks == 8
+
+
+def test_offloaded_weights(tmp_path: Path) -> None:
+    how = {"loss": "5%", "method": "magnitude", "samples": 8, "seqlen": 64}
+    _, loss = pruned(tmp_path, "memory", **how)
+    _, same = pruned(tmp_path, "disk", **how, device_map="disk")
+    assert same.sparsity == loss.sparsity
+
+
+def test_weights_that_move(tmp_path: Path) -> None:
+    """At most two runs; the one that is kept is within the budget, and verified."""
+    report, loss = pruned(tmp_path, loss="3%", method="emp-admm", refit=True, seqlen=64)
+    runs = [each for each in loss.points if each.whole_run]
+    assert 1 <= len(runs) <= 2
+    taken = next(each for each in runs if each.sparsity == loss.sparsity)
+    assert taken.rise + taken.error <= loss.budget
+    of_masks = next(
+        each for each in loss.points if each.sparsity == loss.sparsity and not each.whole_run
+    )
+    assert of_masks.rise > loss.budget
+    assert report.recipe.refit
+    assert report.fits
+    assert not verify(tmp_path / "out", source=DEMO).differences
+
+
+def test_patterns(tmp_path: Path) -> None:
+    report, loss = pruned(tmp_path, loss="6%", method="wanda", pattern="2:4")
+    assert report.recipe.pattern == "3:4"
+    assert loss.sparsity == 0.25
+    assert report.targets.sparsity_of_targets == 0.25
+
+
+@pytest.mark.parametrize("method", ["wanda", "admm"])
+def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """No point is measured again, and the bytes are the same."""
+    how = {"loss": "4%", "method": method, "samples": 6, "seqlen": 64}
+    _, whole = pruned(tmp_path, "whole", **how)
+    measured = loss_budget.perplexity
+    calls = 0
+
+    def killed(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return measured(*arguments, **keywords)
+
+    monkeypatch.setattr(loss_budget, "perplexity", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(DEMO, output=tmp_path / "out", **(TEXT | how))
+    held = json.loads((tmp_path / ".out.loss" / "curve.json").read_text())
+    assert len(held["points"]) == 2
+    _, loss = pruned(tmp_path, "out", **how)
+    # The dense model once more, and each point once.
+    assert calls == 4 + 1 + len(loss.points) - 2
+    assert loss.points == whole.points
+    first = weights(tmp_path / "whole")
+    assert all(torch.equal(first[name], each) for name, each in weights(tmp_path / "out").items())
+
+
+def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:
+    line = ["prune", DEMO, "--calibration", "demo", "--samples", 8, "--seqlen", 64]
+    line += ["--output", tmp_path / "out", "--quiet"]
+    found = command(*line, "--method", "wanda", "--loss", "10%")
+    assert found.returncode == 0, found.stderr
+    assert "held-out tokens" in found.stdout
+    assert "--loss 10% removes" in found.stdout
+    assert found.stdout.splitlines()[-1].startswith("held-out text, 8 x 64 tokens: perplexity")
+    (tmp_path / "worst.py").write_text(
+        "def worst(weights, inputs):\n    return 1 / (weights.float().abs() + 1e-9)\n"
+    )
+    worst = ["--method", "worst", "--criterion", tmp_path / "worst.py"]
+    found = command(*line, "--overwrite", *worst, "--loss", "0.1%")
+    assert found.returncode == 2
+    assert "--loss 0.1% removes nothing" in found.stderr
+    assert "1.0 %: " in found.stderr, "the curve"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"loss": "0"}, "nothing can be removed"),
+        ({"loss": "-1%"}, "is not a rise such as 2%"),
+        ({"loss": "much"}, "is not a rise such as 2%"),
+        ({"sparsity": 0.3}, "leave out --sparsity"),
+        ({"beta": 0.5}, "leave out --beta"),
+        ({"match": "out", "method": "wanda"}, "leave out --match"),
+        ({"parameters": "1B"}, "--loss and --parameters"),
+        ({"structure": "neurons"}, "--structure removes units"),
+        ({"dry_run": True}, "--dry-run measures nothing"),
+        ({"evaluate": "demo"}, "emp-llm evaluate"),
+        ({"push_to_hub": "a/b"}, "emp-llm push"),
+        ({"load_in_8bit": True}, "--load-in-8bit"),
+        ({"check": False}, "leave out --no-check"),
+        ({"method": "magnitude", "calibration": None}, "Name one with --calibration"),
+        ({"samples": 410}, "fewer --samples"),
+    ],
+)
+def test_bad_input(tmp_path: Path, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        prune(DEMO, output=tmp_path / "out", **(TEXT | {"loss": "2%"} | how))
+    assert said in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_budgets() -> None:
+    assert LossBudget.of("2%").nats == pytest.approx(math.log(1.02))
+    assert LossBudget.of("0.02").nats == 0.02
+    assert LossBudget.of("1.5 %".replace(" ", "")).flag == "--loss 1.5%"
