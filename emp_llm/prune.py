@@ -57,7 +57,7 @@ def prune(
         assert isinstance(report, RunReport)
         return report
 
-    return prune_to_loss(recipe, options, given, to)
+    return prune_to_loss(recipe, structure, options, given, to)
 
 
 def _pruned(
@@ -107,7 +107,8 @@ def _pruned(
         load_packages()
         from emp_llm.structure.prune_structure import prune_structure
 
-        report, path = prune_structure(structured(recipe, structure), options, given)
+        whole = structured(recipe, structure)
+        report, path = prune_structure(whole, options, given, judged)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
     norms = given_norms(options, recipe, given) if judged is None else judged.norms
     stopwatch = Stopwatch()

@@ -138,6 +138,26 @@ def test_patterns(tmp_path: Path) -> None:
     assert report.targets.sparsity_of_targets == 0.25
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"structure": "layers", "loss": "60%"},
+        {"structure": "neurons", "method": "magnitude", "width_multiple": 16, "loss": "5%"},
+    ],
+)
+def test_units(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Each point is a whole run, and the best one is kept."""
+    report, loss = pruned(tmp_path, **how, seqlen=64)
+    assert report.structure is not None
+    assert all(each.whole_run for each in loss.points)
+    taken = next(each for each in loss.points if each.sparsity == loss.sparsity)
+    assert taken.rise + taken.error <= loss.budget
+    assert report.recipe.sparsity == loss.sparsity
+    if how["structure"] == "layers":
+        assert loss.sparsity * 6 == pytest.approx(round(loss.sparsity * 6))
+    assert not verify(tmp_path / "out", source=DEMO).differences
+
+
 @pytest.mark.parametrize("method", ["wanda", "admm"])
 def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """No point is measured again, and the bytes are the same."""
@@ -195,7 +215,7 @@ def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:
         ({"beta": 0.5}, "leave out --beta"),
         ({"match": "out", "method": "wanda"}, "leave out --match"),
         ({"parameters": "1B"}, "--loss and --parameters"),
-        ({"structure": "neurons"}, "--structure removes units"),
+        ({"structure": "neurons", "method": "magnitude", "calibration": None}, "reads none"),
         ({"dry_run": True}, "--dry-run measures nothing"),
         ({"evaluate": "demo"}, "emp-llm evaluate"),
         ({"push_to_hub": "a/b"}, "emp-llm push"),

@@ -42,6 +42,10 @@ class UserError(ValueError):
         return "".join(parts)
 
 
+class NothingRemovedError(UserError):
+    """A recipe keeps every unit of a model."""
+
+
 class ReadError(UserError):
     """A file cannot be read at the moment. It may be intact, so work based on it stays valid."""
 

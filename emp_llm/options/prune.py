@@ -195,8 +195,6 @@ def _check_loss(
     for name in ("parameters", "memory"):
         if name in given:
             raise UserError(f"--loss and --{name} both set the sparsity; give only one.")
-    if structure.structure is not None:
-        raise UserError("--loss is for weights, and --structure removes units. Leave out one.")
     reasons = {
         "dry_run": "measures, and --dry-run measures nothing. Leave out one of them.",
         "evaluate": "ends with its own check. Run emp-llm evaluate afterwards.",
@@ -209,7 +207,9 @@ def _check_loss(
             raise UserError(f"--loss {reason}")
     if "check" in given and not options.check:
         raise UserError("--loss ends with a check of untouched text; leave out --no-check.")
-    if options.calibration is None and not recipe.needs_activations and not recipe.moves:
+    units = structure.structure is not None
+    reads = recipe.name != "magnitude" if units else recipe.needs_activations
+    if options.calibration is None and not reads and not recipe.moves:
         raise UserError(
             f"--loss measures held-out text, and method {recipe.method} reads none. Name one with "
             "--calibration, such as --calibration wikitext2."

@@ -33,7 +33,7 @@ from emp_llm.calibration.passes import calibrated, calibration_signature, model_
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import NothingRemovedError, UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
@@ -43,8 +43,8 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
-from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.prune import PruneOptions, structured
+from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of, read_report
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
@@ -117,7 +117,9 @@ class Judged:
 Run = Callable[[Recipe, PruneOptions, Judged], RunReport]
 
 
-def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run) -> RunReport:
+def prune_to_loss(
+    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given, run: Run
+) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
     Args:
@@ -129,13 +131,23 @@ def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run)
     assert options.loss is not None
     budget = LossBudget.of(options.loss)
     source = find_model(options.model, options.revision, options.trust_remote_code)
-    path = options.output or Path(f"{source.short_name}-{recipe.method}")
+    units = structure.structure is not None
+    whole = structured(recipe, structure) if units else recipe
+    name = f"{structure.structure}-{whole.method}" if units else recipe.method
+    path = options.output or Path(f"{source.short_name}-{name}")
     work = path.with_name(f".{path.name}.loss")
     with locked(work, f"--output {path}"):
-        search = _Search(recipe, options, given, source.folder, work, budget)
+        search = _Search(recipe, whole, options, given, source.folder, work, budget)
         OutputFolder(path, [source.folder], search.checkpoint.output_bytes, options.overwrite)
+        if structure.structure == "layers":
+            layers = len({target.layer.block for target in search.targets} - {None})
+            report = search.by_units([n / layers for n in range(1, layers)], run, path)
+            shutil.rmtree(work)
+            return report
         sparsities = sparsities_of(recipe)
-        if not recipe.moves and options.propagate == "dense":
+        if units:
+            report = search.by_units(sparsities, run, path)
+        elif not recipe.moves and options.propagate == "dense":
             taken = search.largest(sparsities, budget.nats)
             final = _at(recipe, taken)
             search.models.free()
@@ -219,6 +231,7 @@ class _Search:
     def __init__(
         self,
         recipe: Recipe,
+        whole: Recipe,
         options: PruneOptions,
         given: Given,
         source: Path,
@@ -226,9 +239,10 @@ class _Search:
         budget: LossBudget,
     ) -> None:
         self._recipe = recipe
+        self._whole = whole  # with the units
         # The masks of a search are those of Wanda.
         self._masks = recipe
-        if recipe.moves:
+        if recipe.moves and whole.structure is None:
             name = "wanda" if recipe.search else recipe.name
             self._masks = recipe.with_method(
                 f"emp-{name}" if recipe.adaptive else name,
@@ -247,6 +261,7 @@ class _Search:
         self._budget = budget
         self._chosen = targets_of_folder(source, str(source), recipe, options.trust_remote_code)
         self.checkpoint = self._chosen.checkpoint
+        self.targets = self._chosen.targets
         if self.checkpoint.config.get("is_encoder_decoder") or headless_class(
             self.checkpoint.config
         ):
@@ -281,7 +296,7 @@ class _Search:
 
     def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = run_signature(self.checkpoint, self._recipe, about)
+        signature = run_signature(self.checkpoint, self._whole, about)
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
         signature = json.loads(json.dumps(signature))
         file = self._work / "curve.json"
@@ -298,7 +313,7 @@ class _Search:
 
     def _known_norms(self, given: Given, data: CalibrationText) -> Activations | None:
         """The norms of the masks, calibrated once; None if their scores need none."""
-        if not self._masks.needs_activations:
+        if self._whole.structure is not None or not self._masks.needs_activations:
             return None
         options = self._options
         if options.activations is not None:
@@ -357,7 +372,7 @@ class _Search:
         known = self._points().get(sparsity)
         if known is not None:
             return known
-        targets = self._chosen.targets
+        targets = self.targets
         recipe = _at(self._masks, sparsity)
         scores = Scores(self.checkpoint, targets, recipe)
         if self._norms is not None:
@@ -399,10 +414,12 @@ class _Search:
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
         curve = "; ".join(each.words for each in points)
         shutil.rmtree(self._work)
+        instead = "use a method that moves weights (--method emp-admm --refit)"
+        if self._whole.structure is not None:
+            instead = "add --refit or --heal"
         return UserError(
             f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
-            f"({curve}). Allow more, or use a method that moves weights (--method emp-admm "
-            "--refit)."
+            f"({curve}). Allow more, or {instead}."
         )
 
     def by_runs(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
@@ -424,11 +441,36 @@ class _Search:
                 break
             left = _AIM * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
-        points = self._points(whole=True)
-        good = [each for each in points.values() if each.most <= nats]
-        if not good:
+        return self._put(path)
+
+    def by_units(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
+        """Prune by a whole run for each point, and put the best one that keeps to the budget at
+        the path.
+        """
+        rises: dict[float, float] = {}
+        while (wanted := next_point(sparsities, rises, self._budget.nats)) is not None:
+            known = self._points(whole=True).get(wanted)
+            rises[wanted] = (known or self._keep(self._run(run, wanted))).most
+            best = self._best()
+            for folder in self._work.glob("removed-*"):
+                if best is None or folder != self._folder(best.sparsity):
+                    shutil.rmtree(folder)
+        return self._put(path)
+
+    def _best(self) -> LossPoint | None:
+        """The whole run that removes most within the budget."""
+        good = (
+            each
+            for each in self._points(whole=True).values()
+            if each.most <= self._budget.nats and self._folder(each.sparsity).is_dir()
+        )
+        return max(good, key=_by_sparsity, default=None)
+
+    def _put(self, path: Path) -> RunReport:
+        """Put the best run at the path, with the whole curve in its report."""
+        best = self._best()
+        if best is None:
             raise self._nothing()
-        best = max(good, key=_by_sparsity)
         folder = self._folder(best.sparsity)
         report = read_report(folder)
         report.loss = self.judged(best.sparsity).record
@@ -444,7 +486,10 @@ class _Search:
         """A whole run, and its point."""
         self.models.free()
         options = replace(self._options, loss=None, output=self._folder(sparsity), overwrite=True)
-        run(_at(self._recipe, sparsity), options, self.judged(sparsity))
+        try:
+            run(_at(self._recipe, sparsity), options, self.judged(sparsity))
+        except NothingRemovedError:  # less than one unit
+            return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self._dense
         self.models.free()
         record = self._measured(self.models.get(self._folder(sparsity)))
@@ -464,7 +509,8 @@ class _Search:
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        norms = self._norms if self._recipe.needs_activations else None
+        units = self._whole.structure is not None
+        norms = None if units or not self._recipe.needs_activations else self._norms
         return Judged(self._judges, norms, record)
 
 

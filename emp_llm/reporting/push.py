@@ -322,7 +322,7 @@ def card_text(
         origin=origin,
         base=_base(report, origin),
         method=method_words(report.recipe),
-        lines=lines,
+        lines=[*lines, *map(str.strip, run_tables.loss_lines(report))],
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
         removed=markdown_table(removed),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],

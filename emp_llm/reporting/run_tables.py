@@ -274,9 +274,10 @@ def loss_lines(report: RunReport) -> list[str]:
         f"{loss.dense:.4g} dense, by sparsity:"
     ]
     for point in loss.points:
-        of_run = ", with the weights moved" if point.whole_run else ""
+        moved = point.whole_run and report.structure is None
+        of_run = ", with the weights moved" if moved else ""
         lines.append(f"  {point.words}{of_run}")
-    lines.append(f"{loss.flag} removes {100 * loss.sparsity:.1f} % of the targets")
+    lines.append(f"{loss.flag} removes {100 * loss.sparsity:.1f} %")
     return lines
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import NothingRemovedError, UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line, machine_name, versions
 from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
@@ -80,11 +80,14 @@ from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import check_apart, update_warnings
 from emp_llm.update.walk import update_model
 
+if TYPE_CHECKING:
+    from emp_llm.pruning.loss_budget import Judged
+
 logger = logging.getLogger(__name__)
 
 
 def prune_structure(
-    recipe: Recipe, options: PruneOptions, given: Given
+    recipe: Recipe, options: PruneOptions, given: Given, judged: "Judged | None" = None
 ) -> tuple[RunReport | DryRun, Path]:
     """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with
     zeros in their place.
@@ -93,6 +96,7 @@ def prune_structure(
         recipe: of `options.prune.structured`.
         options: the model, its calibration, the output, the evaluation.
         given: the names of the options that the user gave.
+        judged: of a run for --loss.
 
     Returns:
         The report, or the plan of a dry run; and the folder of the checkpoint.
@@ -106,7 +110,8 @@ def prune_structure(
     summed = recipe.name == "taylor" or (
         structure.structure in ("experts", "layers") and recipe.name != "magnitude"
     )
-    norms = None if summed else given_norms(options, recipe, given)
+    reads_no_norms = summed or (judged is not None and recipe.name == "magnitude")
+    norms = None if reads_no_norms else given_norms(options, recipe, given)
     suite = None if options.evaluate is None else find_suite(options.evaluate)
     source = find_model(
         options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run
@@ -193,7 +198,8 @@ def prune_structure(
             "dtype": options.dtype,
             "device_map": options.device_map,
         }
-    check_wanted(options, given, data)
+    if judged is None:
+        check_wanted(options, given, data)
     if budget is not None:
         made_of |= {"budget": budget.flag}
     if matched is not None:
@@ -355,8 +361,9 @@ def prune_structure(
                         out.note(compared=record.as_dict())
                     record = msgspec.convert(out.get("compared"), StructureRecord)
             check = None
-            if options.check and suite is None and data is not None:
-                check = Check(getattr(data, "further", None), checkpoint.config, models)
+            further = getattr(data, "further", None) if judged is None else judged.tokens
+            if options.check and suite is None and further is not None:
+                check = Check(further, checkpoint.config, models)
                 with stopwatch("check"):
                     check.measure_dense(source.folder)
             if recipe.heal:
@@ -481,11 +488,11 @@ def _chosen(
         sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept")
     )
     if rule == total:
-        raise UserError(
+        raise NothingRemovedError(
             f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity."
         )
     if kept == total:
-        raise UserError(
+        raise NothingRemovedError(
             f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing "
             "is removed. Use --keep-shapes, which sets them to zero where they are, a lower "
             "--beta, --sparsity, or a smaller --width-multiple."
