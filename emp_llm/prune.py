@@ -20,8 +20,8 @@ from emp_llm.records.source import ModelSource, stage_records
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from emp_llm.evaluation.loss_budget import Judged
     from emp_llm.pruning.dry_run import DryRun
-    from emp_llm.pruning.loss_budget import Judged
     from emp_llm.reporting.push import Destination
     from emp_llm.update.moved import MovedWeights
 
@@ -50,7 +50,7 @@ def prune(
             "model over devices."
         )
     load_packages()
-    from emp_llm.pruning.loss_budget import prune_to_loss
+    from emp_llm.evaluation.loss_budget import prune_to_loss
 
     def to(chosen: Recipe, how: PruneOptions, judged: "Judged") -> RunReport:
         report = _pruned(chosen, structure, how, given, judged)

@@ -1,8 +1,8 @@
 """Other codes that prune a model, for `bench_peers.py`, which runs this file in an environment of
 its own. It imports nothing of emp-llm.
 
-    python peers.py llm-compressor wanda|sparsegpt 0.5|2:4 MODEL TOKENS OUT
-    python peers.py papers         wanda|sparsegpt 0.5|2:4 MODEL TOKENS OUT
+    python scripts/peers.py llm-compressor wanda|sparsegpt 0.5|2:4 MODEL TOKENS OUT
+    python scripts/peers.py papers         wanda|sparsegpt 0.5|2:4 MODEL TOKENS OUT
 
 TOKENS is a safetensors file with `tokens`, int64, shape (samples, length). `llm-compressor` calls
 that package. `papers` is written from the equations of Wanda (Sun et al. 2024, arXiv 2306.11695)
@@ -11,8 +11,8 @@ block, one sequence at a time; a pass that collects statistics of all layers of 
 of the pruned block.
 """
 
+import argparse
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -163,7 +163,22 @@ def sparsegpt(weight: Tensor, hessian: Tensor, size: str) -> Tensor:
     return weight
 
 
+def main(line: list[str] | None = None) -> None:
+    """Prune a model, and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("code", choices=["llm-compressor", "papers"])
+    parser.add_argument("method", choices=["wanda", "sparsegpt"])
+    parser.add_argument("size", help="a sparsity, or N:M")
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("tokens", help="safetensors file")
+    parser.add_argument("out", help="folder to write")
+    options = parser.parse_args(line)
+    prune = llm_compressor if options.code == "llm-compressor" else papers
+    tokens = load_file(options.tokens)["tokens"]
+    prune(options.method, options.size, options.model, tokens, options.out)
+
+
 if __name__ == "__main__":
-    code, method, size, model, tokens, out = sys.argv[1:]
-    prune = {"llm-compressor": llm_compressor, "papers": papers}[code]
-    prune(method, size, model, load_file(tokens)["tokens"], out)
+    main()

@@ -29,6 +29,7 @@ from emp_llm.evaluation.results import read_results
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+TELLING = ("hellaswag", "arc_easy")  # the dense model is far above chance
 CHANCE = (50.0, 50.0, 25.0, 50.0, 25.0, 25.0, 25.0)
 TEXT = "--calibration wikitext2 --samples 128 --seqlen 512"
 
@@ -70,6 +71,8 @@ def healed(name: str, label: str, of: str, options: str, answers: bool = False) 
 
 MLP = "MLP layers"
 ALL = "All linear layers"
+C4 = "Calibrated on C4"
+OF_C4 = "--calibration c4 --samples 128 --seqlen 512"
 UNITS = "Neurons, heads and layers removed, beside zeros"
 OWN = "--targets all-linear --propagate pruned"
 REFIT = "--targets all-linear --refit"
@@ -118,6 +121,15 @@ ROWS = (
         "admm, refit, 2:4",
         f"--method admm --pattern 2:4 {REFIT}",
         answers=True,
+    ),
+    pruned("c4-wanda-50", C4, "Wanda", f"--method wanda --sparsity 0.5 {OWN}", True, OF_C4),
+    pruned(
+        "c4-emp-admm-50",
+        C4,
+        "emp-admm, refit",
+        f"--method emp-admm --sparsity 0.5 {REFIT}",
+        True,
+        OF_C4,
     ),
     *(
         pruned(
@@ -206,6 +218,7 @@ def main(line: list[str] | None = None) -> None:
     if options.write is not None:
         options.write.mkdir(parents=True, exist_ok=True)
         (options.write / "tables.md").write_text(text + "\n", encoding="utf-8")
+        draw(points, options.write / "damage.svg")
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
@@ -295,6 +308,49 @@ def sizes(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+BARS = {
+    "50 % zeros": ("wanda-50", "sparsegpt-50", "emp-admm-50", "emp-admm-50-healed"),
+    "2:4": ("wanda-2of4", "sparsegpt-2of4", "admm-2of4", "admm-2of4-healed"),
+}
+BAR_NAMES = ("Wanda", "SparseGPT", "emp-llm: admm, refit", "healed")
+
+
+def draw(points: dict[str, dict[str, Any]], path: Path) -> None:
+    """The increase of the perplexity of the main methods."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "smollm2"  # the same file for the same points
+    figure, plots = pyplot.subplots(1, 2, figsize=(8, 2.2), layout="constrained", sharey=True)
+    for axes, (title, names) in zip(plots, BARS.items(), strict=True):
+        known = [
+            (label, changes(points[name]))
+            for label, name in zip(BAR_NAMES, names, strict=True)
+            if name in points
+        ]
+        colours = ["#9aa0a6", "#9aa0a6", "#1a73e8", "#174ea6"][: len(known)]
+        values = [value for _, (value, _) in known]
+        errors = [error for _, (_, error) in known]
+        labels = [label for label, _ in known]
+        bars = axes.barh(labels, values, xerr=errors, color=colours)
+        axes.bar_label(bars, [f" +{value:.0f} %" for value in values], padding=3)
+        axes.set_xlim(0, 1.2 * max(values))
+        axes.set_title(title, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    plots[0].invert_yaxis()
+    figure.supxlabel("increase of WikiText-2's perplexity, SmolLM2-135M", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def changes(point: dict[str, Any]) -> tuple[float, float]:
+    """The change of the perplexity in percent, and its error."""
+    name = next(key for key in point["values"] if key.startswith("perplexity"))
+    _, change, error = point["values"][name]
+    return change, error
+
+
 def tables(points: dict[str, dict[str, Any]]) -> str:
     """A table for each section, and one of the answers."""
     parts = []
@@ -306,20 +362,28 @@ def tables(points: dict[str, dict[str, Any]]) -> str:
         if len(rows) > 1:
             parts.append(f"## {section}\n\n{markdown_table(rows, as_markdown=True)}")
     heads = [task.replace("_", " ") for task in TASKS]
-    rows = [["accuracy in percent", "removed", *heads, "mean of 7", "change"]]
-    rows.append(["chance", "", *(f"{each:.0f}" for each in CHANCE), mean_text(CHANCE), ""])
+    rows = [["accuracy in percent", "removed", *heads, "mean of 7", "the two that tell"]]
+    telling = [TASKS.index(task) for task in TELLING]
+    rows.append(
+        [
+            "chance",
+            "",
+            *(f"{each:.0f}" for each in CHANCE),
+            mean_text(CHANCE),
+            mean_text([CHANCE[place] for place in telling]),
+        ]
+    )
     for row in ROWS:
         values = points.get(row.name, {}).get("values", {})
         if f"{TASKS[0]} acc" in values:
             accuracies = [values[f"{task} acc"][0] for task in TASKS]
-            _, change, error = values["mean acc of 7"]
             rows.append(
                 [
-                    f"{row.label}{', ' + row.section if row.section in (MLP, ALL) else ''}",
+                    f"{row.label}{', ' + row.section if row.section in (MLP, ALL, C4) else ''}",
                     removed(points[row.name]),
                     *(f"{each:.1f}" for each in accuracies),
                     mean_text(accuracies),
-                    f"{change:+.1f} ± {error:.1f}" if error else "",
+                    mean_text([accuracies[place] for place in telling]),
                 ]
             )
     parts.append(f"## Answers\n\n{markdown_table(rows, as_markdown=True)}")
@@ -329,8 +393,8 @@ def tables(points: dict[str, dict[str, Any]]) -> str:
 def cells(row: Row, point: dict[str, Any]) -> list[str]:
     """A row of a table."""
     values = point["values"]
-    name = next(key for key in values if key.startswith("perplexity"))
-    value, change, error = values[name]
+    value = values[next(key for key in values if key.startswith("perplexity"))][0]
+    change, error = changes(point)
     return [
         row.label,
         removed(point),

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm.calibration.data import read_text
 from emp_llm.common.errors import UserError
+from emp_llm.evaluation import loss_budget
+from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.pruning import loss_budget
-from emp_llm.pruning.loss_budget import LossBudget, next_point, sparsities_of
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.verify import verify
 

@@ -81,7 +81,7 @@ from emp_llm.update.update import check_apart, update_warnings
 from emp_llm.update.walk import update_model
 
 if TYPE_CHECKING:
-    from emp_llm.pruning.loss_budget import Judged
+    from emp_llm.evaluation.loss_budget import Judged
 
 logger = logging.getLogger(__name__)
 
