@@ -853,7 +853,7 @@ def test_a_dry_run_says_what_it_takes(
     (note,) = (each for each in plan.notes if each.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
     assert " min on this machine" in note
-    assert f"{format_bytes(40 * plan.coverage.weights)} of disk beside the output" in note
+    assert f"{format_bytes(28 * plan.coverage.weights)} of disk beside the output" in note
     by_blocks = prune(
         models("llama"),
         output=tmp_path / "out",

@@ -291,7 +291,8 @@ def heal_folder(
                 "them is lost. Delete it."
             )
         with stage("heal"):
-            record = train(model, teacher, data.tokens, masks, moving, out.work / "healing", *how)
+            folder = out.work / "healing"
+            record = train(model, teacher, data.tokens, masks, moving, folder, *how, True)
         if ranks().main and record.best:
             # From here on, the weights are no longer those that the training began with.
             out.note(healed=True)
@@ -327,6 +328,7 @@ def train(
     steps: int,
     batch_size: int = SEQUENCES,
     seed: int = 0,
+    expendable: bool = False,
 ) -> HealingRecord:
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
     A collective call.
@@ -334,7 +336,7 @@ def train(
     Args:
         model: pruned, whole in memory, float32. If no step is better than none (`best` is 0), its
             weights are of no use.
-        dense: gives the probabilities; unchanged.
+        dense: gives the probabilities.
         tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
             chooses the step whose weights are kept.
         masks: weights that stay zero.
@@ -343,6 +345,7 @@ def train(
             last one.
         steps, batch_size, seed: number of steps of four sequences, sequences at a time on a GPU,
             and the seed of their order.
+        expendable: the dense model is not needed afterwards.
 
     Raises:
         UserError: memory runs out.
@@ -409,7 +412,7 @@ def train(
                 trainer._load_best_model()
         else:
             visits = steps * SEQUENCES // ranks().count
-            with _dense_logits(dense, tokens, visits) as trainer.dense_logits:
+            with _dense_logits(dense, tokens, visits, expendable) as trainer.dense_logits:
                 trainer.train(resume_from_checkpoint=last)
     curve = _curve(trainer.state)
     perplexity = _curve(trainer.state, "perplexity")
@@ -487,14 +490,15 @@ class _Healer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def _dense_logits(
-    dense: PreTrainedModel, tokens: Tensor, visits: int
+    dense: PreTrainedModel, tokens: Tensor, visits: int, expendable: bool = False
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """A function that returns the dense model's logits, given the numbers of sequences, int64,
     shape (sequences,).
 
     A training that visits as many sequences as there are sees most of them several times. Then
     all pass through the dense blocks once, before it, and only the final norm and the head run
-    again. The logits have the same bits either way.
+    again, so the weights of the blocks of an expendable model are freed. The logits have the same
+    bits either way.
     """
     runner = _by_blocks(dense, tokens[:1]) if visits >= len(tokens) else None
     if runner is None:
@@ -507,6 +511,8 @@ def _dense_logits(
     with runner.walk(torch.split(tokens, 1), "dense") as walk:
         for step in walk.steps():
             step.run()
+        if expendable:
+            runner.blocks.to("meta")
         yield lambda numbers: torch.cat([walk.tail(number).logits for number in numbers.tolist()])
 
 

@@ -273,6 +273,7 @@ class Walk:
         self.batches = batches
         self._calls: list[list[Call]] = []
         self.device = execution_device(runner.blocks[0])
+        self._end = execution_device(runner.blocks[-1])
         tokens = sum(batch.numel() for batch in batches)
         self._tokens = tokens
         self.bar = progress_bar(len(runner.blocks), title, " blocks")
@@ -342,7 +343,7 @@ class Walk:
                 for them.
         """
         runner = self.runner
-        device = execution_device(self.runner.blocks[-1])
+        device = self._end
         batch = self.batches[number]
         where = f"{type(runner.model).__name__} after its last block"
         graph = torch.set_grad_enabled(final is not None)
