@@ -115,17 +115,22 @@ def test_offloaded_weights(tmp_path: Path) -> None:
     assert same.sparsity == loss.sparsity
 
 
-def test_weights_that_move(tmp_path: Path) -> None:
-    """At most two runs; the one that is kept is within the budget, and verified."""
-    report, loss = pruned(tmp_path, loss="3%", method="emp-admm", refit=True, seqlen=64)
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [
+        ({"method": "emp-admm", "refit": True, "seqlen": 64}, 2),
+        # The refit helps less than is guessed, and two runs go beyond the budget.
+        ({"method": "emp-relative", "refit": True, "refit_weighting": "relative"}, 4),
+    ],
+)
+def test_weights_that_move(tmp_path: Path, how: dict[str, Any], most: int) -> None:
+    """The run that is kept is within the budget, and verified."""
+    report, loss = pruned(tmp_path, loss="3%", **how)
     runs = [each for each in loss.points if each.whole_run]
-    assert 1 <= len(runs) <= 2
+    assert 1 <= len(runs) <= most
     taken = next(each for each in runs if each.sparsity == loss.sparsity)
     assert taken.rise + taken.error <= loss.budget
-    of_masks = next(
-        each for each in loss.points if each.sparsity == loss.sparsity and not each.whole_run
-    )
-    assert of_masks.rise > loss.budget
+    assert any(each.sparsity == loss.sparsity for each in loss.points if not each.whole_run)
     assert report.recipe.refit
     assert report.fits
     assert not verify(tmp_path / "out", source=DEMO).differences

@@ -10,7 +10,8 @@ logarithms of its neighbours meets the budget.
 Where weights move (SparseGPT, ADMM, a refit, healing), a point takes a whole run. The curve of the
 masks alone predicts it: a run has a rise that is a share of theirs, and that share grows slowly
 with the damage. So the curve is walked for a share that is guessed, then for the one that the first
-run has; at most two runs.
+run has. Two runs are enough, unless both go beyond the budget. Of heads, neurons, experts and
+layers, each point is a whole run.
 """
 
 import json
@@ -69,6 +70,8 @@ _SHARE_OF_UPDATE = 0.5
 _SHARE_OF_HEALING = 0.35
 _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
+_CAREFUL = 0.75  # for one after two that went beyond it
+_MOST_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -423,13 +426,13 @@ class _Search:
         )
 
     def by_runs(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
-        """Prune by whole runs, at most two, and put the best one that keeps to the budget at the
-        path.
+        """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
+        one that does at the path.
         """
         nats = self._budget.nats
         share = _SHARE_OF_HEALING if self._recipe.heal else _SHARE_OF_UPDATE
         of_masks = _AIM * nats / share
-        for number in (1, 2):
+        for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
             if len(points) < number:
                 wanted = self.largest(sparsities, of_masks)
@@ -437,9 +440,11 @@ class _Search:
                     break
                 self._keep(self._run(run, wanted))
             point = list(self._points(whole=True).values())[-1]
-            if 0.85 * nats <= point.most <= nats:
+            near = 0.85 * nats <= point.most <= nats
+            if near or (number >= 2 and self._best() is not None):
                 break
-            left = _AIM * nats / max(point.most, nats / 100)
+            aim = _AIM if number == 1 else _CAREFUL
+            left = aim * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
         return self._put(path)
 
