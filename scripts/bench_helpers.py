@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -189,6 +189,37 @@ def run_and_watch(command: list[str], output: bool = True) -> int:
     if process.returncode:
         raise SystemExit(process.returncode)
     return peak
+
+
+def used_by(words: list[str], folder: Path, log: Path, **more: str) -> dict[str, Any]:
+    """CPU seconds (user, system), wall seconds and peak memory in GB of a process; or how it
+    `failed`.
+
+    Args:
+        words: the program and its arguments.
+        folder: it works there, without the Hub.
+        log: gets its output.
+        more: of its environment.
+    """
+    started = time.perf_counter()
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | more,
+            stdout=file,
+            stderr=file,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        said = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+        return {"failed": f"ended with {os.waitstatus_to_exitcode(status)}: {said[-1]}"}
+    return {
+        "user": round(used.ru_utime, 1),
+        "system": round(used.ru_stime, 1),
+        "wall": round(time.perf_counter() - started, 1),
+        "memory": round(used.ru_maxrss * 1024 / 1e9, 3),
+    }
 
 
 def forget(folder: Path) -> None:

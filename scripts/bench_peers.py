@@ -17,10 +17,10 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from bench_helpers import used_by
 from safetensors.torch import save_file
 
 from emp_llm.calibration.data import read_text
@@ -168,25 +168,7 @@ class Bench:
     def _measured(self, words: list[str], name: str) -> dict[str, Any]:
         """CPU seconds, wall seconds and peak memory of a command, or how it failed."""
         log = self._out / f"{name}.log"
-        started = time.perf_counter()
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                words,
-                cwd=self._datasets,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": self._threads},
-                stdout=file,
-                stderr=file,
-            )
-            _, status, used = os.wait4(process.pid, 0)
-        if status:
-            said = log.read_text(errors="replace").strip().splitlines() or ["no message"]
-            return {"failed": f"ended with {os.waitstatus_to_exitcode(status)}: {said[-1]}"}
-        return {
-            "user": round(used.ru_utime, 1),
-            "system": round(used.ru_stime, 1),
-            "wall": round(time.perf_counter() - started, 1),
-            "memory": round(used.ru_maxrss * 1024 / 1e9, 3),
-        }
+        return used_by(words, self._datasets, log, OMP_NUM_THREADS=self._threads)
 
     def _judged(self, folder: Path, name: str) -> dict[str, Any]:
         """The perplexity of a checkpoint, and its change from the dense model's."""

@@ -16,12 +16,13 @@ commands: CPU seconds of the process, and its largest resident set.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench_helpers import used_by
 
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import change_of, values_of
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 TASKS = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 TELLING = ("hellaswag", "arc_easy")  # the dense model is far above chance
 CHANCE = (50.0, 50.0, 25.0, 50.0, 25.0, 25.0, 25.0)
+WEIGHTS = 134_515_008
+IN_LINEAR = 106_168_320  # of them, in the linear layers of the blocks
 TEXT = "--calibration wikitext2 --samples 128 --seqlen 512"
 
 
@@ -61,6 +64,21 @@ def pruned(
     """A row of `emp-llm prune`."""
     command = f"prune --model {{dense}} {options} {text} --output {{out}}"
     return Row(name, section, label, " ".join(command.split()), answers)
+
+
+def units(
+    kind: str, shares: tuple[int, ...], label: str, options: str, answers: int = 0
+) -> Iterator[Row]:
+    """A row for each share of the parameters, in percent, that goes as heads, neurons or layers."""
+    for share in shares:
+        parameters = int(WEIGHTS * (1 - share / 100))
+        yield pruned(
+            f"{kind}-{share}",
+            UNITS,
+            label.format(share),
+            f"--structure {kind} --parameters {parameters} {options}",
+            answers=share == answers,
+        )
 
 
 def healed(name: str, label: str, of: str, options: str, answers: bool = False) -> Row:
@@ -131,44 +149,21 @@ ROWS = (
         True,
         OF_C4,
     ),
-    *(
-        pruned(
-            f"neurons-{share}",
-            UNITS,
-            f"neurons, {share} % of the parameters, refit",
-            f"--structure neurons --method wanda --parameters {int(134515008 * (1 - share / 100))}"
-            " --width-multiple 8 --refit",
-            answers=share == 20,
-        )
-        for share in (10, 20, 30)
+    *units(
+        "neurons",
+        (10, 20, 30),
+        "neurons, {} % of the parameters, refit",
+        "--method wanda --width-multiple 8 --refit",
+        answers=20,
     ),
-    *(
-        pruned(
-            f"layers-{share}",
-            UNITS,
-            f"layers, {share} % of the parameters",
-            f"--structure layers --parameters {int(134515008 * (1 - share / 100))}",
-            answers=share == 20,
-        )
-        for share in (10, 20, 30)
-    ),
-    *(
-        pruned(
-            f"heads-{share}",
-            UNITS,
-            f"heads, {share} % of the parameters, refit",
-            f"--structure heads --method wanda --parameters {int(134515008 * (1 - share / 100))}"
-            " --refit",
-        )
-        for share in (5, 10)
-    ),
+    *units("layers", (10, 20, 30), "layers, {} % of the parameters", "", answers=20),
+    *units("heads", (5, 10), "heads, {} % of the parameters, refit", "--method wanda --refit"),
     *(
         pruned(
             f"zeros-{share}",
             UNITS,
             f"zeros, {share} % of the parameters, emp-admm, refit",
-            # 106,168,320 of the 134,515,008 weights are in linear layers
-            f"--method emp-admm --sparsity {134515008 * share / 100 / 106168320:.4f} {REFIT}",
+            f"--method emp-admm --sparsity {WEIGHTS * share / 100 / IN_LINEAR:.4f} {REFIT}",
             answers=share == 20,
         )
         for share in (10, 20, 30)
@@ -259,23 +254,15 @@ class Study:
 
     def _run(self, words: list[str]) -> dict[str, Any]:
         """CPU seconds, wall seconds and peak memory of a command."""
-        started = time.perf_counter()
         log = self._work / "log.txt"
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "emp_llm", *words, "--overwrite", "-q"],
-                cwd=self._folder,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"},
-                stdout=file,
-                stderr=file,
-            )
-            _, status, used = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"{' '.join(words)}: failed; see {log}")
+        command = [sys.executable, "-m", "emp_llm", *words, "--overwrite", "-q"]
+        used = used_by(command, self._folder, log)
+        if "failed" in used:
+            raise SystemExit(f"{' '.join(words)}: {used['failed']}; see {log}")
         return {
-            "cpu": round(used.ru_utime + used.ru_stime, 1),
-            "wall": round(time.perf_counter() - started, 1),
-            "memory": round(used.ru_maxrss * 1024 / 1e9, 3),
+            "cpu": round(used["user"] + used["system"], 1),
+            "wall": used["wall"],
+            "memory": used["memory"],
             "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
         }
 
@@ -408,7 +395,7 @@ def cells(row: Row, point: dict[str, Any]) -> list[str]:
 def removed(point: dict[str, Any]) -> str:
     """What a row removed: a share of the targets, or of the parameters."""
     if point.get("parameters"):
-        return f"{100 * (1 - point['parameters'] / 134515008):.1f} % of the parameters"
+        return f"{100 * (1 - point['parameters'] / WEIGHTS):.1f} % of the parameters"
     if point.get("zeros") is not None:
         return f"{100 * point['zeros']:.1f} %"
     return ""

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -241,3 +242,49 @@ def test_budgets() -> None:
     assert LossBudget.of("2%").nats == pytest.approx(math.log(1.02))
     assert LossBudget.of("0.02").nats == 0.02
     assert LossBudget.of("1.5 %".replace(" ", "")).flag == "--loss 1.5%"
+
+
+def test_the_output_is_checked_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_budget, "calibrated", lambda *_, **__: pytest.fail("computed"))
+    how = TEXT | {"loss": "2%", "method": "wanda", "output": tmp_path / "out"}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="it exists"):
+        prune(DEMO, **how)
+    (tmp_path / "out" / "mine.txt").rename(tmp_path / "mine.txt")
+    (tmp_path / "out").rmdir()
+    (tmp_path / ".out.loss").mkdir()
+    (tmp_path / "mine.txt").rename(tmp_path / ".out.loss" / "mine.txt")
+    with pytest.raises(UserError, match="did not put there"):
+        prune(DEMO, **how)
+    assert (tmp_path / ".out.loss" / "mine.txt").read_text() == "mine"
+
+
+def test_a_ruined_model_is_beyond_every_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = loss_budget.perplexity
+    calls = 0
+
+    def ruined(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = measured(*arguments, **keywords)
+        # The first point after the dense model.
+        return msgspec.structs.replace(found, perplexity=None) if calls == 2 else found
+
+    monkeypatch.setattr(loss_budget, "perplexity", ruined)
+    _, loss = pruned(tmp_path, loss="5%", method="magnitude", seqlen=64)
+    assert max(loss.points, key=lambda each: each.rise).rise > 100
+    assert loss.sparsity < 0.3
+
+
+def test_units_replace_an_older_output(tmp_path: Path) -> None:
+    how = {"structure": "layers", "loss": "60%", "seqlen": 64}
+    _, first = pruned(tmp_path, **how)
+    with pytest.raises(UserError, match="it exists"):
+        pruned(tmp_path, **how)
+    _, again = pruned(tmp_path, **how, overwrite=True)
+    assert again.points == first.points

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
@@ -33,7 +34,7 @@ from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.checkpoint.output import OutputFolder, check_own
 from emp_llm.common.errors import NothingRemovedError, UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
@@ -41,19 +42,21 @@ from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.hub.local_model import find_model
+from emp_llm.in_memory.healing import check_healable
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, structured
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.pruning.chosen import targets_of_folder
-from emp_llm.pruning.counts import Numbers, counts_of, read_report
+from emp_llm.pruning.counts import Numbers, check_groups, counts_of, read_report
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores, input_norms
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport
+from emp_llm.update.update import check_apart, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +75,8 @@ _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after two that went beyond it
 _MOST_RUNS = 4
+_RUINED = 700.0  # nats: the rise of a model whose loss is not finite
+_OWN = ("*curve.json*", "*activations.safetensors*", "checkpoint", "*removed-*")
 
 
 @dataclass(frozen=True)
@@ -138,27 +143,29 @@ def prune_to_loss(
     whole = structured(recipe, structure) if units else recipe
     name = f"{structure.structure}-{whole.method}" if units else recipe.method
     path = options.output or Path(f"{source.short_name}-{name}")
-    work = path.with_name(f".{path.name}.loss")
+    work = _work_of(path)
     with locked(work, f"--output {path}"):
-        search = _Search(recipe, whole, options, given, source.folder, work, budget)
-        OutputFolder(path, [source.folder], search.checkpoint.output_bytes, options.overwrite)
+        search = _Search(recipe, whole, options, given, source.folder, path, budget)
+        sparsities = sparsities_of(recipe)
         if structure.structure == "layers":
             layers = len({target.layer.block for target in search.targets} - {None})
-            report = search.by_units([n / layers for n in range(1, layers)], run, path)
-            shutil.rmtree(work)
-            return report
-        sparsities = sparsities_of(recipe)
+            sparsities = [number / layers for number in range(1, layers)]
         if units:
-            report = search.by_units(sparsities, run, path)
+            report = search.by_units(sparsities, run)
         elif not recipe.moves and options.propagate == "dense":
             taken = search.largest(sparsities, budget.nats)
             final = _at(recipe, taken)
             search.models.free()
             report = run(final, replace(options, loss=None), search.judged(taken))
         else:
-            report = search.by_runs(sparsities, run, path)
+            report = search.by_runs(sparsities, run)
         shutil.rmtree(work)
     return report
+
+
+def _work_of(path: Path) -> Path:
+    """The folder of unfinished work, beside the output."""
+    return path.with_name(f".{path.name}.loss")
 
 
 def sparsities_of(recipe: Recipe) -> list[float]:
@@ -238,7 +245,7 @@ class _Search:
         options: PruneOptions,
         given: Given,
         source: Path,
-        work: Path,
+        path: Path,
         budget: LossBudget,
     ) -> None:
         self._recipe = recipe
@@ -260,15 +267,23 @@ class _Search:
             )
         self._options = options
         self._source = source
-        self._work = work
+        self._work = _work_of(path)
         self._budget = budget
         self._chosen = targets_of_folder(source, str(source), recipe, options.trust_remote_code)
         self.checkpoint = self._chosen.checkpoint
         self.targets = self._chosen.targets
+        self._path = path
+        self._output()  # is only checked
         if self.checkpoint.config.get("is_encoder_decoder") or headless_class(
             self.checkpoint.config
         ):
             raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
+        if whole.structure is None:
+            check_groups(recipe, self.targets)
+        if recipe.updates:
+            if whole.structure is None:
+                check_update(self.targets, recipe.update_flag, recipe.without_update)
+            check_apart(self.checkpoint.config, recipe.update_flag, recipe.without_update)
         self.models = OneModel(
             options.device_map, options.dtype, options.trust_remote_code, Stopwatch()
         )
@@ -289,12 +304,15 @@ class _Search:
                 "--samples."
             )
         assert isinstance(data, CalibrationText)
+        if recipe.heal:
+            check_healable(self.checkpoint.config, data, self.targets)
         self._judges = further[2::3]
         self._deciding = further[[n for n in range(len(further)) if n % 3 != 2]]
         about = calibration_signature(data, options, options.propagate)
         about |= {"dtype": options.dtype, "device_map": options.device_map}
         self._state = self._resumed(about)
-        self._norms = self._known_norms(given, data)
+        self._given = given
+        self._data = data
         self._numbers: Numbers = {}
 
     def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
@@ -302,31 +320,37 @@ class _Search:
         signature = run_signature(self.checkpoint, self._whole, about)
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
         signature = json.loads(json.dumps(signature))
+        check_own(self._work, _OWN, ("curve.json",))
         file = self._work / "curve.json"
         if file.is_file():
             held = read_json(file)
             if held.get("signature") == signature:
                 return dict(held)
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-        return {"signature": signature, "points": []}
+            shutil.rmtree(self._work)
+        self._work.mkdir(parents=True, exist_ok=True)
+        state = {"signature": signature, "points": []}
+        write_json(file, state)
+        return state
 
-    def _note(self) -> None:
-        write_json(self._work / "curve.json", self._state)
+    def _output(self) -> OutputFolder:
+        """The output. Raises UserError if it may not be written."""
+        needed = self.checkpoint.output_bytes
+        return OutputFolder(self._path, [self._source], needed, self._options.overwrite)
 
-    def _known_norms(self, given: Given, data: CalibrationText) -> Activations | None:
+    @cached_property
+    def _norms(self) -> Activations | None:
         """The norms of the masks, calibrated once; None if their scores need none."""
         if self._whole.structure is not None or not self._masks.needs_activations:
             return None
         options = self._options
         if options.activations is not None:
-            return given_norms(options, self._masks, given)
+            return given_norms(options, self._masks, self._given)
         file = self._work / "activations.safetensors"
         if not file.is_file():
             with stage("calibrate"):
                 norms = calibrated(
                     self.models.get(self._source),
-                    data,
+                    self._data,
                     self._chosen.layers_to_calibrate(),
                     options,
                     model_origin(options.model, options.revision, self.checkpoint),
@@ -346,8 +370,11 @@ class _Search:
     def _point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
         """A point from what its model measured."""
         rise = math.log(record.value / self._dense.value)
-        error = paired_error_of_losses(losses_of(record), losses_of(self._dense))
-        point = LossPoint(sparsity=sparsity, rise=rise, error=error or 0.0, whole_run=whole)
+        error = paired_error_of_losses(losses_of(record), losses_of(self._dense)) or 0.0
+        if not math.isfinite(rise + error):  # a ruined model
+            rise = _RUINED
+            error = 0.0
+        point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
         change = 100 * math.expm1(min(rise, 50.0))
         logger.info(
             "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
@@ -355,19 +382,12 @@ class _Search:
         return point
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
-        found = [LossPoint(**each) for each in self._state["points"]]
+        found = msgspec.convert(self._state["points"], list[LossPoint])
         return {each.sparsity: each for each in found if each.whole_run == whole}
 
     def _keep(self, point: LossPoint) -> LossPoint:
-        self._state["points"].append(
-            {
-                "sparsity": point.sparsity,
-                "rise": point.rise,
-                "error": point.error,
-                "whole_run": point.whole_run,
-            }
-        )
-        self._note()
+        self._state["points"].append(msgspec.to_builtins(point))
+        write_json(self._work / "curve.json", self._state)
         return point
 
     def _masked(self, sparsity: float) -> LossPoint:
@@ -425,7 +445,7 @@ class _Search:
             f"({curve}). Allow more, or {instead}."
         )
 
-    def by_runs(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
+    def by_runs(self, sparsities: list[float], run: Run) -> RunReport:
         """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
         one that does at the path.
         """
@@ -446,9 +466,9 @@ class _Search:
             aim = _AIM if number == 1 else _CAREFUL
             left = aim * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
-        return self._put(path)
+        return self._put()
 
-    def by_units(self, sparsities: list[float], run: Run, path: Path) -> RunReport:
+    def by_units(self, sparsities: list[float], run: Run) -> RunReport:
         """Prune by a whole run for each point, and put the best one that keeps to the budget at
         the path.
         """
@@ -460,7 +480,7 @@ class _Search:
             for folder in self._work.glob("removed-*"):
                 if best is None or folder != self._folder(best.sparsity):
                     shutil.rmtree(folder)
-        return self._put(path)
+        return self._put()
 
     def _best(self) -> LossPoint | None:
         """The whole run that removes most within the budget."""
@@ -471,7 +491,7 @@ class _Search:
         )
         return max(good, key=_by_sparsity, default=None)
 
-    def _put(self, path: Path) -> RunReport:
+    def _put(self) -> RunReport:
         """Put the best run at the path, with the whole curve in its report."""
         best = self._best()
         if best is None:
@@ -479,9 +499,11 @@ class _Search:
         folder = self._folder(best.sparsity)
         report = read_report(folder)
         report.loss = self.judged(best.sparsity).record
-        report.save(folder / REPORT_NAME)
-        shutil.rmtree(path, ignore_errors=True)  # OutputFolder has checked that it may go
-        folder.rename(path)
+        with self._output() as out:
+            out.begin(self._state["signature"])
+            shutil.copytree(folder, out.files, dirs_exist_ok=True)
+            report.save(out.files / REPORT_NAME)
+            out.complete()
         return report
 
     def _folder(self, sparsity: float) -> Path:

@@ -88,8 +88,10 @@ def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:
             4 * matrix.columns * (matrix.columns + max(matrix.rows, matrix.columns))
             for matrix in matrices
         )
-        several = recipe.refit_weighting == "relative" or any(
-            target.layer.routed for target in members
+        several = (
+            recipe.refit_weighting == "relative"
+            or not recipe.restores_dense  # all inputs of a block at a time
+            or any(target.layer.routed for target in members)
         )
         together = sum(8 * matrix.columns**2 for matrix in matrices) if several else single
         work = max(workspace(matrix.rows, matrix.columns) for matrix in matrices)
