@@ -459,7 +459,7 @@ def _completions(line: str) -> list[str]:
     words = line.split() + [""] * line.endswith(" ")
     found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
     if len(words) > 2 and words[1] in COMMANDS:
-        from emp_llm.options.recipe import METHODS
+        from emp_llm.options.recipe import method_names
 
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
         flags = {
@@ -471,7 +471,10 @@ def _completions(line: str) -> list[str]:
         given = flags.get(words[-2])
         found = [*flags, "--help"] if given is None or given.kind is bool else given.choices
         if given is not None and given.parameter.name == "method":
-            found = ["best", *(f"{prefix}{name}" for prefix in ("emp-", "") for name in METHODS)]
+            found = [
+                "best",
+                *(f"{prefix}{name}" for prefix in ("emp-", "") for name in method_names()),
+            ]
     return [
         each
         for each in found

@@ -17,13 +17,13 @@ from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_unit
 from emp_llm.options.recipe import (
     METHODS,
     SCORE_FIELDS,
-    SEARCHES,
     TARGET_FIELDS,
     Recipe,
     StructureRecipe,
 )
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
+from emp_llm.update.update import SEARCHES
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"

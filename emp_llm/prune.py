@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from emp_llm.evaluation.loss_budget import Judged
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.reporting.push import Destination
-    from emp_llm.update.moved import MovedWeights
+    from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _pruned(
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.starving import starving_rows
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.update.update import check_apart, check_update, update_warnings
+    from emp_llm.walk.checks import check_apart, check_update, update_warnings
 
     budget = Budget.of(options.parameters, options.memory)
     check_device(options.mask_device)
@@ -192,9 +192,9 @@ def _pruned(
         )
     if judged is None:
         check_wanted(options, given, data)
-    if recipe.updates:
-        from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
-        from emp_llm.update.walk import update_model
+    update = recipe.update
+    if update is not None:
+        from emp_llm.pruning.updates import check_updatable, move_weights, moved_weights
 
         check_updatable(recipe, chosen, data)
     if recipe.heal:
@@ -292,28 +292,15 @@ def _pruned(
             counts = counts_of(scores) if propagated is None else propagated.counts
             pruner = Pruner(scores, counts, options.mask_device)
             moved = None
-            if recipe.updates:
+            if update is not None:
                 assert isinstance(data, CalibrationText)
-                mask_of = pruner.masks()
-                to_search = counts_to_search(pruner, mask_of)
                 tokens = data.tokens
-                how = {"batch_size": options.batch_size, "hidden_states": options.hidden_states}
+                how = (options.batch_size, options.hidden_states)
 
-                def update(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
-                    update_model(
-                        dense,
-                        targets,
-                        tokens,
-                        recipe,
-                        moved,
-                        mask_of=mask_of,
-                        counts_of=to_search,
-                        **how,
-                    )
+                def move(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
+                    move_weights(dense, pruner, update, tokens, moved, *how)
 
-                moved = moved_weights(
-                    source.folder, models, out, stopwatch, recipe.search or "refit", update
-                )
+                moved = moved_weights(source.folder, models, out, stopwatch, update.name, move)
                 about = about or fit_origin(
                     data, options, model_origin(source.name, source.revision, checkpoint)
                 )
@@ -361,10 +348,10 @@ def _pruned(
                 )
                 report.dtype = options.dtype
                 report.device_map = options.device_map
-                if moved is not None:
+                if moved is not None and update is not None:
                     report.fits = moved.records()
                     report.warnings = [
-                        *update_warnings(report.fits, targets, recipe),
+                        *update_warnings(report.fits, targets, update),
                         *report.warnings,
                     ]
                 if healing is not None:

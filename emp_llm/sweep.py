@@ -5,7 +5,7 @@ all finished points DIR/activations.safetensors         the norms of the calibra
 DIR/self.jsonl                      the calibration text, if the model itself wrote it
 DIR/dense.json                      the measurements of the dense model
 DIR/points/NAME/emp_report.json     a finished point, with its checkpoint under --keep
-DIR/.sweep.json.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
+DIR/.sweep.json.lock, .calibration, .checkpoint, .moved, points/.NAME.*    unfinished work
 """
 
 import logging
@@ -38,7 +38,7 @@ from emp_llm.options.base import Given, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import SCORE_FIELDS, TARGET_FIELDS, Recipe
+from emp_llm.options.recipe import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted, read_record
 from emp_llm.records.evaluation import Measures
@@ -58,6 +58,7 @@ _OWN = (
     "dense.json",
     ".calibration",
     ".checkpoint",
+    ".moved",
     SWEEP_NAME,
 )
 
@@ -81,7 +82,18 @@ class SweepDryRun:
 def sweep(
     model: ModelOptions,
     shared: Annotated[
-        Recipe, Some((*TARGET_FIELDS, "group", *SCORE_FIELDS, "shares", "owl_lambda", "owl_m"))
+        Recipe,
+        Some(
+            (
+                *TARGET_FIELDS,
+                "group",
+                *SCORE_FIELDS,
+                "shares",
+                "owl_lambda",
+                "owl_m",
+                *REFIT_FIELDS,
+            )
+        ),
     ],
     text: NormOptions,
     loading: LoadingOptions,
@@ -120,7 +132,10 @@ def sweep(
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
+    from emp_llm.pruning.updates import check_updatable, move_weights
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+    from emp_llm.walk.checks import check_apart, check_update, update_warnings
+    from emp_llm.walk.moved import MovedWeights
 
     if ranks().count > 1:
         raise UserError(
@@ -130,7 +145,14 @@ def sweep(
     check_device(how.mask_device)
     suite = suite_of(suite_options)
     scored = [point.recipe for point in points if point.recipe.needs_activations]
-    leading = scored[0] if scored else points[0].recipe
+    moving = [point.recipe for point in points if point.recipe.updates]
+    others = [*scored, *moving, points[0].recipe]
+    leading = next((each for each in scored if each in moving), others[0])
+    if moving and text.activations is not None and text.calibration is None:
+        raise UserError(
+            f"{moving[0].update_flag} fits weights to the calibration text, and --activations "
+            "holds only its norms. Name the text with --calibration."
+        )
     norms = given_norms(text, leading, given)
     source = find_model(
         model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run
@@ -141,13 +163,16 @@ def sweep(
     checkpoint = chosen.checkpoint
     targets = chosen.targets
     calibrates = bool(scored) and norms is None
+    for recipe in moving:
+        check_update(targets, recipe.update_flag, recipe.without_update)
+        check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if norms is not None and scored:
         input_norms(norms, targets, leading.relative, str(text.activations))
     path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
         unfinished = [point.name for point in points if folder.report(point) is None]
-        for note in self_notes(text.text_name) if calibrates else []:
+        for note in self_notes(text.text_name) if calibrates or moving else []:
             logger.info("%s", note)
         return SweepDryRun(
             unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0
@@ -158,19 +183,22 @@ def sweep(
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
         data = None
         made_of = None if norms is None else {"norms": norms.digest}
-        if calibrates:
-            from emp_llm.calibration.data import calibration_data, keep_generated
+        if calibrates or moving:
+            from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
             from emp_llm.calibration.passes import (
                 calibrated,
                 calibration_signature,
                 delete_progress,
+                fit_origin,
                 model_origin,
             )
 
             data = calibration_data(
                 text, chosen.architecture, model.trust_remote_code, models=models
             )
-            made_of = calibration_signature(data, text)
+            if moving:
+                check_updatable(moving[0], chosen, data)
+            made_of = (made_of or {}) | calibration_signature(data, text)
         prepared = prepare_suite(
             suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code)
         )
@@ -195,7 +223,7 @@ def sweep(
             norms.save(folder.activations)
         elif calibrates and folder.activations.is_file():
             norms = Activations.load(folder.activations)
-        elif data is not None:
+        elif calibrates and data is not None:
             with stage("calibrate"), stopwatch("calibrate"):
                 about = model_origin(source.name, source.revision, checkpoint)
                 layers = chosen.layers_to_calibrate()
@@ -251,6 +279,21 @@ def sweep(
                             "to a temporary checkpoint."
                         )
                         models.free()
+                moved = None
+                update = recipe.update
+                if update is not None:
+                    assert isinstance(data, CalibrationText)
+                    moved = MovedWeights(folder.moved / point.name)
+                    with stage(update.name), watch(update.name):
+                        move_weights(
+                            models.get(source.folder),
+                            pruner,
+                            update,
+                            data.tokens,
+                            moved,
+                            text.batch_size,
+                            text.hidden_states,
+                        )
                 with ExitStack() as of_point:
                     used = norms if recipe.needs_activations else None
                     digest = None if used is None else used.digest
@@ -268,17 +311,17 @@ def sweep(
                             of_point.enter_context(out)
                             made_of = None if digest is None else {"norms": digest}
                             out.begin(run_signature(checkpoint, recipe, made_of))
-                            written = write_checkpoint(pruner, out.files, out)
+                            written = write_checkpoint(pruner, out.files, out, moved)
                             outcomes = written.outcomes
                             files = out.files
                         elif not in_memory:
                             files = folder.scratch
                             of_point.callback(shutil.rmtree, files, ignore_errors=True)
                             files.mkdir()
-                            outcomes = write_checkpoint(pruner, files).outcomes
+                            outcomes = write_checkpoint(pruner, files, moved=moved).outcomes
                         if in_memory:
                             outcomes = of_point.enter_context(
-                                pruned(models.get(source.folder), pruner)
+                                pruned(models.get(source.folder), pruner, moved)
                             )
                     masks = masks_digest(outcomes, recipe, scores.by_magnitude)
                     if known is not None and known.masks == masks and known.evaluation is not None:
@@ -306,7 +349,13 @@ def sweep(
                         if not in_memory:
                             models.free()  # the next point's checkpoint has the same path
                     of_norms = None if used is None else used.about
+                    if of_norms is None and moved is not None and data is not None:
+                        about = model_origin(source.name, source.revision, checkpoint)
+                        of_norms = fit_origin(data, text, about)
                     report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
+                    if moved is not None and update is not None:
+                        report.fits = moved.records()
+                        report.warnings += update_warnings(report.fits, targets, update)
                     report.dtype = loading.dtype
                     report.device_map = loading.device_map
                     report.point = point_record(point)
@@ -331,6 +380,8 @@ def sweep(
                 "%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points)
             )
             measured.setdefault(masks, (point.name, folder.finish(point, report)))
+            shutil.rmtree(folder.moved / point.name, ignore_errors=True)
+        shutil.rmtree(folder.moved, ignore_errors=True)
         models.free()
     return folder.record
 
@@ -357,7 +408,7 @@ class SweepFolder:
 
     Attributes:
         activations, dense: files in the folder; points: parent of the points' folders; calibration,
-            scratch: folders for unfinished work.
+            scratch, moved: folders for unfinished work.
         record: the content of sweep.json.
 
     Raises:
@@ -374,6 +425,7 @@ class SweepFolder:
         self.dense = self.path / "dense.json"
         self.calibration = self.path / ".calibration"
         self.scratch = self.path / ".checkpoint"
+        self.moved = self.path / ".moved"
         self._planned = planned
         self._file = self.path / SWEEP_NAME
         real = self.path.resolve()
@@ -395,6 +447,7 @@ class SweepFolder:
             check_own(self.points, ("*",))
             check_own(self.calibration, CALIBRATION_FILES)
             check_own(self.scratch, ("*",))
+            check_own(self.moved, ("*",))
             try:
                 self.points.mkdir(exist_ok=True)
                 yield

@@ -21,8 +21,8 @@ from torch import Tensor
 from train_witness import read_articles
 
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.options.recipe import damping_for
 from emp_llm.update.least_squares import output_error, refit_rows
+from emp_llm.update.update import damping_for
 
 ROOT = Path(__file__).parents[1]
 DAMPINGS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

@@ -123,21 +123,16 @@ class Study:
     ) -> Entry:
         """A point of experts."""
         from emp_llm.models.modules import weight_of
-        from emp_llm.options.recipe import Recipe, StructureRecipe
         from emp_llm.structure.experts import closed_routers, refit_experts
         from emp_llm.structure.writing import size_of
-        from emp_llm.update.moved import MovedWeights
+        from emp_llm.update.update import Refit
+        from emp_llm.walk.moved import MovedWeights
 
         choices, beta = self.chosen(score, kept, own, seed)
         stays = {choice.units: choice.kept for choice in choices}
         moved = MovedWeights()
         if refit:
-            recipe = Recipe(
-                method=score if score != "random" else "mass",
-                structure=StructureRecipe(structure="experts"),
-                refit=True,
-            )
-            refit_experts(self.model, stays, self.tokens, recipe, moved)
+            refit_experts(self.model, stays, self.tokens, Refit(), moved, min_expert_tokens=32)
         before = {}
         new = moved.weights()
         for units in stays:

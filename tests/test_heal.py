@@ -43,9 +43,9 @@ from emp_llm.reporting.push import method_words
 from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.update import blocks
-from emp_llm.update.blocks import rate_of
-from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify
+from emp_llm.walk.blocks import rate_of
+from emp_llm.walk.moved import MovedWeights
 
 Models = Callable[[str], Path]
 STEPS = 4

@@ -25,9 +25,9 @@ from emp_llm.models.blockwise import HiddenStates
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
 from emp_llm.pruning.counts import read_report
-from emp_llm.update import walk
-from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify
+from emp_llm.walk import update as walk
+from emp_llm.walk.moved import MovedWeights
 
 Models = Callable[[str], Path]
 METHODS: dict[str, dict[str, Any]] = {

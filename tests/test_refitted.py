@@ -142,13 +142,13 @@ def test_wrong_input_in_memory(
         UserError, match="runs block by block, on text alone; give data without images"
     ):
         prune_model(AutoModelForImageTextToText.from_pretrained(folder), recipe, source, folder)
-    update_model = in_memory.update_model
+    move_weights = in_memory.move_weights
 
     def fail(*arguments: Any, **options: Any) -> None:
-        update_model(*arguments, **options)
+        move_weights(*arguments, **options)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(in_memory, "update_model", fail)
+    monkeypatch.setattr(in_memory, "move_weights", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         prune_model(model, recipe, str(text), tokenizer, **GIVEN)
     assert same(state(model), before)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.options.recipe import damping_for
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
@@ -25,6 +24,7 @@ from emp_llm.update.least_squares import (
     workspace_bytes,
 )
 from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import damping_for
 
 KINDS = ("plain", "massive", "correlated", "few tokens")
 

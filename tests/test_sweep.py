@@ -14,7 +14,9 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
+from runs import weights_of
 from safetensors.torch import load_file, save_file
+from torch import equal
 
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluate
@@ -92,6 +94,32 @@ def test_names_of_points() -> None:
     assert names[-2:] == ["wanda-0.3", "wanda-2of4"]
     close = SweepOptions(methods="emp-wanda", betas="1.00000001,1.00000002")
     assert len({point.name for point in plan_points(close, Recipe())}) == 2
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_points_whose_weights_move(
+    models: Models, options: Record, suite: str, tmp_path: Path, keep: bool
+) -> None:
+    source = models("llama")
+    changes: Record = {"methods": "sparsegpt,emp-admm,wanda", "betas": "1", "sparsities": "0.5"}
+    how = options | changes | {"refit": True, "targets": "all-linear"}
+    found = entries(sweep(model=source, output=tmp_path / "sweep", keep=keep, **how))
+    text = {name: how[name] for name in ("calibration", "samples", "seqlen", "device_map")}
+    assert len({each["evaluation"]["perplexity"]["perplexity"] for each in found.values()}) == 3
+    for name, method in (("sparsegpt-0.5", "sparsegpt"), ("emp-admm-beta-1", "emp-admm")):
+        alone = tmp_path / name
+        prune(model=source, output=alone, method=method, refit=True, targets="all-linear", **text)
+        swept = report_of(tmp_path / "sweep", name)
+        pruned = json.loads((alone / "emp_report.json").read_text())
+        assert swept["fits"] == pruned["fits"]
+        assert found[name]["evaluation"]["perplexity"]["perplexity"] == perplexity_of(alone, suite)
+        if keep:
+            kept = tmp_path / "sweep" / "points" / name
+            weights = weights_of(alone)
+            assert all(equal(each, weights[key]) for key, each in weights_of(kept).items())
+
+            assert not verify(kept, source=str(source)).differences
+    assert not (tmp_path / "sweep" / ".moved").exists()
 
 
 @pytest.mark.parametrize(
@@ -480,8 +508,8 @@ GOOD: Record = {
     [
         ({"methods": "emp-wanda,sparsegtp"}, "--methods: 'sparsegtp' is not one of emp-wanda, "),
         (
-            {"methods": "emp-wanda,sparsegpt"},
-            "a sweep only sets weights to zero; run prune --method sparsegpt instead.",
+            {"methods": "emp-wanda,sparsegpt", "calibration": None, "activations": "norms"},
+            "--method sparsegpt fits weights to the calibration text, and --activations holds only",
         ),
         ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
         ({"betas": "1,much"}, "--betas '1,much': expected numbers"),

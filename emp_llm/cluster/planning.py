@@ -25,7 +25,7 @@ from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
-from emp_llm.update.update import HEALING_BYTES, check_apart
+from emp_llm.walk.checks import HEALING_BYTES, check_apart
 
 # Memory of a process beside weights and passes, measured by scripts/measure_needs.py:
 # scripts/results/needs.md.
@@ -450,7 +450,7 @@ def study_recipes(
     """
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
-    points = plan_points(SweepOptions(**_point_options(options)), Recipe(), updates=not sweeps)
+    points = plan_points(SweepOptions(**_point_options(options)), Recipe())
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError(
             "--per model plans sweeps, and a sweep runs in one process. Leave out "

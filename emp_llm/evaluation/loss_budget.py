@@ -56,7 +56,7 @@ from emp_llm.pruning.scores import Scores, input_norms
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport
-from emp_llm.update.update import check_apart, check_update
+from emp_llm.walk.checks import check_apart, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -253,7 +253,8 @@ class _Search:
         # The masks of a search are those of Wanda.
         self._masks = recipe
         if recipe.moves and whole.structure is None:
-            name = "wanda" if recipe.search else recipe.name
+            update = recipe.update
+            name = "wanda" if update is not None and update.searches else recipe.name
             self._masks = recipe.with_method(
                 f"emp-{name}" if recipe.adaptive else name,
                 refit=False,

@@ -59,15 +59,15 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.update.blocks import SEQUENCES, heal_blocks, rate_of, rated
-from emp_llm.update.moved import MovedWeights, in_dtype
-from emp_llm.update.update import (
+from emp_llm.walk.blocks import SEQUENCES, heal_blocks, rate_of, rated
+from emp_llm.walk.checks import (
     check_apart,
     check_update,
     healing_bytes,
     healing_memory,
     updatable,
 )
+from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
 # It warns of checkpoints written within a second.

@@ -37,18 +37,17 @@ from emp_llm.models.offload import resident_parameter
 from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import SEARCHES, Recipe
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.starving import starving_rows
-from emp_llm.pruning.updates import counts_to_search
+from emp_llm.pruning.updates import move_weights
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
-from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import check_apart, check_update, update_warnings
-from emp_llm.update.walk import update_model
+from emp_llm.walk.checks import check_apart, check_update, update_warnings
+from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 _ZEROS = 0.05  # of a matrix; more are not by chance
@@ -151,7 +150,8 @@ def masks_of(
     """
     # The masks do not depend on it.
     recipe = _recipe_of(recipe, how).but(heal=False, heal_steps=None, heal_weights=None)
-    if recipe.refit and recipe.name not in SEARCHES:  # nor on it
+    update = recipe.update
+    if update is not None and not update.searches:  # nor on it
         recipe = recipe.but(
             refit=False, refit_weighting=None, refit_target=None, refit_damping=None
         )
@@ -270,7 +270,8 @@ def _decide(
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner = Pruner(scores, counts)
     moved = None
-    if recipe.updates:
+    update = recipe.update
+    if update is not None:
         sequences = data_in_memory(data, tokenizer, text, model.config)
         if not isinstance(sequences, CalibrationText):
             raise UserError(
@@ -278,18 +279,8 @@ def _decide(
                 "give texts or token ids."
             )
         moved = MovedWeights()
-        mask_of = pruner.masks()
-        with stopwatch(recipe.search or "refit"), in_evaluation_mode(model):
-            update_model(
-                model,
-                targets,
-                sequences.tokens,
-                recipe,
-                moved,
-                mask_of=mask_of,
-                counts_of=counts_to_search(pruner, mask_of),
-                batch_size=batch_size,
-            )
+        with stopwatch(update.name), in_evaluation_mode(model):
+            move_weights(model, pruner, update, sequences.tokens, moved, batch_size)
     with stopwatch("prune"):
         masks, outcomes = _masks(model, pruner, moved)
 
@@ -309,10 +300,10 @@ def _decide(
         logger.warning("warning: %s", starving)
         record.warnings.insert(0, starving)
     found: dict[str, Tensor] = {}
-    if moved is not None:
+    if moved is not None and update is not None:
         record.fits = moved.records()
         found = moved.weights()
-        record.warnings = [*update_warnings(record.fits, targets, recipe), *record.warnings]
+        record.warnings = [*update_warnings(record.fits, targets, update), *record.warnings]
     return ModelReport(record, masks, norms, model), [
         (each, found[each.name]) for each in targets if each.name in found
     ]

@@ -8,7 +8,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import SEARCHES, Recipe, StructureRecipe
+from emp_llm.options.recipe import Recipe, StructureRecipe
 
 _OF_PARTS = ("magnitude", "wanda", "taylor")
 # Structure -> the scores of its units. The first of experts and of layers is the default.
@@ -166,7 +166,7 @@ def check_options(
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         recipe.check_propagated(options.activations)
     if recipe.moves:
-        searches = recipe.name in SEARCHES
+        searches = recipe.update is not None and recipe.update.searches
         flag = recipe.update_flag if recipe.updates else "--heal"
         if quantised:
             raise UserError(f"{flag} cannot change quantised weights; {leave_out}")

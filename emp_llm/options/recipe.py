@@ -15,6 +15,7 @@ from emp_llm.options.base import Given, Opt, check_values, options_of
 from emp_llm.options.criterion import find_criterion, own_name
 from emp_llm.selection.criteria import MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
+from emp_llm.update.update import SEARCHES, Refit, Update, search_named
 
 MatchBy = Literal["total", "matrix"]
 Tower = Literal["language", "vision", "all"]
@@ -26,14 +27,10 @@ METHODS = {
     "magnitude": MAGNITUDE,
     "relative": WANDA,  # with norms relative to the outputs
     "ria": RIA,
-    # Updates of the weights find their own masks; magnitude sets EMP's counts, and serves.
-    "sparsegpt": MAGNITUDE,
-    "admm": MAGNITUDE,  # experts with too few tokens
 }
-SEARCHES = ("sparsegpt", "admm")
-_LEAST_DAMPING = 0.01
 # Fields that commands share.
 TARGET_FIELDS = ("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial")
+REFIT_FIELDS = ("refit", "refit_weighting", "refit_target", "refit_damping")
 SCORE_FIELDS = ("criterion", "scores", "score_map", "score", "count_by")
 
 
@@ -358,6 +355,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
         if self.structure is None:
             check_method(self)
+        if self.name in SEARCHES:
+            return MAGNITUDE  # of EMP's counts, and of experts with too few tokens
         return (
             METHODS[self.name]
             if self.name in METHODS
@@ -399,29 +398,21 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if self.pattern is None else parse_pattern(self.pattern)
 
     @property
-    def search(self) -> str | None:
-        """The method that chooses the mask while it moves the weights; None: the masks are
-        given.
-        """
-        return self.name if self.name in SEARCHES else None
-
-    def damping_of(self, inputs: int, tokens: int) -> float:
-        """The damping that an update tries first, for a layer with some inputs, on some tokens."""
-        if self.search == "sparsegpt" and not self.refit:
-            return _LEAST_DAMPING  # the paper's
-        return damping_for(inputs, tokens) if self.refit_damping is None else self.refit_damping
-
-    @property
-    def restores_dense(self) -> bool:
-        """Whether an update makes targets return what they return in the dense model; SparseGPT
-        alone looks at what the dense weights return on the same inputs.
-        """
-        return self.refit or self.search == "admm"
-
-    @property
     def updates(self) -> bool:
-        """Whether kept weights move: by a refit, by SparseGPT or by ADMM."""
-        return self.refit or self.search is not None
+        """Whether kept weights move: by a refit, or by a search for masks and values."""
+        return self.refit or self.name in SEARCHES
+
+    @property
+    def update(self) -> Update | None:
+        """How kept weights move; None if they do not."""
+        refit = None
+        if self.refit:
+            refit = Refit(
+                weighting=self.refit_weighting or "equal",
+                target=self.refit_target or "block",
+                damping=self.refit_damping,
+            )
+        return search_named(self.name)(refit=refit) if self.name in SEARCHES else refit
 
     @property
     def moves(self) -> bool:
@@ -451,7 +442,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
         adaptive = method.startswith("emp-")
         name = method.removeprefix("emp-")
-        known = METHODS.get(name)
+        known = MAGNITUDE if name in SEARCHES else METHODS.get(name)
         if not adaptive or self.name == "relative":
             unused["count_by"] = None
         if adaptive or (known is not None and not known.needs_norms):
@@ -491,10 +482,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise UserError(
                 f"--sparsity must be at least 0 and below 1, got {self.sparsity:g}.{hint}"
             )
-        if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
-            raise UserError(
-                f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}."
-            )
         if self.pattern is not None and self.group != "row":
             raise UserError(
                 f"--pattern N:M is a budget within rows: it needs group row, not {self.group}."
@@ -531,7 +518,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             own = own_name(self.criterion, self.scores)
             known = self.scored_by
             if (own is not None and self.name != own) or (
-                self.name in METHODS and self.criterion is not None
+                self.name in method_names() and self.criterion is not None
             ):
                 flag = "--scores" if self.scores is not None else "--criterion"
                 other = own or "the name of its function"
@@ -633,14 +620,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                     f"--{name.replace('_', '-')} has no effect without --heal. Add "
                     "--heal, or leave it out."
                 )
-        if self.method == "emp-sparsegpt":
+        update = self.update
+        if update is None or not update.searches:
+            return
+        if self.adaptive and update.keeps == "matrix":
             raise UserError(
-                f"--method {self.method}: SparseGPT has no scores to count. Use "
-                "--method sparsegpt, or emp-admm."
+                f"--method {self.method}: {update.title} shares the weights of a matrix among its "
+                f"rows itself. Use --method {self.name}, or emp-admm."
             )
-        if self.name in SEARCHES and (
-            self.group == "all" or (self.name == "sparsegpt" and self.group != "row")
-        ):
+        if self.group == "all" or (update.keeps == "matrix" and self.group != "row"):
             raise UserError(
                 f"--group {self.group} does not go with method {self.method}, which decides each "
                 "matrix. Leave it out."
@@ -684,6 +672,11 @@ def check_targets(tower: str, blocks: str | None) -> None:
         raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
 
+def method_names() -> list[str]:
+    """The built-in methods, without the prefix "emp-"."""
+    return [*METHODS, *SEARCHES]
+
+
 def check_method(recipe: Recipe, flag: str = "--method") -> None:
     """Raise UserError unless a recipe's method names a criterion, with or without the prefix
     "emp-".
@@ -691,25 +684,14 @@ def check_method(recipe: Recipe, flag: str = "--method") -> None:
     name = recipe.name
     if name == "scores" and recipe.scores is None:
         raise UserError(f"{flag} {recipe.method} needs your scores; give a file with --scores.")
-    if name not in METHODS and recipe.criterion is None and recipe.scores is None:
-        names = ", ".join(
-            each if each == "sparsegpt" else f"emp-{each}, {each}" for each in METHODS
-        )
+    known = method_names()
+    if name not in known and recipe.criterion is None and recipe.scores is None:
+        names = ", ".join(each if each == "sparsegpt" else f"emp-{each}, {each}" for each in known)
         hint = did_you_mean(recipe.method, names.split(", "))
         raise UserError(
             f"{flag} {recipe.method!r} is not one of {names}.{hint} A criterion of your own is "
             "named by --criterion MODULE:FUNCTION."
         )
-
-
-def damping_for(inputs: int, tokens: int) -> float:
-    """A damping for a number of calibration tokens: inputs / tokens, at least 0.01.
-
-    The fewer tokens there are for each input, the more of a refit is chance. On tokens that a refit
-    has not seen, this is the best damping or within 2 % of it, on three models, from 2 to 250
-    tokens for each input (scripts/results/damping.md).
-    """
-    return max(_LEAST_DAMPING, inputs / max(tokens, 1))
 
 
 def parse_pattern(text: str) -> tuple[int, int]:

@@ -68,12 +68,11 @@ class SweepPoint:
     baseline_of: str | None = None
 
 
-def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> list[SweepPoint]:
+def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
         shared: the fields that the points share, such as the targets.
-        updates: take methods that move kept weights too, for commands other than a sweep.
 
     Raises:
         UserError: an option is not a list of its kind, or applies to none of the methods; or a
@@ -151,19 +150,12 @@ def plan_points(how: SweepOptions, shared: Recipe, updates: bool = False) -> lis
                 method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
             )
             add(f"{method}-{pattern.replace(':', 'of')}", recipe)
-    _check_shared(list(points.values()), shared, updates)
+    _check_shared(list(points.values()), shared)
     return list(points.values())
 
 
-def _check_shared(points: list[SweepPoint], shared: Recipe, updates: bool) -> None:
-    """Raise UserError for a method that moves kept weights, or for options of the scores that no
-    point uses.
-    """
-    moving = next((point.recipe.method for point in points if point.recipe.updates), None)
-    if moving is not None and not updates:
-        raise UserError(
-            f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead."
-        )
+def _check_shared(points: list[SweepPoint], shared: Recipe) -> None:
+    """Raise UserError for options of the scores that no point uses."""
     fixed = "methods with a fixed sparsity and activations"
     for name, needed in (
         ("score", "methods that need activations"),

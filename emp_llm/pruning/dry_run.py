@@ -19,7 +19,7 @@ from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.update.update import healing_bytes, healing_memory, update_bytes
+from emp_llm.walk.checks import healing_bytes, healing_memory, update_bytes
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
@@ -98,6 +98,7 @@ def dry_run(
     """
     recipe = scores.recipe
     checkpoint = chosen.checkpoint
+    update = recipe.update
     calibrates = recipe.needs_activations and not scores.norms
     unknown = calibrates and not recipe.counts_by_magnitude
     name = recipe.method
@@ -124,7 +125,7 @@ def dry_run(
         if calibrates or recipe.updates
         else None,
         resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
-        fit_bytes=update_bytes(chosen.targets, recipe) if recipe.updates else None,
+        fit_bytes=None if update is None else update_bytes(chosen.targets, update),
         fit_disk_bytes=size if recipe.updates else None,
         push_to_hub=options.push_to_hub,
         recipe=name,

@@ -19,6 +19,7 @@ from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.pruning.masks import CHUNK_WEIGHTS, Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
+from emp_llm.walk.moved import MovedWeights
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,12 +51,15 @@ def holds_stored_weights(
 
 
 @contextmanager
-def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
+def pruned(
+    model: PreTrainedModel, pruner: Pruner, moved: MovedWeights | None = None
+) -> Iterator[Outcomes]:
     """Replace a model's rows by those that a pruner decides; afterwards, restore the checkpoint's.
 
     Args:
         model: loaded, on any devices and in any dtype, with the checkpoint's weights
             (`holds_stored_weights`).
+        moved: new values of the weights that stay.
     """
 
     def put(target: Target, chunk: Chunk) -> None:
@@ -63,7 +67,7 @@ def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
         weight_of(model, target.layer)[chunk.first : chunk.first + len(rows)].copy_(rows)
 
     try:
-        yield pruner.decide(put)
+        yield pruner.decide(put, moved)
     finally:
         for target, first, rows in _stored_rows(pruner.checkpoint, pruner.targets):
             weight_of(model, target.layer)[first : first + len(rows)].copy_(rows)

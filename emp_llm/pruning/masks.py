@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emp_llm.selection.reference import GroupSelector
-    from emp_llm.update.moved import MovedWeights
+    from emp_llm.walk.moved import MovedWeights
 
 CHUNK_WEIGHTS = 1 << 21
 # Numpy prunes this many weights in the time that loading the compiled kernel takes.

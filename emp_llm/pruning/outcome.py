@@ -88,13 +88,13 @@ def put_figures(rows: RowFigures, first: int, chunk: RowFigures) -> None:
 
 
 def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:
-    """A hash of the masks of some targets; for the same weights and norms, equal masks have equal
-    hashes.
+    """A hash of the pruned values of some targets; for the same weights, norms and text, equal
+    values have equal hashes.
 
     It covers the ranking of the scores and the number of kept weights in every row, which determine
-    the masks. ALL_KEPT if no weight is removed.
+    the masks; and the update of the weights that stay. ALL_KEPT if no weight is removed or moved.
     """
-    if all(
+    if not recipe.updates and all(
         bool((outcome.kept == outcome.target.matrix.columns).all())
         for outcome in outcomes.of_targets
     ):
@@ -103,6 +103,8 @@ def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]
     digest = hashlib.sha256(
         f"{score} {recipe.group} {recipe.pattern} {sorted(fallback)}\n".encode()
     )
+    if recipe.updates:
+        digest.update(f"{recipe.update}\n".encode())
     for outcome in outcomes.of_targets:
         digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import CalibrationText
@@ -17,12 +18,14 @@ from emp_llm.common.machine import Stopwatch
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.models.one_model import OneModel
+from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
-from emp_llm.update.moved import MovedWeights
-from emp_llm.update.walk import OfTarget
+from emp_llm.update.update import Update
+from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.update import OfTarget, update_model
 
 
 def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
@@ -41,22 +44,55 @@ def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
         )
 
 
-def counts_to_search(pruner: Pruner, mask_of: OfTarget) -> OfTarget | None:
+def counts_to_search(pruner: Pruner, update: Update, mask_of: OfTarget) -> OfTarget | None:
     """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix.
-    None without a search.
-
-    SparseGPT shares the kept weights of a matrix among its rows itself.
+    None for given masks, and with a pattern.
     """
-    search = pruner.scores.recipe.search
-    if search is None or (search == "sparsegpt" and pruner.scores.recipe.pattern is not None):
+    if not update.searches or pruner.scores.recipe.pattern is not None:
         return None
-    if search == "sparsegpt":
+    if update.keeps == "matrix":
         # It may read the weights.
         by_matrix = cache(lambda: counts_of(pruner.scores, group="matrix"))
         return lambda target: torch.from_numpy(by_matrix().kept[target.name])
     if pruner.counts.group == "matrix":
         return lambda target: mask_of(target).sum().reshape(1)
     return lambda target: mask_of(target).sum(1)
+
+
+def move_weights(
+    model: PreTrainedModel,
+    pruner: Pruner,
+    update: Update,
+    tokens: Tensor,
+    moved: MovedWeights,
+    batch_size: int,
+    hidden_states: Place = "auto",
+) -> None:
+    """Move the weights that stay by an update, block by block; those of blocks in `moved` are
+    there. A collective call.
+
+    Args:
+        model: dense, on any devices.
+        pruner: decides the masks, or how many weights a search keeps.
+        tokens: the calibration text, int64, shape (samples, length).
+        batch_size, hidden_states: of `update_model`.
+    """
+    recipe = pruner.scores.recipe
+    mask_of = pruner.masks()
+    update_model(
+        model,
+        pruner.targets,
+        tokens,
+        update,
+        moved,
+        mask_of=mask_of,
+        counts_of=counts_to_search(pruner, update, mask_of),
+        pattern=recipe.n_of_m,
+        min_expert_tokens=recipe.min_expert_tokens,
+        blocks=recipe.blocks,
+        batch_size=batch_size,
+        hidden_states=hidden_states,
+    )
 
 
 def moved_weights(
@@ -73,7 +109,7 @@ def moved_weights(
     Args:
         dense: folder of the model.
         models, out, stopwatch: of the run.
-        name: of the update: "refit", "sparsegpt" or "admm".
+        name: of the update.
         update: puts the blocks that are not finished into moved weights, given the model.
     """
     with stage(name):

@@ -233,8 +233,8 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's,
     every other one zero.
 
-    After a refit or healing, a kept weight may have any finite value. The masks of SparseGPT and
-    ADMM are not decided again; only the numbers of their kept weights are checked.
+    After a refit or healing, a kept weight may have any finite value. The masks of a search are not
+    decided again; only the numbers of its kept weights are checked.
 
     Args:
         pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
@@ -242,10 +242,11 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
     """
     recipe = scores.recipe
     compared = {target.name: _Compared() for target in scores.targets}
+    update = recipe.update
+    searches = update is not None and update.searches
+    shares_itself = update is not None and searches and update.keeps == "matrix"
     by_matrix = (
-        counts_of(scores, group="matrix")
-        if recipe.name == "sparsegpt" and recipe.pattern is None
-        else None
+        counts_of(scores, group="matrix") if shares_itself and recipe.pattern is None else None
     )
 
     def compare(target: Target, chunk: Chunk) -> None:
@@ -272,7 +273,13 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
     for target in scores.targets:
         findings.checked["targets"] += 1
         in_matrix = None if by_matrix is None else int(by_matrix.kept[target.name][0])
-        findings.differences += _differences(recipe, target, compared[target.name], in_matrix)
+        found = compared[target.name]
+        if searches:
+            findings.differences += _differences_of_search(recipe, target, found, in_matrix)
+        elif found.wrong:
+            findings.differences.append(
+                f"{target.name}: {count_of(found.wrong, 'weight')} not as the recipe decides."
+            )
 
 
 @dataclass
@@ -302,17 +309,15 @@ def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.i
     return kept
 
 
-def _differences(
+def _differences_of_search(
     recipe: Recipe, target: Target, compared: _Compared, in_matrix: int | None
 ) -> list[str]:
-    """What is wrong with a target, one sentence each; `in_matrix` is the number of weights that
-    SparseGPT keeps.
+    """What is wrong with a target whose mask was searched for, one sentence each; `in_matrix` is
+    the number of its weights that stay, where the search shares them among the rows.
     """
     name = target.name
     wrong = compared.wrong
     left = compared.left
-    if recipe.search is None:
-        return [f"{name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
     found = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
     if in_matrix is not None:
         # A target that was not updated is pruned row by row, which may keep more weights.

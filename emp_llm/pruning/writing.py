@@ -49,7 +49,7 @@ from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsR
 from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
-    from emp_llm.update.moved import MovedWeights
+    from emp_llm.walk.moved import MovedWeights
 
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
 _BEHIND = 3  # chunks of rows that wait to be written; bounds their memory

@@ -73,6 +73,7 @@ from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.reporting import run_tables
+from emp_llm.update.update import SEARCHES, search_named
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Part)
@@ -160,9 +161,6 @@ _METHODS = {
     "relative": "relative scores (weight magnitude times input norm relative to each token's "
     "output)",
     "ria": "RIA scores (relative importance and activations)",
-    "sparsegpt": "SparseGPT",
-    "admm": "masks and weights searched for together (ADMM)",
-    "emp-admm": "counts by magnitudes, masks and weights searched for together (ADMM)",
 }
 _UNIT_SCORES = {
     "magnitude": "the norms of their weights",
@@ -193,7 +191,10 @@ def method_words(recipe: Recipe) -> str:
             f"{_UNIT_SCORES[recipe.name]}"
         )
     else:
-        how = _METHODS.get(recipe.method) or _METHODS.get(recipe.name, recipe.name)
+        how = _METHODS.get(recipe.name, recipe.name)
+        if recipe.name in SEARCHES:
+            counts = "counts by magnitudes, " if recipe.adaptive else ""
+            how = f"{counts}{search_named(recipe.name).title}"
         how = f"Effective Model Pruning (EMP) with {how}" if recipe.adaptive else how
     if recipe.score == "relative" and recipe.name != "relative":
         how += ", with input norms relative to the output"

@@ -37,7 +37,6 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.modules import find_blocks, find_stacks, weight_of
 from emp_llm.options.calibration import Place
-from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import (
@@ -51,9 +50,10 @@ from emp_llm.structure.units import (
     sums_of_ranks,
 )
 from emp_llm.update.least_squares import add_product, output_error, refit_rows
-from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.update.update import MOMENT_BYTES
-from emp_llm.update.walk import is_added
+from emp_llm.update.update import Update
+from emp_llm.walk.checks import MOMENT_BYTES
+from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.walk.update import is_added
 
 logger = logging.getLogger(__name__)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -569,9 +569,11 @@ def refit_experts(
     model: PreTrainedModel,
     kept: Mapping[Experts, Indices],
     tokens: Tensor,
-    recipe: Recipe,
+    update: Update,
     moved: MovedWeights,
     *,
+    min_expert_tokens: int = 1,
+    blocks: str | None = None,
     batch_size: int = 8,
     hidden_states: Place = "auto",
 ) -> None:
@@ -593,8 +595,10 @@ def refit_experts(
         model: dense, on any devices; unchanged afterwards.
         kept: the numbers of the experts that stay.
         tokens: the calibration text, int64, shape (samples, length).
-        recipe: damping, and how many tokens an expert must see.
+        update: its damping.
         moved: receives the weights; the blocks that it holds are not fitted again.
+        min_expert_tokens: an expert that saw fewer keeps its weights.
+        blocks: name of the list of decoder blocks; None: detected.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
 
@@ -602,7 +606,7 @@ def refit_experts(
         UserError: memory runs out, a moment is not finite, or the router scales the inputs of
             experts.
     """
-    runner = BlockwiseModel(model, recipe.blocks, hidden_states)
+    runner = BlockwiseModel(model, blocks, hidden_states)
     at_block = {units.block: units for units in kept}
     batches = own_batches(tokens, batch_size)
     with runner.walk(batches, "refit") as walk, closing(walk.second()) as pruned:
@@ -621,7 +625,9 @@ def refit_experts(
                         if found[target.name].weight is not None:
                             weight_of(model, target.layer).copy_(found[target.name].weight)
                 elif units is not None:
-                    found = _refit_block(model, units, targets, step, walk, pruned, recipe)
+                    found = _refit_block(
+                        model, units, targets, step, walk, pruned, update, min_expert_tokens
+                    )
                     if ranks().main:
                         moved.put(step.index, found)
                 for number in range(len(batches)):
@@ -637,7 +643,8 @@ def _refit_block(
     step: Step,
     walk: Walk,
     pruned: HiddenStates,
-    recipe: Recipe,
+    update: Update,
+    min_expert_tokens: int,
 ) -> dict[str, Moved]:
     """Move the last matrices of a block's kept experts, in the model too; returns what became of
     them, by name.
@@ -715,7 +722,7 @@ def _refit_block(
             held = [share[number] for share in shares if number in share]
             target = numbers[number]
             count = int(sum(each[0] for each in held))
-            if count < max(1, recipe.min_expert_tokens):
+            if count < max(1, min_expert_tokens):
                 found[target.name] = Moved(None, FitRecord(tokens=count))
                 continue
             weight = dense[target.name]
@@ -723,7 +730,7 @@ def _refit_block(
                 torch.stack([each[place] for each in held]).sum(0).to(weight.device)
                 for place in (1, 2, 3)
             )
-            damping = recipe.damping_of(target.matrix.columns, count)
+            damping = update.damping_of(target.matrix.columns, count)
             try:
                 new = refit_rows(
                     weight,

@@ -76,9 +76,9 @@ from emp_llm.structure.writing import (
     size_of,
     write_checkpoint,
 )
-from emp_llm.update.moved import MovedWeights
-from emp_llm.update.update import check_apart, update_warnings
-from emp_llm.update.walk import update_model
+from emp_llm.walk.checks import check_apart, update_warnings
+from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.update import update_model
 
 if TYPE_CHECKING:
     from emp_llm.evaluation.loss_budget import Judged
@@ -274,11 +274,14 @@ def prune_structure(
                     feature = sums.get
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
             moved = None
+            update = recipe.update
             moving = [target for each in choices for target in fitted(each)]
-            if recipe.updates:
+            if update is not None:
                 assert data is not None
                 tokens = data.tokens
                 how: dict[str, Any] = {
+                    "min_expert_tokens": recipe.min_expert_tokens,
+                    "blocks": recipe.blocks,
                     "batch_size": options.batch_size,
                     "hidden_states": options.hidden_states,
                 }
@@ -293,13 +296,13 @@ def prune_structure(
 
                 def refit(dense: PreTrainedModel, moved: MovedWeights) -> None:
                     if stays:
-                        refit_experts(dense, stays, tokens, recipe, moved, **how)
+                        refit_experts(dense, stays, tokens, update, moved, **how)
                     else:
                         update_model(
                             dense,
                             moving,
                             tokens,
-                            recipe,
+                            update,
                             moved,
                             mask_of=lambda target: masks[target.name],
                             **how,
@@ -401,7 +404,7 @@ def prune_structure(
                     sizes=None,
                     matrices={},
                     warnings=_unseen(choices, sums)
-                    + (update_warnings(fits, moving, recipe) if recipe.updates else []),
+                    + ([] if update is None else update_warnings(fits, moving, update)),
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,

@@ -49,7 +49,7 @@ from emp_llm.structure.experts import Experts, closed_routers
 from emp_llm.structure.layers import Layers, passed_by
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.units import Changes, UnitModel, changed_config
-from emp_llm.update.moved import MovedWeights
+from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 # Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of

@@ -1,6 +1,5 @@
-"""Update: kept weights that move, by a refit, SparseGPT or ADMM.
+"""Updates of the kept weights of a layer, on bare tensors.
 
-Read `update.py` (the settings), `walk.py` (block by block through the dense and the pruned model)
-and `moved.py` (the moved weights in files) first. `least_squares.py`, `sparsegpt.py` and `admm.py`
-are the solvers, on bare tensors.
+Read `update.py` first: what every update says of itself, and the refit. `sparsegpt.py` and
+`admm.py` search for the mask too. `least_squares.py` holds the products and factorisations.
 """

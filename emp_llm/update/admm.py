@@ -16,6 +16,8 @@ moves freely. At 1 the search rests where no removed weight would take away more
 its gradient, than the least of the kept weights is worth.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -30,12 +32,37 @@ from emp_llm.update.least_squares import (
     cholesky,
     float32_products,
     symmetric,
+    workspace_bytes,
 )
+from emp_llm.update.update import Allowed, Moments, Search
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
 _STEPS = 5  # of each stage
 _PANEL = 256  # columns of a symmetric product that are computed at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admm(Search):
+    """Mask and values by the alternating direction method of multipliers (`admm`)."""
+
+    name = "admm"
+    title = "masks and weights searched for together (ADMM)"
+
+    def solve(self, weight: Tensor, moments: Moments, allowed: Allowed, damping: float) -> Solution:
+        return admm(
+            weight,
+            moments.gram,
+            counts=allowed.counts,
+            pattern=allowed.pattern,
+            right=moments.right,
+            damping=damping,
+        )
+
+    def workspace_bytes(self, outputs: int, inputs: int) -> int:
+        return max(
+            4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs)
+        )
 
 
 def admm(

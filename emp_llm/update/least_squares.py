@@ -264,13 +264,6 @@ def workspace_bytes(outputs: int, inputs: int) -> int:
     )
 
 
-def admm_workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `admm.admm`, and a refit of its masks, need beside their arguments, in
-    bytes, with the weights.
-    """
-    return max(4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
-
-
 def check_finite(**tensors: Tensor | None) -> None:
     """Raise NonFiniteError for an argument with NaN or infinity."""
     for name, values in tensors.items():

@@ -12,6 +12,8 @@ The columns are taken in blocks. Within a block, the mask is chosen first and th
 column by column; the columns behind it are updated once, by a matrix product.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,36 @@ from emp_llm.update.least_squares import (
     float32_products,
     raised_dampings,
 )
+from emp_llm.update.update import LEAST_DAMPING, Allowed, Moments, Search
 
 _BLOCK = 128  # columns of a block
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPT(Search):
+    """Mask and values in one pass over the columns (`sparsegpt`). It shares the kept weights of a
+    matrix among its rows itself.
+    """
+
+    name = "sparsegpt"
+    title = "SparseGPT"
+    keeps = "matrix"
+
+    @property
+    def restores_dense(self) -> bool:
+        return self.refit is not None
+
+    def damping_of(self, inputs: int, tokens: int) -> float:
+        return LEAST_DAMPING if self.refit is None else super().damping_of(inputs, tokens)
+
+    def solve(self, weight: Tensor, moments: Moments, allowed: Allowed, damping: float) -> Solution:
+        counts = allowed.counts
+        return sparsegpt(
+            weight,
+            moments.gram,
+            count=None if counts is None else int(counts.sum()),
+            pattern=allowed.pattern,
+        )
 
 
 def sparsegpt(
@@ -36,7 +66,7 @@ def sparsegpt(
     count: int | None = None,
     pattern: tuple[int, int] | None = None,
     block: int = _BLOCK,
-    damping: float = 0.01,
+    damping: float = LEAST_DAMPING,
 ) -> Solution:
     """Prune a layer by SparseGPT, to a number of weights of the matrix or to an N:M pattern.
 

@@ -1,190 +1,209 @@
-"""What can be said of an update before and after: its targets, memory and warnings. Without
-torch.
+"""What an update of the kept weights is, and the refit. Without torch until one is solved.
+
+A new update that searches for its own mask is one file beside this one, with a class like
+`admm.Admm`, and its line in `SEARCHES`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
-from emp_llm.records.run_report import FitRecord
 
-# Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with
-# two states of Adam in bfloat16.
-HEALING_BYTES = 4 + 3 * 8
-MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from emp_llm.update.least_squares import Solution
 
-def updatable(targets: Sequence[Target]) -> list[Target]:
-    """The targets whose kept weights can move: those in decoder blocks of the language model."""
-    return [
-        target
-        for target in targets
-        if target.layer.block is not None and target.layer.tower == "language"
-    ]
+Pattern = tuple[int, int]
+LEAST_DAMPING = 0.01
+# The method of the command line -> module and class of the search.
+SEARCHES = {
+    "sparsegpt": "emp_llm.update.sparsegpt:SparseGPT",
+    "admm": "emp_llm.update.admm:Admm",
+}
 
 
-def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
-    """Raise UserError if no target can be updated, or one is stored in a form that allows no other
-    values.
+@dataclass(frozen=True)
+class Moments:
+    """What a layer saw and what it shall return: sums over the calibration tokens t with weights
+    w_t.
 
-    Args:
-        targets: of the run.
-        option: what asked for the update, such as "--refit".
-        instead: what to do for a run without it, as the beginning of a sentence.
+    Attributes:
+        gram: sum_t w_t xhat_t xhat_t^T of its inputs xhat in the pruned model, float32, shape
+            (inputs, inputs).
+        right: sum_t w_t y_t xhat_t^T of the outputs y that it shall return, float32, shape
+            (outputs, inputs). None: those of the dense weights on the same inputs.
+        energy: sum_t w_t y_tr^2 of each output r, float64, shape (outputs,).
+        tokens: their number.
     """
-    if not updatable(targets):
-        raise UserError(
-            f"{option} moves weights of the language model's decoder blocks, and no "
-            f"target is in one. {instead}."
-        )
-    scaled = next((target for target in targets if target.matrix.scales is not None), None)
-    if scaled is not None:
-        raise UserError(
-            f"{scaled.name} is stored in FP8, whose scales {option} would change. Use "
-            "the unquantised model."
-        )
+
+    gram: "Tensor"
+    right: "Tensor | None"
+    energy: "Tensor"
+    tokens: int
 
 
-def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
-    """Raise UserError if blocks read the keys and values of earlier blocks, as in Gemma 3n and
-    Gemma 4.
+@dataclass(frozen=True)
+class Allowed:
+    """What may stay of a layer: one of the three.
 
-    A walk runs each block several times, on dense and on pruned inputs, and does not keep what it
-    left for later ones.
-
-    Args:
-        config: the content of config.json.
-        option, instead: of `check_update`.
+    Attributes:
+        mask: the weights that stay, bool, shape (outputs, inputs).
+        counts: how many stay, int64; of each row, shape (outputs,), or of the matrix, shape (1,).
+        pattern: (N, M): N of every M consecutive inputs.
     """
-    shared = (config.get("text_config") or config).get("num_kv_shared_layers") or 0
-    if shared:
-        raise UserError(
-            f"{option} runs block by block, and the model's last blocks read the keys and values "
-            f"of earlier ones (num_kv_shared_layers is {shared}). {instead}."
-        )
+
+    mask: "Tensor | None" = None
+    counts: "Tensor | None" = None
+    pattern: Pattern | None = None
 
 
-def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:
-    """An upper bound on the memory of an update beside the model and the hidden states, in bytes.
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """New values for the weights that stay, layer by layer, by the outputs on calibration tokens.
 
-    It holds the second moments of one level and the work memory of one solver; and of each weight
-    of a block's targets its pruned and its moved version, its mask, and its dense value in float32.
+    Attributes:
+        name: of the stage of a run.
+        title: for a model card.
+        searches: whether it decides which weights stay; else masks are given.
+        keeps: of a search, the groups whose number of kept weights is what the recipe says.
     """
-    from emp_llm.update.least_squares import admm_workspace_bytes, workspace_bytes
 
-    workspace = admm_workspace_bytes if recipe.search == "admm" else workspace_bytes
-    by_block: dict[int | None, list[Target]] = {}
-    for target in targets:
-        by_block.setdefault(target.layer.block, []).append(target)
-    most = 0
-    for members in by_block.values():
-        matrices = [target.matrix for target in members]
-        # Moments with the outputs of a block have the shape of the matrix, in place of (inputs,
-        # inputs).
-        single = max(
-            4 * matrix.columns * (matrix.columns + max(matrix.rows, matrix.columns))
-            for matrix in matrices
-        )
-        several = (
-            recipe.refit_weighting == "relative"
-            or not recipe.restores_dense  # all inputs of a block at a time
-            or any(target.layer.routed for target in members)
-        )
-        together = sum(8 * matrix.columns**2 for matrix in matrices) if several else single
-        work = max(workspace(matrix.rows, matrix.columns) for matrix in matrices)
-        weights = sum(matrix.numel * (2 * matrix.itemsize + 1 + 4) for matrix in matrices)
-        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
-    return most
+    name: ClassVar[str]
+    title: ClassVar[str] = ""
+    searches: ClassVar[bool] = False
+    keeps: ClassVar[Literal["row", "matrix"]] = "row"
+
+    @property
+    def refit(self) -> "Refit | None":
+        """The refit that settles the values; None: the search's own stay."""
+        raise NotImplementedError
+
+    @property
+    def restores_dense(self) -> bool:
+        """Whether a layer shall return what it returns in the dense model. Else it shall return
+        what its dense weights return on the same inputs.
+        """
+        return True
+
+    @property
+    def relative(self) -> bool:
+        """Whether the error of a token is measured relative to its output."""
+        return self.refit is not None and self.refit.weighting == "relative"
+
+    @property
+    def restores_block(self) -> bool:
+        """Whether the last layer of a block restores the outputs of the block."""
+        return self.refit is None or self.refit.target == "block"
+
+    def damping_of(self, inputs: int, tokens: int) -> float:
+        """The damping that is tried first for a layer, as a share of the mean second moment."""
+        given = None if self.refit is None else self.refit.damping
+        return damping_for(inputs, tokens) if given is None else given
+
+    def solve(
+        self, weight: "Tensor", moments: Moments, allowed: Allowed, damping: float
+    ) -> "Solution":
+        """The values, and the mask, of a layer.
+
+        Args:
+            weight: the dense weights, float32, shape (outputs, inputs).
+            moments: of its inputs and outputs.
+            allowed: a mask, or what a search may keep.
+            damping: of `damping_of`.
+
+        Raises:
+            NonFiniteError: an argument holds NaN or infinity, or values too large for their
+                products.
+        """
+        raise NotImplementedError
+
+    def workspace_bytes(self, outputs: int, inputs: int) -> int:
+        """The memory that `solve` needs beside its arguments, with the weights that it returns."""
+        from emp_llm.update.least_squares import workspace_bytes
+
+        return workspace_bytes(outputs, inputs)
 
 
-def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe) -> int:
-    """An upper bound on the number of weights that healing moves."""
-    return (
-        checkpoint.parameters
-        if recipe.heal_weights == "all"
-        else sum(target.matrix.numel for target in targets)
-    )
+@dataclass(frozen=True, kw_only=True)
+class Refit(Update):
+    """The kept weights of a given mask at the least-squares optimum (`least_squares`).
 
-
-def healing_bytes(
-    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, by_blocks: bool
-) -> int:
-    """An upper bound on the disk that healing takes beside the output."""
-    if by_blocks:  # the weights of finished blocks are kept
-        return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
-    return HEALING_BYTES * healing_weights(checkpoint, targets, recipe)
-
-
-def healing_memory(
-    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, tokens: int
-) -> int:
-    """The memory that healing a whole model takes, in bytes, beside that of the program.
-
-    It holds the dense model; the pruned one in float32, and in the dtype of its products; of each
-    weight that moves its gradient and two states of Adam. For `tokens` tokens at a time come the
-    logits of both models and their gradient, and what the blocks keep for their gradients: with d
-    inputs and f neurons, about 48 d + 8 f bytes each.
+    Attributes:
+        weighting: of the tokens: "equal", or "relative": 1 / ||y_t||^2 for the dense outputs y_t.
+        target: what the last layer of a block restores: the outputs of the "block", or of the
+            "layer".
+        damping: the pull towards the dense weights, as a share of the mean second moment;
+            None: inputs / tokens, at least 0.01.
     """
-    dense = sum(size for size, _ in checkpoint.states.values())
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    width = config.get("hidden_size", 0)
-    kept = 48 * width + 8 * (config.get("intermediate_size") or 4 * width)
-    of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
-    return (
-        dense
-        + 6 * checkpoint.parameters
-        + 8 * healing_weights(checkpoint, targets, recipe)
-        + tokens * of_tokens
-    )
+
+    name = "refit"
+    title = "a refit of the kept weights"
+    weighting: Literal["equal", "relative"] = "equal"
+    target: Literal["block", "layer"] = "block"
+    damping: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.damping is not None and not 0 < self.damping <= 1:
+            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.damping:g}.")
+
+    @property
+    def refit(self) -> "Refit":
+        return self
+
+    def solve(
+        self,
+        weight: "Tensor",
+        moments: Moments,
+        allowed: Allowed,
+        damping: float,
+        start: "Tensor | None" = None,
+    ) -> "Solution":
+        """The values of a mask.
+
+        Args:
+            weight, moments, allowed, damping: of `Update.solve`.
+            start: values near the optimum, such as a search's, float32, shape (outputs, inputs).
+        """
+        from emp_llm.update.least_squares import refit_rows
+
+        assert allowed.mask is not None
+        return refit_rows(
+            weight,
+            allowed.mask,
+            moments.gram,
+            moments.right,
+            damping=damping,
+            energy=moments.energy,
+            start=start if moments.right is not None else None,
+        )
 
 
-def update_warnings(
-    records: Mapping[str, FitRecord], targets: Sequence[Target], recipe: Recipe
-) -> list[str]:
-    """Sentences about targets that moved on weak grounds: left out, on few tokens, or with a higher
-    damping than asked for.
+@dataclass(frozen=True, kw_only=True)
+class Search(Update):
+    """An update that decides which weights stay, within the counts of a recipe.
 
-    Args:
-        records: of the updated targets, by name.
-        targets: all of the run.
-        recipe: of the run.
+    Attributes:
+        refit: of the weights that it keeps; None: the values that it found stay.
     """
-    inputs = {target.name: target.matrix.columns for target in targets}
-    total = len(records)
-    left = [name for name, each in records.items() if each.damping is None]
-    few = [
-        name for name, each in records.items() if name not in left and each.tokens < inputs[name]
-    ]
-    raised = {
-        name: each.damping
-        for name, each in records.items()
-        if each.damping is not None and each.damping > recipe.damping_of(inputs[name], each.tokens)
-    }
-    outside = [name for name in inputs if name not in records]
-    said = []
-    if outside:
-        said.append(
-            f"{len(outside)} of {len(inputs)} matrices lie outside the decoder blocks and were not "
-            f"fitted, such as {outside[0]}."
-        )
-    if left:
-        said.append(
-            f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their "
-            f"weights, such as {left[0]}."
-        )
-    if few:
-        said.append(
-            f"{len(few)} of {total} matrices were fitted on fewer tokens than they have inputs, "
-            f"such as {few[0]} ({records[few[0]].tokens} tokens, {inputs[few[0]]} inputs). Give "
-            "more --samples."
-        )
-    if raised:
-        said.append(
-            f"the damping of {len(raised)} of {total} matrices was raised, up to "
-            f"{max(raised.values()):g}, because their second moments are singular, such as "
-            f"{next(iter(raised))}. Give more --samples, or a higher --refit-damping."
-        )
-    return said
+
+    searches = True
+    refit: Refit | None = None
+
+
+def search_named(name: str) -> type[Search]:
+    """The class of a search, by the name in `SEARCHES`."""
+    module, _, class_name = SEARCHES[name].partition(":")
+    found: type[Search] = getattr(import_module(module), class_name)
+    return found
+
+
+def damping_for(inputs: int, tokens: int) -> float:
+    """A damping for a number of calibration tokens: inputs / tokens, at least 0.01.
+
+    The fewer tokens there are for each input, the more of a refit is chance. On tokens that a refit
+    has not seen, this is the best damping or within 2 % of it, on three models, from 2 to 250
+    tokens for each input (scripts/results/damping.md).
+    """
+    return max(LEAST_DAMPING, inputs / max(tokens, 1))

@@ -31,21 +31,18 @@ from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
-from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
     add_moments,
     add_product,
     float32_products,
     output_error,
-    refit_rows,
     symmetric,
 )
-from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.update.sparsegpt import sparsegpt
-from emp_llm.update.update import MOMENT_BYTES, updatable
+from emp_llm.update.update import Allowed, Moments, Pattern, Update
+from emp_llm.walk.checks import MOMENT_BYTES, updatable
+from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 
 _HELD_OUT = 16  # one sequence of this many
 _SAME = 0.01  # rounding of bfloat16, relative
@@ -56,11 +53,14 @@ def update_model(
     model: PreTrainedModel,
     targets: Sequence[Target],
     tokens: Tensor,
-    recipe: Recipe,
+    update: Update,
     moved: MovedWeights,
     *,
     mask_of: OfTarget,
     counts_of: OfTarget | None = None,
+    pattern: Pattern | None = None,
+    min_expert_tokens: int = 1,
+    blocks: str | None = None,
     batch_size: int = 8,
     hidden_states: Place = "auto",
 ) -> None:
@@ -71,14 +71,16 @@ def update_model(
         targets: those outside of the language model's decoder blocks are left out.
         tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is
             held out: no weight is fitted to it, and it measures the error.
-        recipe: how the weights move, and the blocks.
+        update: how the weights move.
         moved: of the first rank; the other ranks' stay empty.
         mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After
             a search, only for targets that it leaves out: experts with few tokens, and layers that
             their block does not call.
         counts_of: returns how many weights of a target a search keeps, int64: of each row, shape
-            (outputs,), or of the matrix, shape (1,), as SparseGPT needs it. Not needed with a
-            pattern.
+            (outputs,), or of the matrix, shape (1,). Not needed with a pattern.
+        pattern: (N, M): a search keeps N of every M inputs.
+        min_expert_tokens: experts that saw fewer tokens keep their weights.
+        blocks: name of the list of decoder blocks; None: detected.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
 
@@ -86,21 +88,29 @@ def update_model(
         UserError: the model cannot run block by block, memory runs out, or a moment is not finite.
     """
     targets = updatable(targets)
-    runner = BlockwiseModel(model, recipe.blocks, hidden_states)
+    runner = BlockwiseModel(model, blocks, hidden_states)
     kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
     batches = own_batches(tokens[:kept], batch_size)
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen = range(len(batches))
     held_out = range(len(batches), len(batches) + len(rest))
-    with runner.walk([*batches, *rest], recipe.search or "refit") as walk, ExitStack() as stack:
+
+    def allowed_of(target: Target) -> Allowed:
+        if pattern is not None or counts_of is None:
+            return Allowed(pattern=pattern)
+        return Allowed(counts=counts_of(target))
+
+    with runner.walk([*batches, *rest], update.name) as walk, ExitStack() as stack:
         pruned = walk.hidden
-        if recipe.restores_dense:
+        if update.restores_dense:
             pruned = stack.enter_context(closing(walk.second()))
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
             if members and not ranks().share(moved.has(step.index)):
-                found = _update_block(block, recipe, seen, held_out, mask_of, counts_of)
+                found = _update_block(
+                    block, update, seen, held_out, mask_of, allowed_of, min_expert_tokens
+                )
                 if ranks().main:
                     moved.put(step.index, found)
             else:
@@ -108,12 +118,12 @@ def update_model(
                 for target in members:
                     weight = found[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
-                if recipe.restores_dense:
+                if update.restores_dense:
                     step.run()
             for number in (*seen, *held_out):
                 with block.pruned_weights():
                     pruned.put(number, step.output(number, pruned))
-                if not recipe.restores_dense:
+                if not update.restores_dense:
                     walk.advance(walk.batches[number])
 
 
@@ -258,22 +268,24 @@ class _Level:
 
 def _update_block(
     block: Block,
-    recipe: Recipe,
+    update: Update,
     seen: Sequence[int],
     held_out: Sequence[int],
     mask_of: OfTarget,
-    counts_of: OfTarget | None,
+    allowed_of: Callable[[Target], Allowed],
+    min_expert_tokens: int,
 ) -> dict[str, Moved]:
     """Update the targets of a block, and return what became of them, by name.
 
     Args:
+        allowed_of: what a search may keep of a target.
         seen, held_out: numbers of the batches that the weights are fitted to, and of those that
             only measure the error.
     """
-    if recipe.search is None:  # a level sees the block with all its masks
+    if not update.searches:  # a level sees the block with all its masks
         for target in block.targets:
             block.change(target, mask_of(target), None)
-    levels = _levels(block, seen[0], recipe)
+    levels = _levels(block, seen[0], update)
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
     for target in block.targets:
@@ -282,17 +294,17 @@ def _update_block(
             block.change(target, mask_of(target), None)
     with ExitStack() as stack:
         dense = None
-        if recipe.restores_dense:
-            dense = stack.enter_context(closing(_DenseCalls(block, levels, recipe)))
+        if update.restores_dense:
+            dense = stack.enter_context(closing(_DenseCalls(block, levels, update.relative)))
         for part in (part for level in levels for part in level.parts()):
-            moments = _moments(block, dense, part, seen, recipe)
+            moments = _moments(block, dense, part, seen, update.relative)
             pairs = [
                 (target, moments.get(first))
                 for first, targets in part.inputs.items()
                 for target in targets
             ]
             mine = {
-                target.name: _updated(block, target, each, recipe, counts_of)
+                target.name: _updated(block, target, each, update, allowed_of, min_expert_tokens)
                 for target, each in ranks().part(pairs)
             }
             results = {
@@ -305,7 +317,7 @@ def _update_block(
                     mask = mask_of(target)
                 block.change(target, mask, found[target.name].weight)
             del moments, pairs
-            for first, sums in _moments(block, dense, part, held_out, recipe).items():
+            for first, sums in _moments(block, dense, part, held_out, update.relative).items():
                 for target in part.inputs[first]:
                     moved = found[target.name]
                     right = _right(block.weight(target), sums)
@@ -319,13 +331,13 @@ def _update_block(
     return found
 
 
-def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
+def _levels(block: Block, number: int, update: Update) -> list[_Level]:
     """The levels of a block in the order of their calls, found by running a batch through it: one
     level for an update that reads no dense outputs.
     """
     by_name = {target.name: target for target in block.targets}
     # Else each target has its own moments, because its outputs weight the tokens.
-    shared = recipe.refit_weighting != "relative"
+    shared = not update.relative
     levels: dict[str, _Level] = {}
     called: set[str] = set()
     last: list[tuple[Tensor, _Level, str]] = []
@@ -359,12 +371,12 @@ def _levels(block: Block, number: int, recipe: Recipe) -> list[_Level]:
                 first_name, []
             ).append(target)
     found = list(levels.values())
-    if not recipe.restores_dense:
+    if not update.restores_dense:
         together = _Level(False)
         for level in found:
             together.inputs |= level.inputs
         return [together]
-    if found and recipe.refit_target != "layer":
+    if found and update.restores_block:
         end = found[-1].targets[0]
         one = not found[-1].routed and len(found[-1].targets) == 1
         added = one and is_added(block.model, end, lambda: block.step.output(number, block.dense))
@@ -420,7 +432,7 @@ def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> boo
 #   without it, the targets shall return W xhat_t. wanted: sum_t w_t y_t xhat_t^T with the wanted
 #   outputs y, float32, shape (outputs, inputs), in place of `cross`. tokens: their number.
 #   The name of a target: sum_t w_t y_tr^2 of each wanted output r, float64, shape (outputs,).
-_Moments = dict[str, Tensor]
+_Sums = dict[str, Tensor]
 
 
 class _DenseCalls:
@@ -436,13 +448,12 @@ class _DenseCalls:
             (outputs,).
     """
 
-    def __init__(self, block: Block, levels: list[_Level], recipe: Recipe) -> None:
+    def __init__(self, block: Block, levels: list[_Level], relative: bool) -> None:
         self.shares: dict[tuple[int, str], Tensor | None] = {}
         self.energy: dict[tuple[int, str], Tensor] = {}
         inner = [level for level in levels if not level.routed and not level.closing]
         self._firsts = [first for level in inner for first in level.inputs]
         walk = block.walk
-        relative = recipe.refit_weighting == "relative"
         hidden = walk.hidden.get(0, walk.device)
         tokens = sum(batch.numel() for batch in walk.batches)
         width = sum(
@@ -492,11 +503,11 @@ def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
     return (squares if shares is None else squares * shares[:, None]).sum(0).double()
 
 
-def _own_moments(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, _Moments]:
+def _own_moments(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, _Sums]:
     """The moments of the inputs that the dense block gives in the pruned stream, over some batches
     of this rank.
     """
-    found: dict[str, _Moments] = {}
+    found: dict[str, _Sums] = {}
 
     def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
         for name in (layer.name for layer in layers if layer.name in level.inputs):
@@ -517,8 +528,8 @@ def _moments(
     dense: _DenseCalls | None,
     level: _Level,
     numbers: Sequence[int],
-    recipe: Recipe,
-) -> dict[str, _Moments]:
+    relative: bool,
+) -> dict[str, _Sums]:
     """The moments of a level's inputs over some batches of all ranks, by the first target of each
     input that saw a token.
 
@@ -531,7 +542,7 @@ def _moments(
     if dense is None:
         found = _own_moments(block, level, numbers)
     else:
-        found = _paired_moments(block, dense, level, numbers, recipe)
+        found = _paired_moments(block, dense, level, numbers, relative)
     if ranks().count > 1:
         device = execution_device(block.step.block)
         own = {
@@ -570,12 +581,12 @@ def _paired_moments(
     dense: _DenseCalls,
     level: _Level,
     numbers: Sequence[int],
-    recipe: Recipe,
-) -> dict[str, _Moments]:
+    relative: bool,
+) -> dict[str, _Sums]:
     """The moments of a level's inputs in the pruned stream, and of what its targets shall return,
     over some batches of this rank.
     """
-    found: dict[str, _Moments] = {}
+    found: dict[str, _Sums] = {}
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
         inputs, returned, output = block.calls(
@@ -588,7 +599,7 @@ def _paired_moments(
                 y = None
                 if level.routed:  # other tokens may be routed to it in the dense model
                     y = add_product(x.float(), block.weight(target).T)
-                    shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
+                    shares = _token_weights(y) if relative else None
                 else:
                     shares = dense.shares[number, name]
                 if level.closing and output is not None:
@@ -613,35 +624,36 @@ def _paired_moments(
     return found
 
 
-def _add(sums: _Moments, key: str, value: Tensor) -> None:
+def _add(sums: _Sums, key: str, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
+def _right(weight: Tensor, sums: _Sums) -> Tensor | None:
     """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the
     weights on the same inputs.
     """
-    if "cross" not in moments:
-        return moments.get("wanted")
+    if "cross" not in sums:
+        return sums.get("wanted")
     with float32_products("highest"):
-        return add_product(weight, moments["cross"].T)
+        return add_product(weight, sums["cross"].T)
 
 
 def _updated(
     block: Block,
     target: Target,
-    moments: _Moments | None,
-    recipe: Recipe,
-    counts_of: OfTarget | None,
+    sums: _Sums | None,
+    update: Update,
+    allowed_of: Callable[[Target], Allowed],
+    min_expert_tokens: int,
 ) -> tuple[Moved, Tensor | None]:
     """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if
     there was none.
 
     Args:
-        moments: of its inputs; None if it saw no token.
+        sums: of its inputs; None if it saw no token.
     """
-    tokens = 0 if moments is None else int(moments["tokens"])
-    if moments is None or tokens < (max(1, recipe.min_expert_tokens) if target.layer.routed else 1):
+    tokens = 0 if sums is None else int(sums["tokens"])
+    if sums is None or tokens < (max(1, min_expert_tokens) if target.layer.routed else 1):
         return Moved(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
     if not bool(weight.isfinite().all()):
@@ -649,55 +661,28 @@ def _updated(
             f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is "
             "damaged; download it again."
         )
-    damping = recipe.damping_of(target.matrix.columns, tokens)
+    damping = update.damping_of(target.matrix.columns, tokens)
+    moments = Moments(sums["gram"], _right(weight, sums), sums[target.name], tokens)
+    allowed = _on(
+        weight.device,
+        allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name]),
+    )
     kept_mass = None
     searched = None
-    gram = moments["gram"]
-    right = _right(weight, moments)
     try:
-        if recipe.search is None:
-            found = refit_rows(
-                weight,
-                block.masks[target.name].to(weight.device),
-                gram,
-                right,
-                damping=damping,
-                energy=moments[target.name],
-            )
-        else:
-            counts = (
-                None
-                if recipe.n_of_m is not None or counts_of is None
-                else counts_of(target).to(weight.device)
-            )
-            if recipe.search == "sparsegpt":
-                found = sparsegpt(
-                    weight,
-                    gram,
-                    count=None if counts is None else int(counts.sum()),
-                    pattern=recipe.n_of_m,
-                )
-            else:
-                found = admm(
-                    weight, gram, counts=counts, pattern=recipe.n_of_m, right=right, damping=damping
-                )
-            # summed by rows: a sum of all depends on the threads
+        found = update.solve(weight, moments, allowed, damping)
+        if update.searches:
             searched = found.mask.cpu()
+            # summed by rows: a sum of all depends on the threads
             magnitudes = weight.abs()
             total, kept = (
                 float(each.sum(1, dtype=torch.float64).sum())
                 for each in (magnitudes, magnitudes * found.mask)
             )
             kept_mass = kept / total if total else 1.0
-            if recipe.refit:
-                found = refit_rows(
-                    weight,
-                    found.mask,
-                    gram,
-                    right,
-                    damping=damping,
-                    energy=moments[target.name],
-                    start=found.weight if right is not None else None,
+            if update.refit is not None:
+                found = update.refit.solve(
+                    weight, moments, Allowed(mask=found.mask), damping, found.weight
                 )
     except NonFiniteError as error:
         raise UserError(
@@ -705,9 +690,19 @@ def _updated(
             "prune without a fit."
         ) from error
     stored = in_stored_dtype(found.weight, target).masked_fill_(~found.mask, 0).cpu()  # not -0.0
-    before, after = _errors(block, target, found.mask, stored, moments, right) or (0.0, 0.0)
+    before, after = _errors(block, target, found.mask, stored, sums, moments.right) or (
+        0.0,
+        0.0,
+    )
     record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
     return Moved(stored, record, kept_mass), searched
+
+
+def _on(device: torch.device, allowed: Allowed) -> Allowed:
+    """What may stay, on a device."""
+    mask = None if allowed.mask is None else allowed.mask.to(device)
+    counts = None if allowed.counts is None else allowed.counts.to(device)
+    return Allowed(mask, counts, allowed.pattern)
 
 
 def _errors(
@@ -715,22 +710,22 @@ def _errors(
     target: Target,
     mask: Tensor,
     moved: Tensor | None,
-    moments: _Moments,
+    sums: _Sums,
     right: Tensor | None,
 ) -> tuple[float, float] | None:
     """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None
     where all y are 0.
 
     Args:
-        right: `_right` of the weights and moments.
+        right: `_right` of the weights and sums.
     """
     weight = block.weight(target)
-    energy = moments[target.name]
+    energy = sums[target.name]
     total = float(energy.sum())
     if total <= 0:
         return None
     masked = weight * mask.to(weight.device)
     new = masked if moved is None else moved.to(weight.device).float()
-    errors = (output_error(each, weight, moments["gram"], right, energy) for each in (masked, new))
+    errors = (output_error(each, weight, sums["gram"], right, energy) for each in (masked, new))
     before, after = (max(0.0, float(each.sum()) / total) for each in errors)
     return before, after

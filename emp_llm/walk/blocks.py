@@ -24,8 +24,8 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord, HealingRecord
-from emp_llm.update.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.update.walk import Block
+from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
+from emp_llm.walk.update import Block
 
 SEQUENCES = 4  # of a step
 _RATE = 0.01  # at most; only models of a few narrow blocks would have more

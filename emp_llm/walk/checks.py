@@ -1,0 +1,186 @@
+"""What can be said of a walk before and after: its targets, memory and warnings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import FitRecord
+from emp_llm.update.update import Update
+
+# Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with
+# two states of Adam in bfloat16.
+HEALING_BYTES = 4 + 3 * 8
+MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
+
+
+def updatable(targets: Sequence[Target]) -> list[Target]:
+    """The targets whose kept weights can move: those in decoder blocks of the language model."""
+    return [
+        target
+        for target in targets
+        if target.layer.block is not None and target.layer.tower == "language"
+    ]
+
+
+def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
+    """Raise UserError if no target can be updated, or one is stored in a form that allows no other
+    values.
+
+    Args:
+        targets: of the run.
+        option: what asked for the update, such as "--refit".
+        instead: what to do for a run without it, as the beginning of a sentence.
+    """
+    if not updatable(targets):
+        raise UserError(
+            f"{option} moves weights of the language model's decoder blocks, and no "
+            f"target is in one. {instead}."
+        )
+    scaled = next((target for target in targets if target.matrix.scales is not None), None)
+    if scaled is not None:
+        raise UserError(
+            f"{scaled.name} is stored in FP8, whose scales {option} would change. Use "
+            "the unquantised model."
+        )
+
+
+def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
+    """Raise UserError if blocks read the keys and values of earlier blocks, as in Gemma 3n and
+    Gemma 4.
+
+    A walk runs each block several times, on dense and on pruned inputs, and does not keep what it
+    left for later ones.
+
+    Args:
+        config: the content of config.json.
+        option, instead: of `check_update`.
+    """
+    shared = (config.get("text_config") or config).get("num_kv_shared_layers") or 0
+    if shared:
+        raise UserError(
+            f"{option} runs block by block, and the model's last blocks read the keys and values "
+            f"of earlier ones (num_kv_shared_layers is {shared}). {instead}."
+        )
+
+
+def update_bytes(targets: Sequence[Target], update: Update) -> int:
+    """An upper bound on the memory of an update beside the model and the hidden states, in bytes.
+
+    It holds the second moments of one level and the work memory of one solver; and of each weight
+    of a block's targets its pruned and its moved version, its mask, and its dense value in float32.
+    """
+    by_block: dict[int | None, list[Target]] = {}
+    for target in targets:
+        by_block.setdefault(target.layer.block, []).append(target)
+    most = 0
+    for members in by_block.values():
+        matrices = [target.matrix for target in members]
+        # Moments with the outputs of a block have the shape of the matrix, in place of (inputs,
+        # inputs).
+        single = max(
+            4 * matrix.columns * (matrix.columns + max(matrix.rows, matrix.columns))
+            for matrix in matrices
+        )
+        several = (
+            update.relative
+            or not update.restores_dense  # all inputs of a block at a time
+            or any(target.layer.routed for target in members)
+        )
+        together = sum(8 * matrix.columns**2 for matrix in matrices) if several else single
+        work = max(update.workspace_bytes(matrix.rows, matrix.columns) for matrix in matrices)
+        weights = sum(matrix.numel * (2 * matrix.itemsize + 1 + 4) for matrix in matrices)
+        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
+    return most
+
+
+def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe) -> int:
+    """An upper bound on the number of weights that healing moves."""
+    return (
+        checkpoint.parameters
+        if recipe.heal_weights == "all"
+        else sum(target.matrix.numel for target in targets)
+    )
+
+
+def healing_bytes(
+    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, by_blocks: bool
+) -> int:
+    """An upper bound on the disk that healing takes beside the output."""
+    if by_blocks:  # the weights of finished blocks are kept
+        return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+    return HEALING_BYTES * healing_weights(checkpoint, targets, recipe)
+
+
+def healing_memory(
+    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, tokens: int
+) -> int:
+    """The memory that healing a whole model takes, in bytes, beside that of the program.
+
+    It holds the dense model; the pruned one in float32, and in the dtype of its products; of each
+    weight that moves its gradient and two states of Adam. For `tokens` tokens at a time come the
+    logits of both models and their gradient, and what the blocks keep for their gradients: with d
+    inputs and f neurons, about 48 d + 8 f bytes each.
+    """
+    dense = sum(size for size, _ in checkpoint.states.values())
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    width = config.get("hidden_size", 0)
+    kept = 48 * width + 8 * (config.get("intermediate_size") or 4 * width)
+    of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
+    return (
+        dense
+        + 6 * checkpoint.parameters
+        + 8 * healing_weights(checkpoint, targets, recipe)
+        + tokens * of_tokens
+    )
+
+
+def update_warnings(
+    records: Mapping[str, FitRecord], targets: Sequence[Target], update: Update
+) -> list[str]:
+    """Sentences about targets that moved on weak grounds: left out, on few tokens, or with a higher
+    damping than asked for.
+
+    Args:
+        records: of the updated targets, by name.
+        targets: all of the run.
+        update: of the run.
+    """
+    inputs = {target.name: target.matrix.columns for target in targets}
+    total = len(records)
+    left = [name for name, each in records.items() if each.damping is None]
+    few = [
+        name for name, each in records.items() if name not in left and each.tokens < inputs[name]
+    ]
+    raised = {
+        name: each.damping
+        for name, each in records.items()
+        if each.damping is not None and each.damping > update.damping_of(inputs[name], each.tokens)
+    }
+    outside = [name for name in inputs if name not in records]
+    said = []
+    if outside:
+        said.append(
+            f"{len(outside)} of {len(inputs)} matrices lie outside the decoder blocks and were not "
+            f"fitted, such as {outside[0]}."
+        )
+    if left:
+        said.append(
+            f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their "
+            f"weights, such as {left[0]}."
+        )
+    if few:
+        said.append(
+            f"{len(few)} of {total} matrices were fitted on fewer tokens than they have inputs, "
+            f"such as {few[0]} ({records[few[0]].tokens} tokens, {inputs[few[0]]} inputs). Give "
+            "more --samples."
+        )
+    if raised:
+        said.append(
+            f"the damping of {len(raised)} of {total} matrices was raised, up to "
+            f"{max(raised.values()):g}, because their second moments are singular, such as "
+            f"{next(iter(raised))}. Give more --samples, or a higher --refit-damping."
+        )
+    return said
