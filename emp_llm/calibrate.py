@@ -11,7 +11,8 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import Recipe, check_targets
+from emp_llm.options.recipe import check_targets
+from emp_llm.options.words import RecipeOptions
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 def calibrate(
     model: ModelOptions,
     text: CalibrationOptions,
-    layers: Annotated[Recipe, Some(("ignore", "tower", "blocks", "allow_partial"))],
+    layers: Annotated[RecipeOptions, Some(("ignore", "tower", "blocks", "allow_partial"))],
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     *,

@@ -459,7 +459,7 @@ def _completions(line: str) -> list[str]:
     words = line.split() + [""] * line.endswith(" ")
     found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
     if len(words) > 2 and words[1] in COMMANDS:
-        from emp_llm.options.recipe import method_names
+        from emp_llm.options.words import method_names
 
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
         flags = {

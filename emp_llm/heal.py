@@ -16,7 +16,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Given, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
@@ -45,7 +45,7 @@ def heal(
     folder: Annotated[
         Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
-    how: Annotated[Recipe, Some(("heal_steps", "heal_weights"))],
+    how: Annotated[RecipeOptions, Some(("heal_steps", "heal_weights"))],
     options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
     given: Given,
 ) -> RunReport:
@@ -102,9 +102,7 @@ def heal(
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
     data = calibration_data(options, architecture, options.trust_remote_code, models=models)
-    check_healable(
-        dense.config, data, architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    )
+    check_healable(dense.config, data, architecture.targets_of(recipe.tree.targets))
     assert isinstance(data, CalibrationText)
     models.free()
     signature = {
@@ -138,7 +136,7 @@ def heal(
             healing = heal_folder(
                 out,
                 source.folder,
-                recipe,
+                recipe.tree,
                 data,
                 options,
                 model_origin(source.name, source.revision, dense),

@@ -14,13 +14,8 @@ from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_units, structured
-from emp_llm.options.recipe import (
-    METHODS,
-    SCORE_FIELDS,
-    TARGET_FIELDS,
-    Recipe,
-    StructureRecipe,
-)
+from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
+from emp_llm.options.words import METHODS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
 from emp_llm.update.update import SEARCHES
@@ -32,7 +27,7 @@ CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 @command
 def measure(
     model: ModelOptions,
-    shared: Annotated[Recipe, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
+    shared: Annotated[RecipeOptions, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
     structure: StructureRecipe,
     text: NormOptions,
     loading: LoadingOptions,
@@ -69,7 +64,7 @@ def measure(
     recipes = _recipes(criteria, orders, shared, structure)
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
-        Recipe(beta=beta).check()
+        Effective(beta=beta)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
@@ -140,8 +135,9 @@ def measure(
                 about = model_origin(source.name, source.revision, checkpoint)
                 dense = models.get(source.folder)
                 layers = chosen.layers_to_calibrate()
+                blocks = leading.targets.blocks
                 norms = calibrated(
-                    dense, data, layers, text, about, blocks=leading.blocks, resume=out.progress
+                    dense, data, layers, text, about, blocks=blocks, resume=out.progress
                 )
                 del dense
                 models.free()
@@ -156,19 +152,20 @@ def measure(
                 if norms is not None and scores.recipe.needs_activations:
                     name = str(text.activations or "the activations")
                     scores = scores.with_norms(
-                        input_norms(norms, targets, scores.recipe.relative, name)
+                        input_norms(norms, targets, scores.recipe.score.relative, name)
                     )
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
             entries = []
             weights = sum(target.matrix.numel for target in targets)
             for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
                 recipe = pruner.scores.recipe
+                order = recipe.counts.order if isinstance(recipe.counts, Effective) else 0.0
                 matrices = matrix_records(outcomes, pruner)
                 kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, curve)
                 entry = MeasureEntry(
                     criterion=recipe.name,
-                    order=recipe.order or 0.0,
-                    score="relative" if recipe.relative else None,
+                    order=order,
+                    score="relative" if recipe.score.relative else None,
                     count_by="magnitude" if recipe.counts_by_magnitude else None,
                     targets=targets_record(outcomes, chosen.coverage, pruner),
                     sizes=sizes_record(outcomes, checkpoint, moved=False),
@@ -192,10 +189,11 @@ def measure(
 
 
 def _recipes(
-    given: str | None, orders: str, shared: Recipe, structure: StructureRecipe
+    given: str | None, orders: str, shared: RecipeOptions, structure: StructureRecipe
 ) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
+    scores: set[str | None] = set()
     if structure.structure is not None:
         known = STRUCTURE_CRITERIA[structure.structure]
         for criterion in parse_words(given or known[0], "--criteria"):
@@ -205,7 +203,7 @@ def _recipes(
                     f"{', '.join(known)}.{did_you_mean(criterion, known)}"
                 )
             recipes += [
-                structured(Recipe(method=f"emp-{criterion}", order=order), structure)
+                structured(RecipeOptions(method=f"emp-{criterion}", order=order), structure).tree
                 for order in parse_numbers(orders, "--orders")
             ]
         return recipes
@@ -223,9 +221,11 @@ def _recipes(
                 f"{', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}"
             )
         for order in dict.fromkeys(parse_numbers(orders, "--orders")):
-            recipes.append(shared.with_method(f"emp-{criterion}", order=order))
-            recipes[-1].check()
-    if shared.score is not None and not any(recipe.score == shared.score for recipe in recipes):
+            words = shared.with_method(f"emp-{criterion}", order=order)
+            words.check()
+            scores.add(words.score)
+            recipes.append(words.tree)
+    if shared.score is not None and shared.score not in scores:
         raise UserError(
             f"--score {shared.score} is for criteria that need activations, and --criteria has "
             "none that it changes."

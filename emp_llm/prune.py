@@ -13,7 +13,8 @@ from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_options, check_wanted, structured
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource, stage_records
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @command
 def prune(
-    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
 ) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
@@ -42,8 +43,9 @@ def prune(
     for a dry run, the plan and its need of memory and disk.
     """
     check_options(recipe, structure, options, given)
+    asked = recipe if structure.structure is None else structured(recipe, structure)
     if options.loss is None:
-        return _pruned(recipe, structure, options, given)
+        return _pruned(asked.tree, options, given)
     if ranks().count > 1:
         raise UserError(
             "--loss runs in one process. Start it without torchrun; --device-map spreads a large "
@@ -53,16 +55,15 @@ def prune(
     from emp_llm.evaluation.loss_budget import prune_to_loss
 
     def to(chosen: Recipe, how: PruneOptions, judged: "Judged") -> RunReport:
-        report = _pruned(chosen, structure, how, given, judged)
+        report = _pruned(chosen, how, given, judged)
         assert isinstance(report, RunReport)
         return report
 
-    return prune_to_loss(recipe, structure, options, given, to)
+    return prune_to_loss(asked.tree, options, given, to)
 
 
 def _pruned(
     recipe: Recipe,
-    structure: StructureRecipe,
     options: PruneOptions,
     given: Given,
     judged: "Judged | None" = None,
@@ -103,13 +104,12 @@ def _pruned(
         destination.check_name()
         if ranks().main and not options.dry_run:
             check_login(destination)
-    if structure.structure is not None:
+    if recipe.structure is not None:
         load_packages()
         from emp_llm.structure.prune_structure import prune_structure
 
-        whole = structured(recipe, structure)
-        report, path = prune_structure(whole, options, given, judged)
-        return report if isinstance(report, DryRun) else _pushed(report, path, destination)
+        of_units, path = prune_structure(recipe, options, given, judged)
+        return of_units if isinstance(of_units, DryRun) else _pushed(of_units, path, destination)
     norms = given_norms(options, recipe, given) if judged is None else judged.norms
     stopwatch = Stopwatch()
     if options.evaluate is not None:
@@ -123,7 +123,8 @@ def _pruned(
         logger.warning("%s", pruned_before(source.name, recipe))
     if (
         (source.folder / ROTATION_NAME).is_file()
-        and recipe.beta is not None
+        and isinstance(recipe.counts, Effective)
+        and recipe.counts.beta is not None
         and recipe.needs_activations
         and budget is None
     ):
@@ -142,17 +143,18 @@ def _pruned(
     checkpoint = chosen.checkpoint
     if budget is not None:
         recipe = with_budget(recipe, budget, checkpoint, targets)
-        recipe.check()
-        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.sparsity)
+        sparsity = getattr(recipe.counts, "sparsity", None)
+        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, sparsity)
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
-    if recipe.updates:
+    update = recipe.update
+    if update is not None:
         check_update(targets, recipe.update_flag, recipe.without_update)
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     scores = Scores(checkpoint, targets, recipe)
     if norms is not None:
         scores = scores.with_norms(
-            input_norms(norms, targets, recipe.relative, str(options.activations))
+            input_norms(norms, targets, recipe.score.relative, str(options.activations))
         )
     path = options.output or Path(f"{source.short_name}-{recipe.method}")
     if options.dry_run:
@@ -192,12 +194,11 @@ def _pruned(
         )
     if judged is None:
         check_wanted(options, given, data)
-    update = recipe.update
     if update is not None:
         from emp_llm.pruning.updates import check_updatable, move_weights, moved_weights
 
         check_updatable(recipe, chosen, data)
-    if recipe.heal:
+    if recipe.heal is not None:
         from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
 
         check_healable(checkpoint.config, data, targets)
@@ -228,11 +229,11 @@ def _pruned(
         measured = measures_of_baseline(options.baseline, source, prepared, options)
     starving = None
     if prepared is not None and pending_matches(path, signature):
-        report = read_report(path)
+        report: RunReport | None = read_report(path)
     else:
         moved_bytes = (
             sum(target.matrix.numel * target.matrix.itemsize for target in targets)
-            if recipe.updates
+            if update is not None
             else 0
         )
         out = OutputFolder(
@@ -276,7 +277,7 @@ def _pruned(
                                 options,
                                 origin,
                                 masker=propagated,
-                                blocks=recipe.blocks,
+                                blocks=recipe.targets.blocks,
                                 resume=out.calibration,
                             )
                         del dense
@@ -285,7 +286,7 @@ def _pruned(
                         if ranks().main:
                             keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
-                scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+                scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
             about = None if norms is None else norms.about
 
             # How many weights of each group stay, which ones, and their values.
@@ -295,10 +296,17 @@ def _pruned(
             if update is not None:
                 assert isinstance(data, CalibrationText)
                 tokens = data.tokens
-                how = (options.batch_size, options.hidden_states)
 
                 def move(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
-                    move_weights(dense, pruner, update, tokens, moved, *how)
+                    move_weights(
+                        dense,
+                        pruner,
+                        update,
+                        tokens,
+                        moved,
+                        options.batch_size,
+                        options.hidden_states,
+                    )
 
                 moved = moved_weights(source.folder, models, out, stopwatch, update.name, move)
                 about = about or fit_origin(
@@ -312,7 +320,7 @@ def _pruned(
                 check = Check(further, checkpoint.config, models, quantization)
                 with stopwatch("check"):
                     check.measure_dense(source.folder)
-            if prepared is None or recipe.heal:
+            if prepared is None or recipe.heal is not None:
                 models.free()  # the dense model is no longer needed
 
             # The first rank writes. Healing trains what was written.
@@ -325,7 +333,7 @@ def _pruned(
                     starving = starving_rows(pruner, written.outcomes)
                 if starving is not None:  # said at once: healing may take hours
                     logger.warning("warning: %s", starving)
-            if recipe.heal:
+            if recipe.heal is not None:
                 assert isinstance(data, CalibrationText)
                 ranks().share(None)
                 origin = model_origin(source.name, source.revision, checkpoint)
@@ -364,7 +372,7 @@ def _pruned(
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
-                hashes = {} if recipe.heal else written.hashes
+                hashes = written.hashes if recipe.heal is None else {}
                 write_manifest(
                     out.files, checkpoint, written.identity, report.recipe, digest, hashes
                 )
@@ -372,8 +380,10 @@ def _pruned(
                     mark_pending(out.files, signature)
                 out.complete()
             report = ranks().share(report)
+        assert report is not None
         log_warnings([each for each in report.warnings if each != starving])
 
+    assert report is not None
     if prepared is not None:
         report = evaluate_checkpoint(
             path, source, report, prepared, models, options, stopwatch, measured

@@ -15,7 +15,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import parse_pattern
 from emp_llm.records.rotation import RotationRecord
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ def rotate(
         raise UserError(
             "rotate runs in one process. A --device-map spreads the model over several GPUs."
         )
-    Recipe(method="wanda", pattern=pattern).check()
+    if pattern is not None:
+        parse_pattern(pattern)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     if (source.folder / REPORT_NAME).is_file():
         raise UserError(

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,8 +38,10 @@ from emp_llm.options.base import Given, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, Recipe
+from emp_llm.options.recipe import Given as GivenScores
+from emp_llm.options.recipe import Match, Own
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
+from emp_llm.options.words import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.base import converted, read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, RunReport
@@ -82,7 +84,7 @@ class SweepDryRun:
 def sweep(
     model: ModelOptions,
     shared: Annotated[
-        Recipe,
+        RecipeOptions,
         Some(
             (
                 *TARGET_FIELDS,
@@ -144,10 +146,11 @@ def sweep(
         )
     check_device(how.mask_device)
     suite = suite_of(suite_options)
-    scored = [point.recipe for point in points if point.recipe.needs_activations]
-    moving = [point.recipe for point in points if point.recipe.updates]
-    others = [*scored, *moving, points[0].recipe]
-    leading = next((each for each in scored if each in moving), others[0])
+    recipes = {point.name: point.recipe.tree for point in points}
+    scored = [recipe for recipe in recipes.values() if recipe.needs_activations]
+    moving = [recipe for recipe in recipes.values() if recipe.update is not None]
+    others = [*scored, *moving, *recipes.values()]
+    leading = next((each for each in scored if each.update is not None), others[0])
     if moving and text.activations is not None and text.calibration is None:
         raise UserError(
             f"{moving[0].update_flag} fits weights to the calibration text, and --activations "
@@ -167,7 +170,7 @@ def sweep(
         check_update(targets, recipe.update_flag, recipe.without_update)
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if norms is not None and scored:
-        input_norms(norms, targets, leading.relative, str(text.activations))
+        input_norms(norms, targets, leading.score.relative, str(text.activations))
     path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
@@ -209,8 +212,15 @@ def sweep(
         if norms is not None:
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
+        # A criterion or scores of the user's own are recorded by their hashes.
+        own = next(
+            (each for each in recipes.values() if isinstance(each.score, Own | GivenScores)), None
+        )
+        hashes = {} if own is None else recorded(own).of_own_scores
         made_by = SweepMadeBy(
-            **msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of
+            **msgspec.structs.asdict(dense.made_by),
+            recipe=shared.but(**hashes),
+            activations=made_of,
         )
         folder.begin(
             made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite
@@ -234,7 +244,7 @@ def sweep(
                     layers,
                     text,
                     about,
-                    blocks=leading.blocks,
+                    blocks=leading.targets.blocks,
                     resume=progress,
                 )
             norms.save(folder.activations)
@@ -262,14 +272,15 @@ def sweep(
                 continue
             with stage(point.name):
                 watch = Stopwatch()
-                recipe = point.recipe
-                if point.baseline_of is not None:
+                recipe = recipes[point.name]
+                if point.baseline_of is not None and isinstance(recipe.counts, Match):
+                    run = str(folder.points / point.baseline_of)
                     recipe = matched(
-                        recipe.but(match=str(folder.points / point.baseline_of)), targets
+                        replace(recipe, counts=replace(recipe.counts, run=run)), targets
                     )
                 scores = Scores(checkpoint, targets, recipe)
                 if recipe.needs_activations and norms is not None:
-                    scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+                    scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
                 pruner = Pruner(scores, counts_of(scores, numbers), how.mask_device)
                 if in_memory is None:
                     in_memory = holds_stored_weights(models.get(source.folder), checkpoint, targets)

@@ -3,7 +3,7 @@ wrote it.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.model import TrustRemoteCode
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Given, Own, Score
 from emp_llm.records.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -100,20 +100,21 @@ def _check_against(
     from emp_llm.pruning.scores import Scores, input_norms
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
-    if manifest.recipe.moves:
-        how = "healed" if manifest.recipe.heal else "fitted"
+    asked = manifest.recipe.tree
+    if asked.moves:
+        how = "fitted" if asked.heal is None else "healed"
         logger.info(
             "%s is %s: its kept weights may differ from the source, and its zeros are checked.",
             pruned.folder,
             how,
         )
-    if manifest.recipe.structure is not None:
+    if asked.structure is not None:
         check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)
         return
     norms = _norms(options, manifest)
-    recipe = _with_own_scores(manifest.recipe, options)
-    blocks = options.blocks or recipe.blocks
+    recipe = replace(asked, score=_with_own_scores(asked.score, options))
+    blocks = options.blocks or recipe.targets.blocks
     if manifest.source.identity is None:
         from emp_llm.models.loading import build_skeleton
 
@@ -139,7 +140,7 @@ def _check_against(
         )
         names = {name: name for name in dense.tensors}
         check.check_headers(dense, pruned, findings)
-    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+    targets = architecture.targets_of(recipe.targets)
     healed = healed_tensors(architecture, recipe)
     tensors = check.check_tensors(dense, pruned, names, targets, findings, healed)
     if any(target.matrix.stored.name not in tensors for target in targets):
@@ -152,7 +153,7 @@ def _check_against(
                     f"{options.folder / MANIFEST_NAME}: its criterion needs "
                     "activations, and it names none."
                 )
-            scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+            scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
         check.check_masks(tensors, scores, findings)
     except UserError:
         raise
@@ -177,15 +178,14 @@ def _check_units(
     from emp_llm.structure.unit_model import unit_model
     from emp_llm.structure.verification import check_shapes, check_units, read_tensors
 
-    recipe = manifest.recipe
+    recipe = manifest.recipe.tree
+    blocks = options.blocks or recipe.targets.blocks
     record = read_report(options.folder).structure
     if recipe.structure is None or record is None:
         raise UserError(
             f"{options.folder}: its report names no heads or neurons. Download it again."
         )
-    model = unit_model(
-        dense.folder, recipe.structure, options.blocks or recipe.blocks, options.trust_remote_code
-    )
+    model = unit_model(dense.folder, recipe.structure, blocks, options.trust_remote_code)
     if recipe.name not in ("magnitude", "wanda"):
         feature: Any = read_tensors(options.folder / SUMS_NAME).get
     else:
@@ -194,41 +194,38 @@ def _check_units(
     check_units(model, pruned, recipe, record, feature, findings)
     try:
         skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
-        check_shapes(
-            Architecture.of_model(pruned, skeleton, options.blocks or recipe.blocks), findings
-        )
+        check_shapes(Architecture.of_model(pruned, skeleton, blocks), findings)
     except UserError as error:
         findings.differences.append(str(error))
 
 
-def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:
-    """A recipe from a manifest, with the user's own criterion or scores that it names. Its code
-    is never run by that name.
+def _with_own_scores(score: Score, options: VerifyOptions) -> Score:
+    """Scores from a manifest, as the user's own criterion or file that it names. Its code is never
+    run by that name.
     """
     from emp_llm.pruning.scores import GivenScores
 
-    if recipe.criterion is not None:
+    if isinstance(score, Own):
         if options.criterion is None:
             raise UserError(
-                f"the criterion {recipe.name} decided the masks; add --criterion "
-                f"{recipe.criterion}."
+                f"the criterion {score.name} decided the masks; add --criterion {score.function}."
             )
-        given = recipe.but(criterion=options.criterion, criterion_source=None)
-        if criterion_origin(given.scored_by)[1] != recipe.criterion_source:
+        given = replace(score, function=options.criterion, source=None)
+        if criterion_origin(given.criterion)[1] != score.source:
             logger.warning(
                 "warning: the file of the criterion %s has changed since the masks were decided.",
-                recipe.criterion,
+                score.function,
             )
         return given
-    if recipe.scores is None:
-        return recipe
+    if not isinstance(score, Given):
+        return score
     if options.scores is None:
         raise UserError(
-            f"given scores ({recipe.scores}) decided the masks; give them with --scores."
+            f"given scores ({score.scores}) decided the masks; give them with --scores."
         )
-    if GivenScores(options.scores, []).digest != recipe.scores_digest:
+    if GivenScores(options.scores, []).digest != score.digest:
         raise UserError(f"--scores {options.scores}: not the scores that decided these masks.")
-    return recipe.but(scores=options.scores, scores_digest=None)
+    return replace(score, scores=options.scores, digest=None)
 
 
 def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":

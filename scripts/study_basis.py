@@ -39,6 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emp_llm.options.words import recipe_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LOSSES = ("neff", "half", "entropy", "2:4")
 BASES = "asis,neff,half"
@@ -465,7 +467,6 @@ class Study:
 
     def run_point(self, basis: str, budget: str, method: str) -> Entry:
         """A pruned model, healed if its method says so."""
-        from emp_llm import Recipe
         from emp_llm.in_memory.prune_model import prune_model
         from emp_llm.models.loading import load_model
 
@@ -485,12 +486,12 @@ class Study:
         settings |= {"magnitude": {"count_by": "magnitude"}, "owl": {"shares": "owl"}, "heal": {}}
         for word in words:
             how |= settings[word]
-        recipe = Recipe(method=name, targets="all-linear", **how)
+        recipe = recipe_of(method=name, targets="all-linear", **how)
         folder = self.work / f"{basis} {budget} {method}".removesuffix("+heal")
         entry = Entry()
         if not folder.exists():
             model = load_model(self.dense(basis))
-            data = self.tokens if recipe.updates or basis not in self.norms else None
+            data = self.tokens if recipe.update is not None or basis not in self.norms else None
             report = prune_model(model, recipe, data, activations=self.norms.get(basis))
             if report.activations is not None:
                 self.norms[basis] = report.activations

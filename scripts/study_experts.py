@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from emp_llm.options.words import recipe_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCORES = ("reap", "man", "frequency", "mass")
 # Of 32: experts of a layer that stay, for every score, without a refit.
@@ -99,7 +101,7 @@ class Study:
         """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's
         number at beta = 1.
         """
-        from emp_llm.options.recipe import Recipe, StructureRecipe
+        from emp_llm.options.recipe import StructureRecipe
         from emp_llm.structure.choice import choose_units
         from emp_llm.structure.scores import unit_scores
 
@@ -111,7 +113,7 @@ class Study:
             scores = unit_scores(units, score, self.sums.get)
         method = f"emp-{score}" if own or kept is None else "mass" if score == "random" else score
         sparsity = None if kept is None else 1 - kept / self.experts
-        recipe = Recipe(
+        recipe = recipe_of(
             method=method,
             structure=StructureRecipe(structure="experts", keep_shapes=own),
             sparsity=sparsity,

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emp_llm.options.words import recipe_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 METHODS = (
@@ -54,7 +56,6 @@ class Point:
 
     def recipe(self, sparsity: float | None) -> Any:
         """Its recipe; `sparsity` is that of the budget, None for N:M."""
-        from emp_llm import Recipe
 
         method, _, option = self.method.partition("+")
         how: dict[str, Any] = (
@@ -66,7 +67,7 @@ class Point:
             how["count_by"] = option
         if self.refit:
             how |= {"refit": True, "refit_weighting": self.refit}
-        return Recipe(method=method, targets=self.scope, **how)
+        return recipe_of(method=method, targets=self.scope, **how)
 
 
 def points(scopes: str, budgets: str, methods: str, refits: str) -> list[Point]:
@@ -106,25 +107,25 @@ class Study:
 
     def norms(self) -> Any:
         """The norms of all linear layers."""
-        from emp_llm import Recipe
         from emp_llm.in_memory.prune_model import prune_model
 
         if self._norms is None:
             report = prune_model(
-                copy.deepcopy(self.model), Recipe(method="wanda", targets="all-linear"), self.tokens
+                copy.deepcopy(self.model),
+                recipe_of(method="wanda", targets="all-linear"),
+                self.tokens,
             )
             self._norms = report.activations
         return self._norms
 
     def sparsity(self, point: Point) -> float | None:
         """The sparsity of a point's budget."""
-        from emp_llm import Recipe
         from emp_llm.in_memory.prune_model import prune_model
 
         if point.budget != "beta1":
             return None if ":" in point.budget else float(point.budget)
         if point.scope not in self._beta1:
-            recipe = Recipe(method="emp-magnitude", targets=point.scope)
+            recipe = recipe_of(method="emp-magnitude", targets=point.scope)
             self._beta1[point.scope] = prune_model(
                 copy.deepcopy(self.model), recipe
             ).targets.sparsity_of_targets

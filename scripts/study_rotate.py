@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from emp_llm.options.words import recipe_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RECIPES: dict[str, dict[str, Any]] = {
     "50 %, MLP alone, Wanda": {"method": "wanda", "targets": "mlp"},
@@ -48,7 +50,7 @@ def main(line: list[str] | None = None) -> None:
         "--recipes", default=";".join(RECIPES), help="rows of the table, separated by semicolons"
     )
     options = parser.parse_args(line)
-    from emp_llm import Recipe, prune_model, rotate_model
+    from emp_llm import prune_model, rotate_model
     from emp_llm.calibration.texts import find_corpus
     from emp_llm.common.tables import Rows, markdown_table
     from emp_llm.evaluation.perplexity import perplexity, text_tokens
@@ -71,10 +73,10 @@ def main(line: list[str] | None = None) -> None:
     rotate_model(models["rotated, in order"], *given, steps=options.steps, pattern="2:4", **how)
     rows: Rows = [["", *models]]
     for name in options.recipes.split(";"):
-        recipe = Recipe(**{"targets": "all-linear"} | RECIPES[name])
+        recipe = recipe_of(**{"targets": "all-linear"} | RECIPES[name])
         cells = []
         for basis, model in models.items():
-            if basis == "rotated, in order" and recipe.pattern is None:
+            if basis == "rotated, in order" and recipe.n_of_m is None:
                 cells.append("")
                 continue
             pruned = copy.deepcopy(model)

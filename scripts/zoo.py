@@ -24,7 +24,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from emp_llm import Recipe, evaluate, measure, pack, prune, prune_model, verify
+from emp_llm import evaluate, measure, pack, prune, prune_model, recipe_of, verify
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import markdown_table
 from emp_llm.models.loading import load_model
@@ -238,7 +238,7 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
             loaded = load_model(model, "cpu")
         except Exception:  # said in the column before, or by transformers alone
             return "not loadable"
-        done = prune_model(loaded, Recipe(method="emp-magnitude"))
+        done = prune_model(loaded, recipe_of(method="emp-magnitude"))
         return f"{100 * done.targets.sparsity_of_targets:.1f} %"
 
     def measured() -> str:

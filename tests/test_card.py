@@ -16,7 +16,8 @@ from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.run_report import RunReport
@@ -182,13 +183,15 @@ def test_a_command_with_an_open_quote() -> None:
 
 
 def test_methods_in_words() -> None:
-    wanda = Recipe(method="wanda")
-    admm = Recipe(method="emp-admm")
+    wanda = RecipeOptions(method="wanda")
+    admm = RecipeOptions(method="emp-admm")
     assert method_words(wanda).endswith("Wanda scores (weight magnitude times input norm)")
     assert method_words(admm).endswith(
         "(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)"
     )
-    neurons = Recipe(method="emp-wanda", refit=True, structure=StructureRecipe(structure="neurons"))
+    neurons = RecipeOptions(
+        method="emp-wanda", refit=True, structure=StructureRecipe(structure="neurons")
+    )
     words = (
         "EMP of whole MLP neurons scored by the norms of their weights and activations, with a "
         "refit of the kept weights"

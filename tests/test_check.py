@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.calibration.data import CalibrationText
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import check
@@ -189,7 +189,8 @@ def test_rows_that_starve_are_said(
     # The same in memory; and where no row starves, or the user asks for so few, nothing is said.
     model = AutoModelForCausalLM.from_pretrained(source)
     assert (
-        prune_model(model, Recipe(method="emp-magnitude")).record.warnings[0] == first.warnings[0]
+        prune_model(model, recipe_of(method="emp-magnitude")).record.warnings[0]
+        == first.warnings[0]
     )
     for how in (
         {"method": "magnitude", "sparsity": 0.97},

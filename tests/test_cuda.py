@@ -28,7 +28,7 @@ from test_propagation import assert_same, linears
 from test_solvers import inputs_of, layer, moments, objective
 from transformers import AutoModelForCausalLM
 
-from emp_llm import Recipe, effective_mask, prune_model, rotate_model
+from emp_llm import effective_mask, prune_model, recipe_of, rotate_model
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.models.blockwise import BlockwiseModel
@@ -134,7 +134,7 @@ def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
     here, there = (load_model(models(family), device) for device in ("cpu", "cuda:0"))
     for model in (here, there):
         prune_model(
-            model, Recipe(group=group, min_expert_tokens=0, **recipe), activations=norms(family)
+            model, recipe_of(group=group, min_expert_tokens=0, **recipe), activations=norms(family)
         )
     for (name, a), (_, b) in zip(here.named_parameters(), there.named_parameters(), strict=True):
         assert b.device.type == "cuda"

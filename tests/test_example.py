@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "scripts" / "demo" / "model"
@@ -32,7 +32,7 @@ def test_the_method_on_one_page(
     ]
     report = prune_model(
         model,
-        Recipe(method="emp-wanda", targets="mlp"),
+        recipe_of(method="emp-wanda", targets="mlp"),
         list(tokens[0, : 8 * 128].reshape(-1, 4, 128)),
     )
     assert (

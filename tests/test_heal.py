@@ -27,7 +27,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from emp_llm import Recipe, heal_model, prune_model
+from emp_llm import (
+    Admm,
+    Heal,
+    Magnitude,
+    Pattern,
+    Recipe,
+    Refit,
+    heal_model,
+    prune_model,
+    recipe_of,
+)
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
@@ -42,8 +52,8 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.push import method_words
 from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
-from emp_llm.update import blocks
 from emp_llm.verify import verify
+from emp_llm.walk import blocks
 from emp_llm.walk.blocks import rate_of
 from emp_llm.walk.moved import MovedWeights
 
@@ -691,7 +701,7 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
     tokens = healing_tokens(models("llama"), given)
     dense = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
-    report = prune_model(model, Recipe(method="wanda"), tokens)
+    report = prune_model(model, recipe_of(method="wanda"), tokens)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     done = heal_model(model, dense, tokens, masks=report.masks, steps=STEPS)
     assert done.best > 0
@@ -705,7 +715,7 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
     assert all(parameter.requires_grad for parameter in model.parameters())
     # In one call, with the same result.
     other = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
-    both = prune_model(other, Recipe(method="wanda", heal=True, heal_steps=STEPS), tokens)
+    both = prune_model(other, recipe_of(method="wanda", heal=True, heal_steps=STEPS), tokens)
     assert both.record.healing is not None
     assert both.record.healing.curve == done.curve
     assert all(
@@ -715,12 +725,12 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
 
 def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     """The model stays as it was."""
-    recipe = Recipe(method="wanda", heal=True)
+    recipe = recipe_of(method="wanda", heal=True)
     tokens = healing_tokens(models("llama"), given)
     model = AutoModelForCausalLM.from_pretrained(models("llama"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for match, data in {
-        r"^Recipe\(heal=True\) fits weights to calibration data; give data=": None,
+        r"^heal=Heal\(\) fits weights to calibration data; give data=": None,
         "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held "
         "out": tokens[:4],
         "trains on text alone": DataLoader(tokens, batch_size=2),  # type: ignore[arg-type]
@@ -729,11 +739,11 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
             prune_model(model, recipe, data)
     with pytest.raises(
         UserError,
-        match=r"^Recipe\(heal=True\) runs a model of transformers as a "
+        match=r"^heal=Heal\(\) runs a model of transformers as a "
         r"whole; Sequential is none",
     ):
         prune_model(
-            nn.Sequential(nn.Linear(8, 8)), recipe.but(method="magnitude", targets=".*"), tokens
+            nn.Sequential(nn.Linear(8, 8)), recipe_of("magnitude", heal=True, targets=".*"), tokens
         )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(models("llama")))
@@ -839,9 +849,10 @@ def test_the_best_method_is_one_word(models: Models, given: dict[str, Any], tmp_
     assert (recipe.method, recipe.refit, recipe.heal) == ("emp-admm", True, True)
     assert report.fits
     assert report.healing is not None
-    pattern = Recipe(method="best", pattern="2:4")
-    pattern.check()
-    assert (pattern.method, pattern.refit, pattern.heal) == ("admm", True, True)
+    pattern = recipe_of(method="best", pattern="2:4")
+    assert pattern == Recipe(
+        score=Magnitude(), counts=Pattern(2, 4), update=Admm(refit=Refit()), heal=Heal()
+    )
     with pytest.raises(UserError, match="best is for prune"):
         sweep(models("llama"), methods="best,wanda", output=tmp_path / "sweep", **given)
 

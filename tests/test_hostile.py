@@ -19,7 +19,7 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.bench import bench
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json
@@ -643,7 +643,7 @@ def test_matrices_without_weights(
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(shape[1], shape[0])}
     )
-    recipe = Recipe(method="magnitude", targets=".*", group=group)  # type: ignore[arg-type]
+    recipe = recipe_of(method="magnitude", targets=".*", group=group)  # type: ignore[arg-type]
     assert set(prune_model(model, recipe).masks) == {"a.weight"}
 
 

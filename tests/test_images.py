@@ -30,7 +30,7 @@ from pictures import (
     write_lines,
 )
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import ImageRow, inputs_of
@@ -223,7 +223,7 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
     kept = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
     model = transformers.LlavaForConditionalGeneration.from_pretrained(llava)
     batches = [cut(plain_inputs(number), SEQLEN) for number in range(SAMPLES)]
-    found = prune_model(model, Recipe(method="wanda", tower="all"), data=batches).masks
+    found = prune_model(model, recipe_of(method="wanda", tower="all"), data=batches).masks
     assert {*kept.input_of, *(f"{name}.relative" for name in kept.relative)} == set(norms)
     assert (
         command("report", tmp_path / "out", "--output", tmp_path / "page", "--no-plots").returncode
@@ -310,7 +310,7 @@ def test_a_model_in_memory(llava: Path, data: Path, form: str) -> None:
     ]
     rows = f"{data}/rows.jsonl,image=picture" if form == "name" else rows
     load = transformers.LlavaForConditionalGeneration.from_pretrained
-    recipe = Recipe(method="wanda", tower="all")
+    recipe = recipe_of(method="wanda", tower="all")
     processor = llava if form == "folder" else make_processor()
     found = prune_model(
         load(llava), recipe, data=rows, tokenizer=processor, samples=SAMPLES, seqlen=100

@@ -33,6 +33,7 @@ from emp_llm import (
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.words import recipe_of
 from emp_llm.runtime import load as packed_model
 
 Models = Callable[[str], Path]
@@ -76,7 +77,7 @@ def test_the_bits_of_the_command(
     )
     model = load(source)
     found = prune_model(
-        model, Recipe(**options), data, AutoTokenizer.from_pretrained(source), **given
+        model, recipe_of(**options), data, AutoTokenizer.from_pretrained(source), **given
     )
     assert same(model, load(tmp_path / "out"))
     assert found.targets == written.targets
@@ -102,7 +103,7 @@ def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_pat
     by_name = prune_model(source, None, text, propagate="pruned", **GIVEN)
     assert same(by_name.model, load(out))
     wide = load(source, dtype=torch.float32)
-    prune_model(wide, Recipe(method="emp-magnitude"))
+    prune_model(wide, recipe_of(method="emp-magnitude"))
     prune(model=source, method="emp-magnitude", output=tmp_path / "data-free")
     assert same(wide, load(tmp_path / "data-free", dtype=torch.float32))
 
@@ -124,7 +125,7 @@ def test_parts_on_the_cpu_of_an_accelerator(models: Models, text: Path) -> None:
 def test_masks_are_tensors_that_can_be_saved(models: Models, tmp_path: Path) -> None:
     source = models("mixtral")
     model = load(source)
-    recipe = Recipe(method="emp-magnitude", group="matrix")
+    recipe = recipe_of(method="emp-magnitude", group="matrix")
     masks = masks_of(model, recipe)
     assert same(model, load(source))  # nothing was changed
     parameters = dict(model.named_parameters())
@@ -162,7 +163,7 @@ def test_a_saved_folder_is_a_finished_checkpoint(
     folder = tmp_path / "saved"
     model = load(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    found = prune_model(model, Recipe(), text, tokenizer, **GIVEN)
+    found = prune_model(model, recipe_of(), text, tokenizer, **GIVEN)
     load(source).save_pretrained(folder)
     with pytest.raises(
         UserError, match="weights that the masks remove; save the pruned model there first"
@@ -264,7 +265,9 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     ]
     norms = []
     for data, options in ways:
-        found = prune_model(load(source, dtype=torch.float32), Recipe(), data, tokenizer, **options)
+        found = prune_model(
+            load(source, dtype=torch.float32), recipe_of(), data, tokenizer, **options
+        )
         assert found.activations is not None
         assert found.record.calibration is not None
         assert found.record.calibration.tokens == 256
@@ -275,17 +278,17 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
         for name, norm in norms[0].relative.items():
             torch.testing.assert_close(other.relative[name], norm, rtol=1e-5, atol=0)
         assert norms[0].relative.keys() == other.relative.keys() == norms[0].input_of.keys()
-    masks = masks_of(model, Recipe(), activations=norms[0])
+    masks = masks_of(model, recipe_of(), activations=norms[0])
     assert torch.equal(
         masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"]
     )
 
 
 def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    masks_of(load(models("llama")), Recipe(method="emp-magnitude"), ["a text"])
+    masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), ["a text"])
     assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
-        prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+        prune_model(models("llama"), recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
     with pytest.raises(
         UserError,
         match="--propagate pruned is for methods that need activations; magnitude needs none",
@@ -304,18 +307,18 @@ def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureF
 
 def test_own_criterion_and_scores_in_memory(models: Models) -> None:
     source = models("gpt2")
-    wanted = masks_of(load(source), Recipe(method="emp-magnitude"))
+    wanted = masks_of(load(source), recipe_of(method="emp-magnitude"))
     model = load(source)
     scores = {name: parameter.detach().abs() for name, parameter in model.named_parameters()}
     assert all(
         torch.equal(mask, wanted[name])
-        for name, mask in masks_of(model, Recipe(scores=scores)).items()
+        for name, mask in masks_of(model, recipe_of(scores=scores)).items()
     )
 
     def mine(weight: torch.Tensor) -> torch.Tensor:
         return weight.abs()
 
-    found = prune_model(model, Recipe(criterion=mine))
+    found = prune_model(model, recipe_of(criterion=mine))
     assert all(torch.equal(found.masks[name], wanted[name]) for name in wanted)
     assert found.record.recipe.method == "emp-mine"
 
@@ -346,7 +349,7 @@ def on_llama(
     )
 
 
-MAGNITUDE = Recipe(method="magnitude")
+MAGNITUDE = recipe_of(method="magnitude")
 CONVERSATION = [[{"role": "user", "content": "hello"}]]
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta": (on_meta, r"0\.weight: its values are not in memory \(device meta\)"),
@@ -368,10 +371,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "template": (on_llama(CONVERSATION, tokenized=True), "no chat template"),
     "floats": (on_llama(torch.rand(3, 4)), "token ids are integers"),
     "nothing matches": (
-        lambda _: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")),
+        lambda _: prune_model(Net(), recipe_of(method="magnitude", targets="q_proj")),
         "match nothing",
     ),
-    "beta": (on_llama(None, Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
+    "beta": (lambda _: recipe_of(method="magnitude", beta=0.5), "beta does not go with"),
     "nan": (
         lambda _: prune_model(nn.Sequential(nn.Linear(3, 4).apply(spoil)), MAGNITUDE),
         "holds NaN or infinity",
@@ -444,7 +447,7 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
     ),
     (
         lambda model: prune_model(model, "magnitude", sparsity=SOME),  # type: ignore[call-arg]
-        r"^sparsity belongs to the recipe. Give Recipe\(method='magnitude', sparsity=...\) as the "
+        r"^sparsity belongs to the recipe. Give recipe_of\('magnitude', sparsity=...\) as the "
         r"second argument",
     ),
     (
@@ -473,13 +476,9 @@ ARGUMENTS: list[tuple[Callable[[Any], object], str]] = [
 def test_fields_of_other_types_are_named(
     models: Models, fields: dict[str, Any], match: str
 ) -> None:
-    recipe = Recipe(**{"method": "magnitude"} | fields)
     for function in (masks_of, prune_model):
         with pytest.raises(UserError, match=match):
-            function(models("llama"), recipe)
-    if "method" in fields:
-        with pytest.raises(UserError, match=match):
-            _ = recipe.needs_activations
+            function(models("llama"), recipe_of(**{"method": "magnitude"} | fields))
 
 
 @pytest.mark.parametrize(("call", "match"), ARGUMENTS)
@@ -527,7 +526,7 @@ def test_a_model_that_fails_is_unchanged() -> None:
     assert not net[0]._forward_pre_hooks
     last = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).apply(spoil))
     with pytest.raises(UserError, match="NaN"):
-        prune_model(last, Recipe(method="magnitude"))
+        prune_model(last, recipe_of(method="magnitude"))
     # The masks of all layers are decided before one is applied.
     assert bool((last[0].weight != 0).all())
 
@@ -559,7 +558,7 @@ def test_convolutions_are_pruned_like_matrices(make: Callable[[], nn.Module], gr
         for name, value in net.named_parameters()
         if name.endswith("weight")
     }
-    found = prune_model(net, Recipe(method="emp-magnitude", group=group, targets="all-linear"))
+    found = prune_model(net, recipe_of(method="emp-magnitude", group=group, targets="all-linear"))
     assert found.masks.keys() == weights.keys()
     rows = {name: weight.double().abs().flatten(1) for name, weight in weights.items()}
     if group == "all":
@@ -587,23 +586,23 @@ def test_convolutions_have_no_norms() -> None:
     with pytest.raises(
         UserError, match="first is a convolution, which has no norms of input features"
     ):
-        prune_model(Filters(), Recipe(method="emp-wanda", targets="all-linear"), data=[x])
+        prune_model(Filters(), recipe_of(method="emp-wanda", targets="all-linear"), data=[x])
     net = Filters()
     dense = net.first.weight.detach().clone()
     # The other layers are not calibrated.
-    found = prune_model(net, Recipe(method="emp-wanda", targets="head"), data=[x])
+    found = prune_model(net, recipe_of(method="emp-wanda", targets="head"), data=[x])
     assert found.matrices.keys() == {"head"}
     assert torch.equal(net.first.weight, dense)
 
 
 def test_a_wrong_propagate_is_refused(models: Models) -> None:
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
-        prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+        prune_model(models("llama"), recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
 
 
 def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
     named = prune_model(models("llama"), "magnitude")
-    whole = prune_model(models("llama"), Recipe(method="magnitude"))
+    whole = prune_model(models("llama"), recipe_of(method="magnitude"))
     assert same(named.model, whole.model)
     assert masks_of(models("llama"), "emp-magnitude").keys() == named.masks.keys()
     for wrong, message in (

@@ -19,7 +19,7 @@ from emp_llm.evaluation import loss_budget
 from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.verify import verify
@@ -53,7 +53,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_the_points_of_a_smooth_curve(budget: float, root: float, steep: float) -> None:
     """At most eight, for half a point of sparsity to each side."""
-    sparsities = sparsities_of(Recipe(method="wanda"))
+    sparsities = sparsities_of(recipe_of(method="wanda"))
     rises: dict[float, float] = {}
     while (wanted := next_point(sparsities, rises, budget)) is not None:
         assert wanted in sparsities
@@ -68,7 +68,7 @@ def test_the_points_of_a_smooth_curve(budget: float, root: float, steep: float) 
 @pytest.mark.parametrize("removed", range(9))
 def test_the_patterns_of_a_group(group: int, removed: int) -> None:
     rises: dict[float, float] = {}
-    patterns = sparsities_of(Recipe(method="wanda", pattern=f"1:{group}"))
+    patterns = sparsities_of(recipe_of(method="wanda", pattern=f"1:{group}"))
     assert patterns == [n / group for n in range(1, group)]
     while (wanted := next_point(patterns, rises, 1.0)) is not None:
         rises[wanted] = wanted / (removed / group + 1e-9) if removed else 2.0

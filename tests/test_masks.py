@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
@@ -330,7 +330,7 @@ def test_masks_in_any_order_are_the_same(
             shard,
             {"format": "pt"},
         )
-    recipe = Recipe(method="magnitude", sparsity=0.001, group=group)
+    recipe = recipe_of(method="magnitude", sparsity=0.001, group=group)
     chosen = targets_of_folder(source, "coarse", recipe, False, False)
     scores = Scores(chosen.checkpoint, chosen.targets, recipe)
     pruner = Pruner(scores, counts_of(scores))

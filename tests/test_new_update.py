@@ -12,7 +12,7 @@ from runs import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.reporting.push import method_words
@@ -90,7 +90,7 @@ def test_it_goes_through_the_commands(
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    in_memory = prune_model(model, Recipe(**how), str(text), tokenizer, **TEXT)
+    in_memory = prune_model(model, recipe_of(**how), str(text), tokenizer, **TEXT)
     assert in_memory.record.targets.kept == report.targets.kept
     state = model.state_dict()
     assert torch.equal(state[name], pruned[name])

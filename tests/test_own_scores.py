@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from emp_llm import masks_of
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.report import report
 from emp_llm.selection.criteria import InputStatistics
@@ -279,7 +279,7 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
     def halves(weight: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
         return weight * inputs.norms
 
-    assert (Recipe(criterion=halves).method, Recipe(criterion=halves).needs_activations) == (
+    assert (recipe_of(criterion=halves).method, recipe_of(criterion=halves).needs_activations) == (
         "emp-halves",
         True,
     )
@@ -288,10 +288,10 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
         ({"criterion": lambda weight: weight}, "letters, digits and underscores"),
     ):
         with pytest.raises(UserError, match=said):
-            Recipe(**wrong).check()
-    recipes = [Recipe(method="mine", criterion=criterion(sign)) for sign in (1, -1)]
+            recipe_of(**wrong)
+    recipes = [recipe_of(method="mine", criterion=criterion(sign)) for sign in (1, -1)]
     found, other, magnitude = (
-        masks_of(str(models("llama")), each) for each in (*recipes, Recipe(method="magnitude"))
+        masks_of(str(models("llama")), each) for each in (*recipes, recipe_of(method="magnitude"))
     )
     assert all(torch.equal(found[name], magnitude[name]) for name in magnitude)
     assert not any(torch.equal(other[name], magnitude[name]) for name in magnitude)
@@ -300,10 +300,10 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
 def test_a_file_of_the_user_shadows_no_module(code: Path, tmp_path: Path) -> None:
     """The method names the function; the file may be named alone."""
     (tmp_path / "colorsys.py").write_text("raise SystemExit('shadowed')")
-    assert Recipe(method="emp-signed", criterion="my_scores.py").scored_by.name == "signed"
-    assert Recipe(method="my_ria", criterion="my_scores").needs_activations
+    assert recipe_of(method="emp-signed", criterion="my_scores.py").score.name == "signed"
+    assert recipe_of(method="my_ria", criterion="my_scores").needs_activations
     with pytest.raises(UserError, match=r"my_scores\.py has no function other"):
-        Recipe(method="other", criterion="my_scores.py").check()
+        recipe_of(method="other", criterion="my_scores.py")
     assert str(tmp_path) not in sys.path
     assert importlib.import_module("colorsys").rgb_to_hsv
 

@@ -42,7 +42,7 @@ from weight_pruning import (
 from emp_llm.cli import main
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory.prune_model import prune_model
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.plan import plan
 from emp_llm.selection.effective import effective_mask
 
@@ -381,7 +381,7 @@ def test_weights_are_those_of_prune_model(scope: str) -> None:
     torch.manual_seed(0)
     model = fc_network((30, 20, 10), 12)
     selected = select_weights(magnitudes(model), effective(1.0), scope)
-    report = prune_model(model, Recipe(method="emp-magnitude", group=fc.GROUPS[scope]))
+    report = prune_model(model, recipe_of(method="emp-magnitude", group=fc.GROUPS[scope]))
     assert selected.sparsity == pytest.approx(report.targets.sparsity_of_targets)
     for name, mask in selected.masks.items():
         assert torch.equal(mask, report.masks[name])

@@ -27,7 +27,7 @@ from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.layers import Layer
 from emp_llm.models.loading import build_skeleton, load_model
 from emp_llm.options.calibration import Place
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
@@ -98,8 +98,8 @@ def test_layers_before_and_after_the_blocks(
 
 def plan(source: Path, method: Any, **options: Any) -> Pruner:
     checkpoint = Checkpoint(source)
-    recipe = Recipe(method=method, targets="all-linear", **options)
-    targets = Architecture.of_model(checkpoint, build_skeleton(source)).select(recipe.targets)
+    recipe = recipe_of(method=method, targets="all-linear", **options)
+    targets = Architecture.of_model(checkpoint, build_skeleton(source)).targets_of(recipe.targets)
     scores = Scores(checkpoint, targets, recipe)
     return Pruner(scores, counts_of(scores))
 

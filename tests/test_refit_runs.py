@@ -18,7 +18,7 @@ from launch import launch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import HiddenStates
@@ -330,7 +330,7 @@ def test_several_streams_and_layers_that_are_called_twice(method: str) -> None:
     config = transformers.Gemma3nTextConfig(**GEMMA_3N, num_kv_shared_layers=0)
     model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32)
     tokens = torch.randint(3, 250, (8, 32), generator=torch.Generator().manual_seed(0))
-    recipe = Recipe(method=method, targets="all-linear", refit=method == "wanda")
+    recipe = recipe_of(method=method, targets="all-linear", refit=method == "wanda")
     report = prune_model(model, recipe, tokens)
     (router,) = (
         fit
@@ -358,7 +358,9 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
         match=r"read the keys and values of earlier ones "
         r"\(num_kv_shared_layers is 1\)",
     ):
-        prune_model(model, Recipe(method="wanda", refit=True), torch.ones(8, 32, dtype=torch.long))
+        prune_model(
+            model, recipe_of(method="wanda", refit=True), torch.ones(8, 32, dtype=torch.long)
+        )
     model.save_pretrained(tmp_path / "model")
     tiny.make_tokenizer().save_pretrained(tmp_path / "model")
     for way, option in (

@@ -20,9 +20,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
+from emp_llm import (
+    Recipe,
+    masks_of,
+    pack,
+    prune,
+    prune_model,
+    reapply_mask,
+    recipe_of,
+    report,
+    unpack,
+    verify,
+)
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
+from emp_llm.options.words import words_of
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
 
@@ -65,14 +77,19 @@ def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 CASES: dict[str, tuple[str, Recipe]] = {
-    "refit": ("llama", Recipe(method="wanda", targets="all-linear", refit=True)),
+    "refit": ("llama", recipe_of(method="wanda", targets="all-linear", refit=True)),
     "Conv1D": (
         "gpt2",
-        Recipe(method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02),
+        recipe_of(
+            method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02
+        ),
     ),
-    "experts": ("mixtral", Recipe(method="magnitude", refit=True)),
-    "sparsegpt": ("qwen3_moe", Recipe(method="sparsegpt", targets="all-linear")),
-    "admm": ("mixtral", Recipe(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True)),
+    "experts": ("mixtral", recipe_of(method="magnitude", refit=True)),
+    "sparsegpt": ("qwen3_moe", recipe_of(method="sparsegpt", targets="all-linear")),
+    "admm": (
+        "mixtral",
+        recipe_of(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True),
+    ),
 }
 
 
@@ -81,7 +98,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     family, recipe = CASES[case]
     source = models(family)
     out = tmp_path / "out"
-    options = recipe.as_dict()
+    options = words_of(recipe).as_dict()
     written = prune(
         model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN
     )
@@ -113,11 +130,11 @@ def test_wrong_input_in_memory(
     models: Models, text: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model stays as it was."""
-    recipe = Recipe(method=method, refit=method != "sparsegpt")
+    recipe = recipe_of(method=method, refit=method != "sparsegpt")
     model = load(models("llama"))
     tokenizer = AutoTokenizer.from_pretrained(models("llama"))
     before = state(model)
-    flag = "method sparsegpt" if method == "sparsegpt" else r"Recipe\(refit=True\)"
+    flag = "method sparsegpt" if method == "sparsegpt" else r"update=Refit\(\)"
     with pytest.raises(UserError, match=rf"^{flag} fits weights to calibration data; give data="):
         prune_model(model, recipe)
     with pytest.raises(
@@ -133,7 +150,7 @@ def test_wrong_input_in_memory(
     ):
         prune_model(
             nn.Sequential(nn.Linear(8, 8)),
-            Recipe(method=method, refit=recipe.refit, targets=".*"),
+            recipe_of(method=method, refit=method != "sparsegpt", targets=".*"),
             torch.randn(4, 8),
         )
     folder = make_llava(tmp_path / "llava")
@@ -156,7 +173,7 @@ def test_wrong_input_in_memory(
 
 def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
     source = models("llama")
-    recipe = Recipe(method="wanda", refit=True)
+    recipe = recipe_of(method="wanda", refit=True)
     plain = load(source)
     offloaded = load(source)
     accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))

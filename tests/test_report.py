@@ -13,7 +13,7 @@ from runs import make_sweep, read_points, report_of, results_of, save_run, study
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.comparison import Value
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.reporting.page import difference_rows, role_rows, verdict_rows
 from emp_llm.reporting.run_tables import effective_share, pruning_table
@@ -239,7 +239,11 @@ def test_the_label_of_a_point_names_what_sets_its_recipe_apart(
     runs: Path, tmp_path: Path, recipe: dict[str, Any], label: str
 ) -> None:
     (point,) = read_points(
-        [save_run(tmp_path, report_of(runs / "emp") | {"recipe": Recipe(**recipe).as_dict()})]
+        [
+            save_run(
+                tmp_path, report_of(runs / "emp") | {"recipe": RecipeOptions(**recipe).as_dict()}
+            )
+        ]
     )
     assert label_of(point) == label
 
@@ -248,12 +252,12 @@ def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
     """Also if several runs remove as many weights."""
     emp = [
         MeasuredPoint(
-            str(tmp_path / name), name, "m", "m", Recipe(method="emp-wanda"), sparsity=0.5
+            str(tmp_path / name), name, "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5
         )
         for name in ("a", "b", "c")
     ]
     baseline = MeasuredPoint(
-        "u", "u", "m", "m", Recipe(method="wanda", match=str(tmp_path / "b")), sparsity=0.5
+        "u", "u", "m", "m", RecipeOptions(method="wanda", match=str(tmp_path / "b")), sparsity=0.5
     )
     (study,) = studies([*emp, baseline])
     assert study.points[-1].baseline_of == emp[1].id
@@ -285,14 +289,14 @@ def test_equal_masks_and_rounding_are_no_difference(
     masks: tuple[str, str], value: float, base: float, change: float, better: bool
 ) -> None:
     emp = MeasuredPoint(
-        "e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5, masks=masks[0]
+        "e", "e", "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5, masks=masks[0]
     )
     uniform = MeasuredPoint(
         "u",
         "u",
         "m",
         "m",
-        Recipe(method="wanda"),
+        RecipeOptions(method="wanda"),
         sparsity=0.5,
         masks=masks[1],
         baseline_of="e",
@@ -310,8 +314,8 @@ def test_equal_masks_and_rounding_are_no_difference(
 
 
 def test_two_infinite_perplexities_are_not_compared() -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5)
-    uniform = replace(emp, id="u", name="u", recipe=Recipe(method="wanda"))
+    emp = MeasuredPoint("e", "e", "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5)
+    uniform = replace(emp, id="u", name="u", recipe=RecipeOptions(method="wanda"))
     (study,) = studies([with_perplexities(each, math.inf) for each in (emp, uniform)])
     assert study.points[1].baseline_of == "e"
     assert differences(study, study.suites[0]) == curves(study, study.suites[0], PERPLEXITY) == []

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm import Recipe, heal, measure, prune, prune_model, rotate, rotate_model, verify
+from emp_llm import heal, measure, prune, prune_model, recipe_of, rotate, rotate_model, verify
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import rotation
 from emp_llm.records.rotation import RotationRecord
@@ -425,7 +425,7 @@ def test_less_is_lost_of_a_real_model(shared: Path) -> None:
         if turns:
             rotate_model(model, seen, steps=60)
             assert math.isclose(perplexity(model, judged, 512).value, dense, rel_tol=1e-4)
-        prune_model(model, Recipe(method="wanda", targets="all-linear"), seen)
+        prune_model(model, recipe_of(method="wanda", targets="all-linear"), seen)
         damage.append(perplexity(model, judged, 512).value / dense - 1)
     assert damage[1] < 0.7 * damage[0]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from runs import report_of
 from transformers import AutoModelForCausalLM
 
-from emp_llm import Recipe, prune_model
+from emp_llm import prune_model, recipe_of
 from emp_llm.calibration.activations import Activations
 from emp_llm.measure import measure
 from emp_llm.prune import prune
@@ -161,7 +161,7 @@ def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tokens = {"samples": 4, "seqlen": 64, "propagate": "pruned"}
     found = prune_model(
-        model, Recipe(method="emp-relative", sparsity=sparsity), text, source, **tokens
+        model, recipe_of(method="emp-relative", sparsity=sparsity), text, source, **tokens
     )  # type: ignore[arg-type]
     for layer, entry in found.matrices.items():
         assert torch.equal(
@@ -384,7 +384,7 @@ def test_shares_in_memory_and_in_a_sweep(
     common: dict[str, Any] = {"activations": norms("llama"), "device_map": "cpu"}
     written = prune(source, output=tmp_path / "owl", method="wanda", **options, **common)
     assert isinstance(written, RunReport)
-    found = prune_model(source, Recipe(method="wanda", **options), activations=norms("llama"))
+    found = prune_model(source, recipe_of(method="wanda", **options), activations=norms("llama"))
     assert (found.targets, found.matrices) == (written.targets, written.matrices)
     how: dict[str, Any] = {
         "methods": "wanda,magnitude",
@@ -488,7 +488,7 @@ def test_exactly_as_many_are_removed(
 def test_a_requested_sparsity_in_memory_and_at_the_ends(models: Models, tmp_path: Path) -> None:
     source = models("llama")
     written = prune(model=source, method="emp-magnitude", sparsity=0.3, output=tmp_path / "out")
-    found = prune_model(source, Recipe(method="emp-magnitude", sparsity=0.3))
+    found = prune_model(source, recipe_of(method="emp-magnitude", sparsity=0.3))
     assert (found.record.recipe.beta, found.targets) == (written.recipe.beta, written.targets)  # type: ignore[union-attr]
     nothing = prune(model=source, method="emp-magnitude", sparsity=0, output=tmp_path / "nothing")
     assert nothing.targets.kept == nothing.targets.weights  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ commands for such checkpoints.
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
@@ -608,7 +610,7 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     values = [np.array(each[:size]) for each in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
     zeroed = StructureRecipe(structure="neurons", keep_shapes=True)
-    rule = Recipe(method="emp-magnitude", beta=beta, structure=zeroed)
+    rule = recipe_of(method="emp-magnitude", beta=beta, structure=zeroed)
     choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
@@ -618,11 +620,13 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
     even, _ = choose_units(
-        every, values, rule.but(structure=StructureRecipe(structure="neurons", width_multiple=4))
+        every,
+        values,
+        replace(rule, structure=StructureRecipe(structure="neurons", width_multiple=4)),
     )
     mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
-    half = Recipe(method="magnitude", sparsity=0.5, structure=zeroed)
+    half = recipe_of(method="magnitude", sparsity=0.5, structure=zeroed)
     ratio, _ = choose_units(every, values, half)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 

@@ -24,8 +24,8 @@ from emp_llm.evaluation.evaluate import measure, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
+from emp_llm.options.words import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import sweep_table
@@ -87,13 +87,14 @@ def test_names_of_points() -> None:
         "patterns": "2:4",
     }
     names = [
-        point.name for point in plan_points(SweepOptions(**asked, matched_baselines=True), Recipe())
+        point.name
+        for point in plan_points(SweepOptions(**asked, matched_baselines=True), RecipeOptions())
     ]
     assert len(names) == len(set(names)) == 2 * 2 * 3 + 2
     assert "emp-magnitude-order-1-beta-0.75" in names
     assert names[-2:] == ["wanda-0.3", "wanda-2of4"]
     close = SweepOptions(methods="emp-wanda", betas="1.00000001,1.00000002")
-    assert len({point.name for point in plan_points(close, Recipe())}) == 2
+    assert len({point.name for point in plan_points(close, RecipeOptions())}) == 2
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Recipe, prune_model
+from emp_llm import Recipe, prune_model, recipe_of
 from emp_llm.calibrate import calibrate
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash
@@ -300,24 +300,24 @@ def as_published(tensors: dict[str, Tensor]) -> None:
 
 
 SAVED: dict[str, tuple[str, Recipe, Callable[[dict[str, Tensor]], object] | None]] = {
-    "shards": ("llama", Recipe(), None),
-    "one shard": ("llama", Recipe(method="emp-magnitude", group="all"), lambda tensors: None),
+    "shards": ("llama", recipe_of(), None),
+    "one shard": ("llama", recipe_of(method="emp-magnitude", group="all"), lambda tensors: None),
     "old buffers": (
         "llama",
-        Recipe(method="magnitude"),
+        recipe_of(method="magnitude"),
         lambda tensors: tensors.update(
             {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
         ),
     ),
     "head stored though tied": (
         "llama-tied",
-        Recipe(method="magnitude", group="matrix"),
+        recipe_of(method="magnitude", group="matrix"),
         lambda tensors: tensors.update(
             {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         ),
     ),
-    "other names": ("gpt2", Recipe(), as_published),
-    "experts": ("mixtral", Recipe(targets="all-linear"), None),
+    "other names": ("gpt2", recipe_of(), as_published),
+    "experts": ("mixtral", recipe_of(targets="all-linear"), None),
 }
 
 
@@ -352,7 +352,7 @@ def test_folders_of_save_pretrained(
 @pytest.fixture(scope="module")
 def saved(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("saved") / "out"
-    save_in_memory(models("llama"), out, Recipe(), text)
+    save_in_memory(models("llama"), out, recipe_of(), text)
     return out
 
 

@@ -55,7 +55,7 @@ from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zer
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def model_origin(
     revision: str | None,
     checkpoint: Checkpoint,
     quantization: Quantization | None = None,
-    pruned_by: Recipe | None = None,
+    pruned_by: RecipeOptions | None = None,
 ) -> CalibrationRecord:
     """The part of the origin of norms that concerns the model.
 

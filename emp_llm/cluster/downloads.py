@@ -19,8 +19,8 @@ from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT, CalibrationOptions
 from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS
+from emp_llm.options.words import RecipeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def _reads_text(kind: str, options: Any) -> bool:
         return calibrates and not all(
             name.strip().endswith("magnitude") for name in (options.methods or METHODS).split(",")
         )
-    recipe: Recipe = options.groups["recipe"]
+    words: RecipeOptions = options.groups["recipe"]
+    recipe = words.tree
     return recipe.moves or (recipe.needs_activations and calibrates)
 
 

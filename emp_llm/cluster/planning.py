@@ -22,8 +22,8 @@ from emp_llm.models.architecture import in_scope
 from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
-from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import converted
 from emp_llm.walk.checks import HEALING_BYTES, check_apart
 
@@ -450,7 +450,7 @@ def study_recipes(
     """
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
-    points = plan_points(SweepOptions(**_point_options(options)), Recipe())
+    points = plan_points(SweepOptions(**_point_options(options)), RecipeOptions())
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError(
             "--per model plans sweeps, and a sweep runs in one process. Leave out "
@@ -462,11 +462,11 @@ def study_recipes(
         words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
         command = parsed("prune", ["--model", "model", *words])
         check_options(**command.groups)
-        recipe = command.groups["recipe"]
+        recipe = command.groups["recipe"].tree
         reads = recipe.moves or (recipe.needs_activations and command.activations is None)
         shared = reads and not recipe.moves and command.propagate == "dense"
-        heals = recipe.heal_steps or 0
-        updates = recipe.update_flag if recipe.updates else None
+        heals = 0 if recipe.heal is None else recipe.heal.steps
+        updates = None if recipe.update is None else recipe.update_flag
         recipes[point] = Norms(
             shared, reads and not shared, updates, heals, command.propagate == "pruned"
         )

@@ -20,7 +20,7 @@ from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import markdown_table, percent_cell, table
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.evaluation import Measures, PerplexityRecord, TaskRecord
 from emp_llm.records.results import Results
 
@@ -414,7 +414,7 @@ def published_row(model: Results) -> PublishedRow | None:
     if row is None:
         return None
     if pruned is not None and any(
-        getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS
+        getattr(pruned.recipe, key) != getattr(RecipeOptions(method=method), key) for key in _FIELDS
     ):
         return None
     accuracies = row["accuracy_percent"]

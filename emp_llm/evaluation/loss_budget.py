@@ -46,8 +46,8 @@ from emp_llm.in_memory.healing import check_healable
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
-from emp_llm.options.prune import PruneOptions, structured
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.prune import PruneOptions
+from emp_llm.options.recipe import Recipe, Wanda
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.counts import Numbers, check_groups, counts_of, read_report
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
@@ -125,9 +125,7 @@ class Judged:
 Run = Callable[[Recipe, PruneOptions, Judged], RunReport]
 
 
-def prune_to_loss(
-    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given, run: Run
-) -> RunReport:
+def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
     Args:
@@ -139,22 +137,21 @@ def prune_to_loss(
     assert options.loss is not None
     budget = LossBudget.of(options.loss)
     source = find_model(options.model, options.revision, options.trust_remote_code)
-    units = structure.structure is not None
-    whole = structured(recipe, structure) if units else recipe
-    name = f"{structure.structure}-{whole.method}" if units else recipe.method
+    units = recipe.structure
+    name = recipe.method if units is None else f"{units.structure}-{recipe.method}"
     path = options.output or Path(f"{source.short_name}-{name}")
     work = _work_of(path)
     with locked(work, f"--output {path}"):
-        search = _Search(recipe, whole, options, given, source.folder, path, budget)
+        search = _Search(recipe, options, given, source.folder, path, budget)
         sparsities = sparsities_of(recipe)
-        if structure.structure == "layers":
+        if units is not None and units.structure == "layers":
             layers = len({target.layer.block for target in search.targets} - {None})
             sparsities = [number / layers for number in range(1, layers)]
-        if units:
+        if units is not None:
             report = search.by_units(sparsities, run)
         elif not recipe.moves and options.propagate == "dense":
             taken = search.largest(sparsities, budget.nats)
-            final = _at(recipe, taken)
+            final = recipe.at(taken)
             search.models.free()
             report = run(final, replace(options, loss=None), search.judged(taken))
         else:
@@ -176,14 +173,6 @@ def sparsities_of(recipe: Recipe) -> list[float]:
         group = recipe.n_of_m[1]
         return [removed / group for removed in range(1, group)]
     return [number / 1000 for number in range(10, 991)]
-
-
-def _at(recipe: Recipe, sparsity: float) -> Recipe:
-    """A recipe with a sparsity, or with the pattern that has it."""
-    if recipe.n_of_m is not None:
-        group = recipe.n_of_m[1]
-        return recipe.but(pattern=f"{round(group * (1 - sparsity))}:{group}")
-    return recipe.but(sparsity=sparsity, beta=None, neff_dtype=None)
 
 
 def next_point(
@@ -241,7 +230,6 @@ class _Search:
     def __init__(
         self,
         recipe: Recipe,
-        whole: Recipe,
         options: PruneOptions,
         given: Given,
         source: Path,
@@ -249,23 +237,10 @@ class _Search:
         budget: LossBudget,
     ) -> None:
         self._recipe = recipe
-        self._whole = whole  # with the units
         # The masks of a search are those of Wanda.
-        self._masks = recipe
-        if recipe.moves and whole.structure is None:
-            update = recipe.update
-            name = "wanda" if update is not None and update.searches else recipe.name
-            self._masks = recipe.with_method(
-                f"emp-{name}" if recipe.adaptive else name,
-                refit=False,
-                refit_weighting=None,
-                refit_target=None,
-                refit_damping=None,
-                heal=False,
-                heal_steps=None,
-                heal_weights=None,
-                pattern=recipe.pattern,
-            )
+        update = recipe.update
+        score = Wanda() if update is not None and update.searches else recipe.score
+        self._masks = replace(recipe, score=score, update=None, heal=None)
         self._options = options
         self._source = source
         self._work = _work_of(path)
@@ -279,10 +254,10 @@ class _Search:
             self.checkpoint.config
         ):
             raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
-        if whole.structure is None:
+        if recipe.structure is None:
             check_groups(recipe, self.targets)
-        if recipe.updates:
-            if whole.structure is None:
+        if update is not None:
+            if recipe.structure is None:
                 check_update(self.targets, recipe.update_flag, recipe.without_update)
             check_apart(self.checkpoint.config, recipe.update_flag, recipe.without_update)
         self.models = OneModel(
@@ -305,7 +280,7 @@ class _Search:
                 "--samples."
             )
         assert isinstance(data, CalibrationText)
-        if recipe.heal:
+        if recipe.heal is not None:
             check_healable(self.checkpoint.config, data, self.targets)
         self._judges = further[2::3]
         self._deciding = further[[n for n in range(len(further)) if n % 3 != 2]]
@@ -318,7 +293,7 @@ class _Search:
 
     def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = run_signature(self.checkpoint, self._whole, about)
+        signature = run_signature(self.checkpoint, self._recipe, about)
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
@@ -341,7 +316,7 @@ class _Search:
     @cached_property
     def _norms(self) -> Activations | None:
         """The norms of the masks, calibrated once; None if their scores need none."""
-        if self._whole.structure is not None or not self._masks.needs_activations:
+        if self._recipe.structure is not None or not self._masks.needs_activations:
             return None
         options = self._options
         if options.activations is not None:
@@ -355,7 +330,7 @@ class _Search:
                     self._chosen.layers_to_calibrate(),
                     options,
                     model_origin(options.model, options.revision, self.checkpoint),
-                    blocks=self._recipe.blocks,
+                    blocks=self._recipe.targets.blocks,
                 )
             norms.save(file)
         return Activations.load(file)
@@ -397,10 +372,10 @@ class _Search:
         if known is not None:
             return known
         targets = self.targets
-        recipe = _at(self._masks, sparsity)
+        recipe = self._masks.at(sparsity)
         scores = Scores(self.checkpoint, targets, recipe)
         if self._norms is not None:
-            scores = scores.with_norms(input_norms(self._norms, targets, recipe.relative))
+            scores = scores.with_norms(input_norms(self._norms, targets, recipe.score.relative))
         pruner = Pruner(scores, counts_of(scores, self._numbers), self._options.mask_device)
         dense = self.models.get(self._source)
         _ = self._dense
@@ -439,7 +414,7 @@ class _Search:
         curve = "; ".join(each.words for each in points)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
-        if self._whole.structure is not None:
+        if self._recipe.structure is not None:
             instead = "add --refit or --heal"
         return UserError(
             f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
@@ -451,7 +426,7 @@ class _Search:
         one that does at the path.
         """
         nats = self._budget.nats
-        share = _SHARE_OF_HEALING if self._recipe.heal else _SHARE_OF_UPDATE
+        share = _SHARE_OF_UPDATE if self._recipe.heal is None else _SHARE_OF_HEALING
         of_masks = _AIM * nats / share
         for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
@@ -515,7 +490,7 @@ class _Search:
         self.models.free()
         options = replace(self._options, loss=None, output=self._folder(sparsity), overwrite=True)
         try:
-            run(_at(self._recipe, sparsity), options, self.judged(sparsity))
+            run(self._recipe.at(sparsity), options, self.judged(sparsity))
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self._dense
@@ -537,7 +512,7 @@ class _Search:
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        units = self._whole.structure is not None
+        units = self._recipe.structure is not None
         norms = None if units or not self._recipe.needs_activations else self._norms
         return Judged(self._judges, norms, record)
 

@@ -217,17 +217,17 @@ def heal_folder(
     """
     checkpoint = Checkpoint(out.files)
     trust = options.trust_remote_code
-    architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust)
-    everything = recipe.heal_weights == "all"
+    architecture = Architecture.of_checkpoint(checkpoint, recipe.targets.blocks, trust)
+    heal = recipe.heal
+    assert heal is not None
+    everything = heal.weights == "all"
     chosen = (
-        architecture.select("all-linear")
-        if everything
-        else architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+        architecture.select("all-linear") if everything else architecture.targets_of(recipe.targets)
     )
     targets = updatable(chosen)
     device_map = options.device_map
     if device_map == "auto" and not torch.cuda.is_available():
-        needed = healing_memory(checkpoint, targets, recipe, data.tokens.shape[1])
+        needed = healing_memory(checkpoint, targets, heal, data.tokens.shape[1])
         if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
             out.note(healed_by_blocks=needed > available_memory())
         if ranks().share(out.get("healed_by_blocks")):
@@ -241,11 +241,10 @@ def heal_folder(
         "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
     )
     teacher = load_model(dense, device_map, dtype, trust)
-    assert recipe.heal_steps is not None
     by_blocks = is_offloaded(model) or is_offloaded(teacher)
     if ranks().main:
         out.check_space(
-            checkpoint.output_bytes + healing_bytes(checkpoint, targets, recipe, by_blocks)
+            checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks)
         )
     if by_blocks:
         if (
@@ -273,8 +272,9 @@ def heal_folder(
                 data.tokens,
                 _held_out(len(data.tokens)),
                 moved,
-                recipe,
+                heal.steps,
                 options,
+                name_of_blocks=recipe.targets.blocks,
             )
         for target in targets:
             weight = moved.rows(target, 0, target.matrix.rows)
@@ -284,7 +284,7 @@ def heal_folder(
         norms = _norms(model, architecture) if everything else []
         moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
         masks = stored_masks(checkpoint, chosen, model)
-        how = (recipe.heal_steps, options.batch_size, options.seed)
+        how = (heal.steps, options.batch_size, options.seed)
         if ranks().main and out.get("healed") and _last(out.work / "healing") is None:
             raise UserError(
                 f"{out.work}: some weights are healed, and the training that healed "

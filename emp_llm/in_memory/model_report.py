@@ -68,9 +68,9 @@ class ModelReport:
         """
         folder = Path(folder)
         checkpoint = Checkpoint(folder)
-        recipe = self.record.recipe
-        architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, names_suffice=True)
-        targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+        scope = self.record.recipe.tree.targets
+        architecture = Architecture.of_checkpoint(checkpoint, scope.blocks, names_suffice=True)
+        targets = architecture.targets_of(scope)
         self._check_zeros(checkpoint, targets)
         stored = {target.name: target.matrix.stored.name for target in targets}
         matrices = {

@@ -38,6 +38,7 @@ from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions, recipe_of
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
@@ -103,7 +104,7 @@ def prune_model(
     """
     recipe = _recipe_of(recipe, how)
     report, moved = _decide(model, recipe, data, tokenizer, **how)
-    dense = copy.deepcopy(report.model) if recipe.heal else None
+    dense = copy.deepcopy(report.model) if recipe.heal is not None else None
     report.masks.apply(report.model)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
@@ -117,16 +118,16 @@ def prune_model(
         }
         if tokenizer is None and isinstance(model, str | Path):
             tokenizer = find_model(str(model)).folder
-        which = recipe.heal_weights or "targets"
-        steps = recipe.heal_steps or 1
+        heal = recipe.heal
+        assert heal is not None
         healing = heal_model(
             report.model,
             dense,
             data,
             tokenizer,
             masks=report.masks,
-            weights=which,
-            steps=steps,
+            weights=heal.weights,
+            steps=heal.steps,
             **text,
         )
         report.record.healing = healing
@@ -149,13 +150,11 @@ def masks_of(
         `reapply_mask` takes them.
     """
     # The masks do not depend on it.
-    recipe = _recipe_of(recipe, how).but(heal=False, heal_steps=None, heal_weights=None)
-    update = recipe.update
+    asked = replace(_recipe_of(recipe, how), heal=None)
+    update = asked.update
     if update is not None and not update.searches:  # nor on it
-        recipe = recipe.but(
-            refit=False, refit_weighting=None, refit_target=None, refit_damping=None
-        )
-    return _decide(model, recipe, data, tokenizer, **how)[0].masks
+        asked = replace(asked, update=None)
+    return _decide(model, asked, data, tokenizer, **how)[0].masks
 
 
 def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
@@ -163,17 +162,16 @@ def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
     in `how`, is wrong.
     """
     for name in how.keys() - CalibrationArguments.__annotations__.keys():
-        if name in options_of(Recipe):
+        if name in options_of(RecipeOptions):
             method = given if isinstance(given, str) else "emp-wanda"
             raise UserError(
-                f"{name} belongs to the recipe. Give Recipe(method={method!r}, "
-                f"{name}=...) as the second argument."
+                f"{name} belongs to the recipe. Give recipe_of({method!r}, {name}=...) as the "
+                "second argument."
             )
         raise UserError(
             f"{name} is no argument. There are {', '.join(CalibrationArguments.__annotations__)}."
         )
-    recipe = given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
-    recipe.check()
+    recipe = given if isinstance(given, Recipe) else recipe_of(given)
     if recipe.structure is not None:
         raise UserError(
             "structure is for checkpoints: save the model, and use the command prune. Leave it out."
@@ -219,7 +217,7 @@ def _decide(
     weights = ModelWeights(model)
     stopwatch = Stopwatch()
     images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
-    chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
+    chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe, images)
     targets = chosen.targets
     recipe = matched(recipe, chosen.targets)
     first = resident_parameter(model, targets[0].layer.parameter)
@@ -227,18 +225,19 @@ def _decide(
         logger.warning("%s", pruned_before(name_of(model), recipe))
     check_groups(recipe, targets)
     scores = Scores(weights, targets, recipe)
-    if recipe.updates:
-        flag = "Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"
+    update = recipe.update
+    if update is not None:
+        flag = f"method {recipe.method}" if update.searches else "update=Refit()"
         _check_text(model, data, holds_images(data, tokenizer), flag, "block by block")
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         check_update(targets, recipe.update_flag, recipe.without_update)
         config: Any = model.config
         check_apart(config.to_dict(), recipe.update_flag, recipe.without_update)
-    if recipe.heal:
+    if recipe.heal is not None:
         from emp_llm.in_memory.healing import text_to_heal
 
-        _check_text(model, data, holds_images(data, tokenizer), "Recipe(heal=True)", "as a whole")
+        _check_text(model, data, holds_images(data, tokenizer), "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")
         text_to_heal(data, tokenizer, text, model)
 
@@ -258,7 +257,7 @@ def _decide(
                 )
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
-        scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+        scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
     elif not recipe.moves and any(
         each is not None for each in (data, activations, samples, seqlen)
     ):
@@ -270,7 +269,6 @@ def _decide(
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner = Pruner(scores, counts)
     moved = None
-    update = recipe.update
     if update is not None:
         sequences = data_in_memory(data, tokenizer, text, model.config)
         if not isinstance(sequences, CalibrationText):
@@ -379,7 +377,8 @@ def _calibrated(
             about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens),
         )
     assert isinstance(sequences, CalibrationText | CalibrationRows)
-    return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)
+    blocks = recipe.targets.blocks
+    return calibrated(model, sequences, layers, text, about, masker=masker, blocks=blocks)
 
 
 def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:

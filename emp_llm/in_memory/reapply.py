@@ -4,6 +4,7 @@ an optimizer.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from emp_llm.in_memory.masks import Masks, check_merged, check_whole, plain_mode
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.options.base import check_type, options_of
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Targets
+from emp_llm.options.words import RecipeOptions
 from emp_llm.pruning.counts import read_report
 
 Source = Path | str | Mapping[str, Tensor]
@@ -56,9 +58,9 @@ def masks_in(
     folder = Path(folder)
     packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
     checkpoint = Checkpoint(folder) if packed is None else PackedCheckpoint(packed)
-    recipe = _recipe(folder, targets, blocks)
-    architecture = Architecture.of_model(checkpoint, model, recipe.blocks)
-    chosen = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
+    scope = _scope(folder, targets, blocks)
+    architecture = Architecture.of_model(checkpoint, model, scope.blocks)
+    chosen = architecture.targets_of(scope)
     return stored_masks(checkpoint, chosen, model, packed)
 
 
@@ -108,7 +110,7 @@ def find_masks(
     """
     for name, value in {"targets": targets, "blocks": blocks}.items():
         if value is not None:
-            options_of(Recipe)[name].checked(value)
+            options_of(RecipeOptions)[name].checked(value)
     check_type("masks", masks, Path, str, Mapping)
     model = plain_model(model)
     check_merged(model)
@@ -183,20 +185,20 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             self._masks.apply(context["model"])
 
 
-def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -> Recipe:
+def _scope(folder: Path, targets: str | list[str] | None, blocks: str | None) -> Targets:
     """The targets and blocks: those given, or else those of the run."""
     if (folder / REPORT_NAME).is_file():
-        recipe = read_report(folder).recipe
+        scope = read_report(folder).recipe.tree.targets
     elif targets is None:
         raise UserError(
             f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for "
             "example targets='mlp'."
         )
     else:
-        recipe = Recipe()
+        scope = Targets()
     if targets is not None:
-        recipe = recipe.but(targets=targets, ignore=None)
-    return recipe if blocks is None else recipe.but(blocks=blocks)
+        scope = replace(scope, layers=targets, ignore=None)
+    return scope if blocks is None else replace(scope, blocks=blocks)
 
 
 def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> NDArray[np.bool_]:

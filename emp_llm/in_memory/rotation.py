@@ -34,7 +34,7 @@ from emp_llm.models.layers import ROUTER_NAMES, Layer
 from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.recipe import Recipe, parse_pattern
+from emp_llm.options.recipe import parse_pattern
 from emp_llm.records.rotation import RotationRecord
 
 _WRITERS = re.compile(r"o_proj|out_proj|wo|dense|c_proj|down_proj|w2|output_linear")
@@ -134,7 +134,8 @@ def rotate_model(
     started = time.perf_counter()
     if type(steps) is not int or steps < 0:
         raise UserError(f"--steps must be a whole number of at least 0, got {steps!r}.")
-    Recipe(method="wanda", pattern=pattern).check()
+    if pattern is not None:
+        parse_pattern(pattern)
     how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise _refusal(f"{type(model).__name__} is no model of transformers with a head for tokens")
@@ -650,7 +651,9 @@ def _in_order(
     """Put the neurons in an order for a pattern, and return turns that do the same with the
     stream and the values of heads.
     """
-    keep, of = parse_pattern(pattern)
+    asked = parse_pattern(pattern)
+    keep = asked.kept
+    of = asked.group
     q, turns = _no_turns(stream)
     rows: list[Tensor] = []
     matrices = sum(len(part) for block in stream.blocks for part in block.readers)

@@ -34,7 +34,7 @@ from emp_llm.records.run_report import TargetsRecord
 if TYPE_CHECKING:
     from torch import nn
 
-    from emp_llm.options.recipe import Recipe
+    from emp_llm.options.recipe import Recipe, Targets
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +67,16 @@ def healed_tensors(architecture: "Architecture", recipe: "Recipe") -> set[str]:
     """The stored tensors of a dense model that healing by a recipe may change; none if it does
     not heal.
     """
-    if recipe.heal_weights == "all":
+    if recipe.heal is None:
+        return set()
+    if recipe.heal.weights == "all":
         stored = {
             architecture.stored_names[name]
             for name in architecture.block_shapes
             if name in architecture.stored_names
         }
         return stored | {matrix.stored.name for matrix in architecture.experts.values()}
-    targets = (
-        architecture.select(recipe.targets, recipe.ignore, recipe.tower) if recipe.heal else []
-    )
-    return {target.matrix.stored.name for target in targets}
+    return {target.matrix.stored.name for target in architecture.targets_of(recipe.targets)}
 
 
 def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_partial: bool) -> None:
@@ -222,6 +221,10 @@ class Architecture:
             main=towers.lists[0].tower,
             unused=stored.unused,
         )
+
+    def targets_of(self, scope: "Targets") -> list[Target]:
+        """The targets of a recipe; as `select`."""
+        return self.select(scope.layers, scope.ignore, scope.tower)
 
     def select(
         self,

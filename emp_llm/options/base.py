@@ -203,6 +203,20 @@ def check_values(options: Any) -> None:
             raise UserError(f"{field.name} is {_shown(value)}: {error}.") from error
 
 
+def check_fields(node: Any, prefix: str = "--") -> None:
+    """Raise UserError for a field of a dataclass whose value is not of its type.
+
+    Args:
+        node: its fields have no `Opt`.
+        prefix: of their names in messages.
+    """
+    for field in inspect.signature(node.__class__).parameters.values():
+        hint = field.annotation
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        about = Opt("", flag=f"{prefix}{field.name.replace('_', '-') if prefix else field.name}")
+        Option(field, hint, kinds, about).checked(getattr(node, field.name))
+
+
 def parse_words(text: str, flag: str) -> list[str]:
     """The values in an option with commas; UserError if one is empty."""
     words = [word.strip() for word in text.split(",")]

@@ -8,7 +8,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.words import RecipeOptions
 
 _OF_PARTS = ("magnitude", "wanda", "taylor")
 # Structure -> the scores of its units. The first of experts and of layers is the default.
@@ -115,7 +116,7 @@ def check_wanted(options: PruneOptions, given: Given, data: object) -> None:
 
 
 def check_options(
-    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
 ) -> None:
     """Raise UserError for invalid or conflicting options; `given` are the names of those that
     the user gave.
@@ -135,7 +136,7 @@ def check_options(
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:
-                flag = options_of(Recipe)[name].flag
+                flag = options_of(RecipeOptions)[name].flag
                 raise UserError(
                     f"--parameters and --memory set the sparsity; leave out {flag}, or "
                     "both of them."
@@ -151,9 +152,10 @@ def check_options(
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
         raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
-    if recipe.updates and options.execution == "model":
+    tree = recipe.tree
+    if tree.update is not None and options.execution == "model":
         raise UserError(
-            f"{recipe.update_flag} runs the model block by block; leave out --execution model."
+            f"{tree.update_flag} runs the model block by block; leave out --execution model."
         )
     if structure.structure is not None:
         return
@@ -164,10 +166,10 @@ def check_options(
             raise UserError("--propagate pruned works block by block; leave out --execution model.")
         if quantised:
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
-        recipe.check_propagated(options.activations)
-    if recipe.moves:
-        searches = recipe.update is not None and recipe.update.searches
-        flag = recipe.update_flag if recipe.updates else "--heal"
+        tree.check_propagated(options.activations)
+    if tree.moves:
+        searches = tree.update is not None and tree.update.searches
+        flag = tree.update_flag if tree.update is not None else "--heal"
         if quantised:
             raise UserError(f"{flag} cannot change quantised weights; {leave_out}")
         if options.calibration is None and options.activations is not None:
@@ -176,7 +178,7 @@ def check_options(
                 f"norms. Leave out --activations{'' if searches else f', or {flag}'}; or name the "
                 "text with --calibration."
             )
-        if options.calibration is None and not searches and not recipe.needs_activations:
+        if options.calibration is None and not searches and not tree.needs_activations:
             raise UserError(
                 f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
                 f"none. Leave out {flag}, or name the text with --calibration."
@@ -184,14 +186,13 @@ def check_options(
 
 
 def _check_loss(
-    recipe: Recipe, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
 ) -> None:
     """Raise UserError for what does not go with --loss."""
     for name in ("sparsity", "match", "beta", "neff_dtype", "shares"):
         if name in given:
-            raise UserError(
-                f"--loss finds the sparsity; leave out {options_of(Recipe)[name].flag}, or --loss."
-            )
+            flag = options_of(RecipeOptions)[name].flag
+            raise UserError(f"--loss finds the sparsity; leave out {flag}, or --loss.")
     for name in ("parameters", "memory"):
         if name in given:
             raise UserError(f"--loss and --{name} both set the sparsity; give only one.")
@@ -208,15 +209,16 @@ def _check_loss(
     if "check" in given and not options.check:
         raise UserError("--loss ends with a check of untouched text; leave out --no-check.")
     units = structure.structure is not None
-    reads = recipe.name != "magnitude" if units else recipe.needs_activations
-    if options.calibration is None and not reads and not recipe.moves:
+    tree = recipe.tree
+    reads = recipe.name != "magnitude" if units else tree.needs_activations
+    if options.calibration is None and not reads and not tree.moves:
         raise UserError(
             f"--loss measures held-out text, and method {recipe.method} reads none. Name one with "
             "--calibration, such as --calibration wikitext2."
         )
 
 
-def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
+def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptions:
     """The recipe of a structured run: of the units in place of weights. The default method is
     that of the structure.
     """
@@ -229,7 +231,7 @@ def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
 
 def check_for_units(given: Given, of_weights: tuple[str, ...]) -> None:
     """Raise UserError for given options that do not go with --structure."""
-    options = options_of(Recipe) | options_of(PruneOptions)
+    options = options_of(RecipeOptions) | options_of(PruneOptions)
     instead = {
         "group": "Use --structure-group",
         "targets": "Use --structure heads, neurons or both",
@@ -242,7 +244,7 @@ def check_for_units(given: Given, of_weights: tuple[str, ...]) -> None:
             )
 
 
-def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
+def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
     """Raise UserError for options that do not go with --structure."""
     if options.load_in_8bit or options.load_in_4bit:
         raise UserError(
@@ -269,7 +271,7 @@ def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
             "--activations holds norms, and --method taylor needs gradients. Leave it "
             "out, or use --method wanda."
         )
-    if options.activations is not None and recipe.moves:
+    if options.activations is not None and (recipe.refit or recipe.heal):
         flag = "--refit" if recipe.refit else "--heal"
         raise UserError(
             f"--activations holds norms, and {flag} needs a text. Leave out one of them."

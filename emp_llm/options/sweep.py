@@ -8,7 +8,8 @@ from typing import Annotated, get_args
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, parse_numbers, parse_words
 from emp_llm.options.model import MaskDevice
-from emp_llm.options.recipe import MatchBy, Recipe, check_method
+from emp_llm.options.recipe import MatchBy
+from emp_llm.options.words import RecipeOptions, check_method
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
@@ -64,11 +65,11 @@ class SweepPoint:
     """
 
     name: str
-    recipe: Recipe
+    recipe: RecipeOptions
     baseline_of: str | None = None
 
 
-def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
+def plan_points(how: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
@@ -114,7 +115,7 @@ def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
     sparsities = how.sparsities or (None if how.patterns else "0.5")
     points: dict[str, SweepPoint] = {}
 
-    def add(name: str, recipe: Recipe) -> None:
+    def add(name: str, recipe: RecipeOptions) -> None:
         recipe.check()
         points[name] = SweepPoint(name, recipe)
         if recipe.adaptive and how.matched_baselines:  # the same criterion with uniform rows
@@ -154,7 +155,7 @@ def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
     return list(points.values())
 
 
-def _check_shared(points: list[SweepPoint], shared: Recipe) -> None:
+def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
     """Raise UserError for options of the scores that no point uses."""
     fixed = "methods with a fixed sparsity and activations"
     for name, needed in (

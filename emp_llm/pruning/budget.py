@@ -143,4 +143,4 @@ def with_budget(
             size += packed_bytes(matrix.numel, word_bytes(matrix.stored), zeros)
         return rest + kept, others + size
 
-    return recipe.but(sparsity=budget.least(steps - 1, size_at) / steps, beta=None, neff_dtype=None)
+    return recipe.at(budget.least(steps - 1, size_at) / steps)

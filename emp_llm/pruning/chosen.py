@@ -50,9 +50,9 @@ def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool
     Raises:
         UserError: no layer matches, or most of the model cannot be pruned.
     """
-    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    coverage = architecture.coverage(targets, recipe.tower)
-    check_coverage(coverage, recipe.targets, recipe.allow_partial)
+    targets = architecture.targets_of(recipe.targets)
+    coverage = architecture.coverage(targets, recipe.targets.tower)
+    check_coverage(coverage, recipe.targets.layers, recipe.targets.allow_partial)
     no_inputs = next((target for target in targets if target.layer.kind == "embedding"), None)
     if recipe.needs_activations and no_inputs is not None:
         raise UserError(
@@ -89,7 +89,7 @@ def targets_of_folder(
         )
     names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
     architecture = Architecture.of_checkpoint(
-        checkpoint, recipe.blocks, trust_remote_code, names_suffice
+        checkpoint, recipe.targets.blocks, trust_remote_code, names_suffice
     )
     chosen = choose_targets(architecture, recipe, with_images)
     if recipe.needs_activations:

@@ -8,6 +8,7 @@ are a rule; else they are a table with one number for each group.
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Effective, Magnitude, Match, Owl, Pattern, Recipe, Share
 from emp_llm.pruning.masks import Counts, Pruner
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.scores import Scores
@@ -67,43 +68,48 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     recipe = scores.recipe
     targets = scores.targets
     group = group or recipe.group
-    check_groups(recipe.but(group=group), targets)
+    check_groups(recipe, targets, group)
     if recipe.rule is not None:
         return Counts(group, recipe.rule)
-    if recipe.adaptive:
-        return _effective_counts(scores, {} if known is None else known)
-    if recipe.shares == "owl":
-        return _spread(targets, group, _outlier_shares(scores))
-    if recipe.removed is None:
-        assert recipe.sparsity is not None
+    asked = recipe.counts
+    if isinstance(asked, Effective):
+        return _effective_counts(scores, asked, {} if known is None else known)
+    if isinstance(asked, Share):
+        if asked.shares is not None:
+            return _spread(targets, group, _outlier_shares(scores, asked.sparsity, asked.shares))
         sizes = {target.name: _group_sizes(target, group) for target in targets}
         if group == "all":
             sizes = {"": np.array([sum(target.matrix.numel for target in targets)])}
         return Counts(
             group,
             None,
-            {name: uniform_counts(size, recipe.sparsity) for name, size in sizes.items()},
+            {name: uniform_counts(size, asked.sparsity) for name, size in sizes.items()},
         )
-    if isinstance(recipe.removed, int):
-        return _spread(
-            targets, group, [(recipe.removed, sum(target.matrix.numel for target in targets))]
-        )
+    removed = asked.removed if isinstance(asked, Match) else None
+    assert removed is not None
+    if isinstance(removed, int):
+        return _spread(targets, group, [(removed, sum(target.matrix.numel for target in targets))])
     return _spread(
-        targets, group, [(recipe.removed[target.name], target.matrix.numel) for target in targets]
+        targets, group, [(removed[target.name], target.matrix.numel) for target in targets]
     )
 
 
-def check_groups(recipe: Recipe, targets: Sequence[Target]) -> None:
+def check_groups(recipe: Recipe, targets: Sequence[Target], group: Group | None = None) -> None:
     """Raise UserError if M of an N:M pattern does not divide a target's inputs, or one group has
     targets of several dtypes.
+
+    Args:
+        group: None: that of the recipe.
     """
-    if recipe.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
+    dtypes = {target.matrix.stored.dtype for target in targets}
+    if (group or recipe.group) == "all" and len(dtypes) > 1:
         raise UserError(
             "--group all: the targets are stored in different dtypes; use --group row or matrix."
         )
-    if recipe.rule is None or recipe.rule.pattern is None:
+    if not isinstance(recipe.counts, Pattern):
         return
-    n, m = recipe.rule.pattern
+    n = recipe.counts.kept
+    m = recipe.counts.group
     for target in targets:
         if target.matrix.columns % m:
             raise UserError(
@@ -119,9 +125,10 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
     Raises:
         UserError: there is no report, or it is of another model or of other targets.
     """
-    if recipe.match is None:
+    counts = recipe.counts
+    if not isinstance(counts, Match) or not counts.run:
         return recipe
-    run = recipe.match
+    run = counts.run
     report = read_report(Path(run))
     total = sum(target.matrix.numel for target in targets)
     if report.targets.weights is None or report.targets.kept is None:
@@ -131,8 +138,9 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
             f"{run}: that run had {report.targets.weights} target weights, this one has {total}; "
             "match a run of the same model and the same --targets."
         )
-    if recipe.match_by != "matrix":
-        return recipe.but(removed=report.targets.weights - report.targets.kept)
+    if counts.by != "matrix":
+        total = report.targets.weights - report.targets.kept
+        return replace(recipe, counts=replace(counts, removed=total))
     removed = {}
     for target in targets:
         entry = report.matrices.get(target.name)
@@ -148,7 +156,7 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
                 f"has {size} here; match a run of the same model."
             )
         removed[target.name] = size - entry.kept
-    return recipe.but(removed=removed)
+    return replace(recipe, counts=replace(counts, removed=removed))
 
 
 def read_report(run: Path) -> RunReport:
@@ -163,24 +171,25 @@ def read_report(run: Path) -> RunReport:
 # Effective numbers.
 
 
-def _effective_counts(scores: Scores, known: Numbers) -> Counts:
+def _effective_counts(scores: Scores, asked: Effective, known: Numbers) -> Counts:
     """The counts of an emp method without a rule: by a sparsity's beta, or by the numbers of the
     magnitudes.
     """
     recipe = scores.recipe
-    order = 2.0 if recipe.order is None else recipe.order
     if not recipe.counts_by_magnitude:
-        beta = _beta_of(recipe, effective_numbers(scores))
-        return Counts(recipe.group, KeepRule(beta=beta, order=order))
-    if order not in known:
-        known[order] = effective_numbers(magnitudes_of(scores))
-    beta = _beta_of(recipe, known[order]) if recipe.beta is None else recipe.beta
-    return counts_by_numbers(scores.targets, recipe.group, known[order], beta)
+        beta = _beta_of(asked, effective_numbers(scores))
+        return Counts(recipe.group, KeepRule(beta=beta, order=asked.order))
+    if asked.order not in known:
+        known[asked.order] = effective_numbers(magnitudes_of(scores))
+    numbers = known[asked.order]
+    beta = _beta_of(asked, numbers) if asked.beta is None else asked.beta
+    return counts_by_numbers(scores.targets, recipe.group, numbers, beta)
 
 
 def magnitudes_of(scores: Scores) -> Scores:
     """The magnitudes of the same targets, in the same groups."""
-    recipe = Recipe(method="emp-magnitude", order=scores.recipe.order, group=scores.recipe.group)
+    counts = Effective(order=_order_of(scores.recipe))
+    recipe = Recipe(score=Magnitude(), counts=counts, group=scores.recipe.group)
     return Scores(scores.checkpoint, scores.targets, recipe)
 
 
@@ -207,19 +216,23 @@ def counts_by_numbers(
     )
 
 
-def _beta_of(recipe: Recipe, groups: list[GroupNumbers]) -> float:
-    """The beta that removes the sparsity that a recipe asks for."""
-    assert recipe.sparsity is not None
+def _order_of(recipe: Recipe) -> float:
+    return recipe.counts.order if isinstance(recipe.counts, Effective) else 2.0
+
+
+def _beta_of(asked: Effective, groups: list[GroupNumbers]) -> float:
+    """The beta that removes the sparsity that is asked for."""
+    assert asked.sparsity is not None
     weights = sum(n_eff.size * size for n_eff, _, size in groups)
-    kept = weights - floor_count(recipe.sparsity * weights)
+    kept = weights - floor_count(asked.sparsity * weights)
     least = kept_at(groups, math.ulp(0.0))
     if kept < least:
         raise UserError(
-            f"--sparsity {recipe.sparsity:g}: every group keeps at least one weight, and a group "
+            f"--sparsity {asked.sparsity:g}: every group keeps at least one weight, and a group "
             f"of zeros all, so that at most {1 - least / weights:.4f} can be removed. Lower it."
         )
     beta = beta_keeping(kept, groups)
-    logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
+    logger.info("sparsity %g is that of beta %.6g.", asked.sparsity, beta)
     return beta
 
 
@@ -233,7 +246,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
             reading.
     """
-    order = 2.0 if scores.recipe.order is None else scores.recipe.order
+    order = _order_of(scores.recipe)
     group = scores.recipe.group
     pruner = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order)))
     groups = []
@@ -272,7 +285,8 @@ def kept_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the
             reading.
     """
-    if scores.recipe.neff_dtype == "bfloat16":
+    counts = scores.recipe.counts
+    if isinstance(counts, Effective) and counts.neff_dtype == "bfloat16":
         return _kept_in_bfloat16(scores, betas)
     groups = effective_numbers(
         magnitudes_of(scores) if scores.recipe.counts_by_magnitude else scores
@@ -371,7 +385,7 @@ def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, 
 # Shares of blocks by outliers.
 
 
-def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
+def _outlier_shares(scores: Scores, sparsity: float, owl: Owl) -> list[tuple[int, int]]:
     """How many weights each run of targets of one block loses: (removed, total) of each run.
 
     Yin et al., "Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs
@@ -380,19 +394,17 @@ def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
     D|, so that their mean, weighted by size, is S. Targets outside the blocks have the sparsity of
     the whole. Experts that are scored by magnitude do not count in the outliers of their block.
     """
-    recipe = scores.recipe
     targets = scores.targets
-    assert recipe.sparsity is not None
-    assert recipe.owl_lambda is not None
     blocks: dict[Any, list[Target]] = {}
     for target in targets:
         blocks.setdefault(_block_of(target), []).append(target)
     with scores.reading("outliers", times=2) as (files, bar):
         outliers = {
-            key: _outliers(scores, key, members, files, bar) for key, members in blocks.items()
+            key: None if key[2] is None else _outliers(scores, owl.owl_m, members, files, bar)
+            for key, members in blocks.items()
         }
     sizes = {key: sum(target.matrix.numel for target in members) for key, members in blocks.items()}
-    sparsity_of = block_sparsities(recipe.sparsity, recipe.owl_lambda, outliers, sizes)
+    sparsity_of = block_sparsities(sparsity, owl.owl_lambda, outliers, sizes)
     least, most = (percent_cell(find(sparsity_of.values())) for find in (min, max))
     logger.info("blocks lose %s to %s %% of their weights, by their outliers.", least, most)
     runs = [
@@ -401,7 +413,7 @@ def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
     ]
     wanted = [sparsity_of[key] * size for key, size in runs]
     ends = [floor_count(math.fsum(wanted[: number + 1])) for number in range(len(wanted) - 1)]
-    ends.append(floor_count(recipe.sparsity * sum(size for _, size in runs)))
+    ends.append(floor_count(sparsity * sum(size for _, size in runs)))
     return [
         (end - start, size) for start, end, (_, size) in zip([0, *ends], ends, runs, strict=False)
     ]
@@ -438,15 +450,15 @@ def _block_of(target: Target) -> tuple[str, str, int | None]:
 
 
 def _outliers(
-    scores: Scores, key: Any, members: list[Target], files: FilePool, bar: Any
+    scores: Scores, owl_m: float, members: list[Target], files: FilePool, bar: Any
 ) -> Fraction | None:
-    """The share of a block's scores above a multiple of their mean; None outside the blocks."""
+    """The share of a block's scores above a multiple of their mean; None without scores."""
     import torch
 
     from emp_llm.selection.reference import sum_rows, sum_vector
 
     scored = [target for target in members if target.name not in scores.by_magnitude]
-    if key[2] is None or not scored:
+    if not scored:
         return None
     pruner = Pruner(scores, Counts("row", None))
     total = 0.0
@@ -459,7 +471,7 @@ def _outliers(
         # Of sums of rows, so that it does not depend on the chunks of rows.
         total += float(sum_vector(torch.cat(sums)))
     size = sum(target.matrix.numel for target in scored)
-    threshold = (scores.recipe.owl_m or 0.0) * total / size
+    threshold = owl_m * total / size
     for rows_scores in pruner.scored(scored, files):
         above += int((rows_scores.double() > threshold).sum())
         bar.update(rows_scores.numel())

@@ -13,7 +13,7 @@ from emp_llm.common.machine import has_bfloat16
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Effective, Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
@@ -103,12 +103,13 @@ def dry_run(
     unknown = calibrates and not recipe.counts_by_magnitude
     name = recipe.method
     curve = []
-    if recipe.adaptive:
-        name = f"{name}, order {recipe.order:g}, group {recipe.group}"
+    effective = recipe.counts if isinstance(recipe.counts, Effective) else None
+    if effective is not None:
+        name = f"{name}, order {effective.order:g}, group {recipe.group}"
         name += ", counts by |W|" if recipe.counts_by_magnitude else ""
     size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
-    if recipe.adaptive and not unknown and not hollow and ranks().main:
-        betas = sorted({*CURVE_BETAS, recipe.beta or 1.0})
+    if effective is not None and not unknown and not hollow and ranks().main:
+        betas = sorted({*CURVE_BETAS, effective.beta or 1.0})
         weights = sum(target.matrix.numel for target in chosen.targets)
         logger.info(
             "reading the targets (%s) for the sparsity at each beta; nothing is written.",
@@ -122,18 +123,18 @@ def dry_run(
         disk_bytes=checkpoint.output_bytes,
         needs_overwrite=os.path.lexists(path) and not options.overwrite,
         model_bytes=sum(size for size, _ in checkpoint.states.values())
-        if calibrates or recipe.updates
+        if calibrates or update is not None
         else None,
         resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
         fit_bytes=None if update is None else update_bytes(chosen.targets, update),
-        fit_disk_bytes=size if recipe.updates else None,
+        fit_disk_bytes=None if update is None else size,
         push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,
         notes=(self_notes(options.text_name) if calibrates or recipe.moves else [])
         + healing_notes(checkpoint, chosen.targets, recipe, options),
         no_curve=_why_no_curve(options.propagate, unknown)
-        if recipe.adaptive and (unknown or hollow)
+        if effective is not None and (unknown or hollow)
         else "",
     )
 
@@ -144,7 +145,7 @@ def healing_notes(
     """Tokens, memory, disk and time of healing, if the recipe heals. A product of matrices tells
     the speed of this machine.
     """
-    if not recipe.heal:
+    if recipe.heal is None:
         return []
     import torch
 
@@ -155,10 +156,11 @@ def healing_notes(
         corpus.seqlen or 0
         for corpus in calibration_corpora(options, max_context(checkpoint.config))
     )
-    steps = recipe.heal_steps or 0
+    steps = recipe.heal.steps
     at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
-    memory = healing_memory(checkpoint, targets, recipe, at_a_time * seqlen)
-    disk = healing_bytes(checkpoint, targets, recipe, by_blocks=options.device_map == "disk")
+    heal = recipe.heal
+    memory = healing_memory(checkpoint, targets, heal, at_a_time * seqlen)
+    disk = healing_bytes(checkpoint, targets, heal, by_blocks=options.device_map == "disk")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # A training in bfloat16 reaches about half of the speed of its products.
     coarse = has_bfloat16(device)

@@ -256,7 +256,7 @@ class Pruner:
     @property
     def relative(self) -> bool:
         """Whether the scores need norms relative to the outputs."""
-        return self.scores.recipe.relative
+        return self.scores.recipe.score.relative
 
     def mask(self, target: Target, norm: "Tensor", tokens: int | None = None) -> "Tensor":
         """The mask of a target, given the norms of its inputs, before those of other targets are

@@ -19,7 +19,8 @@ from emp_llm.common.errors import shortened_list
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Effective, Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import (
     MatrixRecord,
@@ -94,16 +95,14 @@ def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]
     It covers the ranking of the scores and the number of kept weights in every row, which determine
     the masks; and the update of the weights that stay. ALL_KEPT if no weight is removed or moved.
     """
-    if not recipe.updates and all(
+    if recipe.update is None and all(
         bool((outcome.kept == outcome.target.matrix.columns).all())
         for outcome in outcomes.of_targets
     ):
         return ALL_KEPT
-    score = f"{recipe.scored_by.name}{' relative' if recipe.relative else ''}"
-    digest = hashlib.sha256(
-        f"{score} {recipe.group} {recipe.pattern} {sorted(fallback)}\n".encode()
-    )
-    if recipe.updates:
+    score = f"{recipe.score.criterion.name}{' relative' if recipe.score.relative else ''}"
+    digest = hashlib.sha256(f"{score} {recipe.group} {recipe.n_of_m} {sorted(fallback)}\n".encode())
+    if recipe.update is not None:
         digest.update(f"{recipe.update}\n".encode())
     for outcome in outcomes.of_targets:
         digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
@@ -160,7 +159,7 @@ def log_warnings(warnings: list[str]) -> None:
         )
 
 
-def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
+def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> RecipeOptions:
     """The recipe as records hold it, with the beta of a requested sparsity."""
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
@@ -200,10 +199,10 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str
         for name, entry in matrices.items()
         if entry.kept_fraction_mean < KEEPS_LITTLE
     ]
-    if pruner.scores.recipe.sparsity == 0:
+    if getattr(pruner.scores.recipe.counts, "sparsity", None) == 0:
         warnings.append("--sparsity 0: nothing is removed.")
     if pruner.scores.by_magnitude:
-        least = pruner.scores.recipe.min_expert_tokens
+        least = pruner.scores.recipe.targets.min_expert_tokens
         names = [f"{name} ({tokens})" for name, tokens in pruner.scores.by_magnitude.items()]
         warnings.insert(
             0,
@@ -237,7 +236,9 @@ def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, moved: bool) -> Siz
 
 def _bounded(pruner: "Pruner") -> bool:
     """Whether the lower bound on s_eff holds: N_eff is of order 2, and that of the scores."""
-    return pruner.scores.recipe.order in (None, 2.0) and not pruner.counts.n_eff
+    counts = pruner.scores.recipe.counts
+    order = counts.order if isinstance(counts, Effective) else 2.0
+    return order == 2.0 and not pruner.counts.n_eff
 
 
 def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:

@@ -20,8 +20,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
-from emp_llm.options.recipe import Recipe
-from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatistics
+from emp_llm.options.recipe import Given, Own, Recipe
+from emp_llm.options.words import RecipeOptions, words_of
+from emp_llm.selection.criteria import MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ class Scores:
         self.checkpoint = checkpoint
         self.targets = targets
         self.recipe = recipe
-        self.criterion = recipe.scored_by
+        self.criterion = recipe.score.criterion
         self.norms = norms or {}
         self.by_magnitude: dict[str, int] = {}
         for target in targets:
             known = self.norms.get(target.name)
             if not target.layer.routed or known is None or known.tokens is None:
                 continue
-            if known.tokens < recipe.min_expert_tokens:
+            if known.tokens < recipe.targets.min_expert_tokens:
                 self.by_magnitude[target.name] = known.tokens
         if self.by_magnitude and recipe.group == "all":
             name, tokens = next(iter(self.by_magnitude.items()))
@@ -77,7 +78,8 @@ class Scores:
                 "magnitudes cannot compete with other scores. Use more --samples, or leave the "
                 "layer out with --ignore."
             )
-        self._given = GivenScores(recipe.scores, targets) if self.criterion is GIVEN else None
+        score = recipe.score
+        self._given = GivenScores(score.scores, targets) if isinstance(score, Given) else None
         self._last: tuple[str, Tensor] | None = None  # the scores of a whole matrix
         self._extremes: dict[str, tuple[float, float]] = {}
 
@@ -149,7 +151,8 @@ class Scores:
         import torch
 
         scores = self._finite_rows(target, first, last)
-        kind = self.recipe.score_map
+        score = self.recipe.score
+        kind = score.score_map if isinstance(score, Own | Given) else None
         if kind is None and self.criterion.own and bool((scores < 0).any()):
             raise UserError(
                 f"{self._source_name}: {target.name} has scores below zero. Say what they mean "
@@ -327,15 +330,19 @@ class GivenScores:
             )
 
 
-def recorded(recipe: Recipe) -> Recipe:
-    """A recipe as records hold it: a criterion and scores of the user's own by name and hash."""
-    if recipe.scores is not None and recipe.scores_digest is None:
-        name = Path(recipe.scores).name if isinstance(recipe.scores, str | Path) else "in memory"
-        return recipe.but(scores=name, scores_digest=GivenScores(recipe.scores, []).digest)
-    if recipe.criterion is not None and recipe.criterion_source is None:
-        label, digest = criterion_origin(recipe.scored_by)
-        return recipe.but(criterion=label, criterion_source=digest or "")
-    return recipe
+def recorded(recipe: Recipe) -> RecipeOptions:
+    """The words of a recipe as records hold them: a criterion and scores of the user's own by name
+    and hash.
+    """
+    words = words_of(recipe)
+    score = recipe.score
+    if isinstance(score, Given) and score.digest is None:
+        name = Path(score.scores).name if isinstance(score.scores, str | Path) else "in memory"
+        return words.but(scores=name, scores_digest=GivenScores(score.scores, []).digest)
+    if isinstance(score, Own) and score.source is None:
+        label, digest = criterion_origin(score.criterion)
+        return words.but(criterion=label, criterion_source=digest or "")
+    return words
 
 
 def input_norms(

@@ -2,12 +2,14 @@
 dominate all others.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.common.tables import percent_cell
+from emp_llm.options.recipe import Effective
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner, measure_targets
 from emp_llm.pruning.outcome import Outcome, Outcomes
@@ -65,18 +67,23 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
 def _remedy(pruner: Pruner, outcomes: Outcomes) -> str:
     """What other counts would do."""
     recipe = pruner.scores.recipe
-    others: dict[str, dict[str, Any]] = {}
-    smaller = recipe.order is None or recipe.order > 1  # its number is below that of order 1
-    if smaller and recipe.neff_dtype != "bfloat16":  # that arithmetic is for order 2
-        others["--order 1"] = {"order": 1.0}
-    if recipe.scored_by is not MAGNITUDE and not recipe.counts_by_magnitude:
-        others["--count-by magnitude"] = {"count_by": "magnitude"}
-    if recipe.sparsity is not None:
+    counts = recipe.counts
+    assert isinstance(counts, Effective)
+    others: dict[str, Effective] = {}
+    # Of an order above 1, the effective number is below that of order 1. The arithmetic of bfloat16
+    # is for order 2.
+    if counts.order > 1 and counts.neff_dtype != "bfloat16":
+        others["--order 1"] = replace(counts, order=1.0)
+    if recipe.score.criterion is not MAGNITUDE and not recipe.counts_by_magnitude:
+        others["--count-by magnitude"] = replace(
+            counts, count_by="magnitude", neff_dtype="float64"
+        )
+    if counts.sparsity is not None:
         flags = list(others) or ["--method wanda"]
         return f"{flags[0]} removes as much, more evenly."
     told = []
-    for flag, change in others.items():
-        changed = recipe.but(**change)
+    for flag, other_counts in others.items():
+        changed = replace(recipe, counts=other_counts)
         scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.norms)
         (other,) = measure_targets([Pruner(scores, counts_of(scores))])
         told.append(f"{flag} would remove {percent_cell(_removed(other))} %")

@@ -48,7 +48,7 @@ def counts_to_search(pruner: Pruner, update: Update, mask_of: OfTarget) -> OfTar
     """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix.
     None for given masks, and with a pattern.
     """
-    if not update.searches or pruner.scores.recipe.pattern is not None:
+    if not update.searches or pruner.scores.recipe.n_of_m is not None:
         return None
     if update.keeps == "matrix":
         # It may read the weights.
@@ -88,8 +88,8 @@ def move_weights(
         mask_of=mask_of,
         counts_of=counts_to_search(pruner, update, mask_of),
         pattern=recipe.n_of_m,
-        min_expert_tokens=recipe.min_expert_tokens,
-        blocks=recipe.blocks,
+        min_expert_tokens=recipe.targets.min_expert_tokens,
+        blocks=recipe.targets.blocks,
         batch_size=batch_size,
         hidden_states=hidden_states,
     )

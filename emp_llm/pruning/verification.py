@@ -246,7 +246,7 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
     searches = update is not None and update.searches
     shares_itself = update is not None and searches and update.keeps == "matrix"
     by_matrix = (
-        counts_of(scores, group="matrix") if shares_itself and recipe.pattern is None else None
+        counts_of(scores, group="matrix") if shares_itself and recipe.n_of_m is None else None
     )
 
     def compare(target: Target, chunk: Chunk) -> None:
@@ -328,7 +328,7 @@ def _differences_of_search(
     elif left > compared.most:
         found.append(f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}.")
     elif compared.over and recipe.group == "row":
-        groups = "group" if recipe.pattern is not None else "row"
+        groups = "group" if recipe.n_of_m is not None else "row"
         found.append(
             f"{name}: more weights are left in {count_of(compared.over, groups)} than the "
             "recipe keeps."

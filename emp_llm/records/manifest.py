@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 
 
@@ -47,7 +47,7 @@ class Manifest(FileRecord, kw_only=True, omit_defaults=False):
 
     emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
     source: ManifestSource
-    recipe: Recipe
+    recipe: RecipeOptions
     activations: NormsRecord | None = None
     files: dict[str, FileEntry]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource
@@ -77,7 +77,7 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
 
     source: ModelSource
     command: str = ""
-    recipe: Recipe = msgspec.field(default_factory=Recipe)
+    recipe: RecipeOptions = msgspec.field(default_factory=RecipeOptions)
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
@@ -325,7 +325,7 @@ class RunReport(FileRecord, kw_only=True):
 
     source: ModelSource
     command: str
-    recipe: Recipe
+    recipe: RecipeOptions
     calibration: CalibrationRecord | None
     versions: dict[str, str]
     stages: dict[str, StageRecord]

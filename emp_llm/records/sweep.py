@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import FileRecord
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy
@@ -20,7 +20,7 @@ class SweepMadeBy(MadeBy, kw_only=True, omit_defaults=False):
         activations: everything that the norms depend on; None if no point needs norms.
     """
 
-    recipe: Recipe = msgspec.field(default_factory=Recipe)
+    recipe: RecipeOptions = msgspec.field(default_factory=RecipeOptions)
     activations: dict[str, Any] | None = None
 
 

@@ -62,7 +62,7 @@ from emp_llm.common.tables import (
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import read_results, results_of_report
 from emp_llm.hub.client import hub_errors_explained, with_retries
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import RecipeOptions
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.writing import read_manifest
@@ -182,7 +182,7 @@ _UNITS = {
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 
 
-def method_words(recipe: Recipe) -> str:
+def method_words(recipe: RecipeOptions) -> str:
     """The method of a run in words."""
     if recipe.structure is not None:
         rule = "EMP" if recipe.adaptive else "a fixed share"

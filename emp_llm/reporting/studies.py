@@ -20,7 +20,8 @@ from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.recipe import MatchBy, Recipe
+from emp_llm.options.recipe import MatchBy
+from emp_llm.options.words import RecipeOptions
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import read_record, record_of, version_of
@@ -41,7 +42,7 @@ from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import effective_share, healing_lines, split_benches
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
-_DENSE = Recipe(method="dense")
+_DENSE = RecipeOptions(method="dense")
 # Fields of a recipe that set it apart from others of its method and targets, unless they have their
 # defaults.
 _VARIANT = (
@@ -96,7 +97,7 @@ class MeasuredPoint:
     name: str
     model: str
     identity: str
-    recipe: Recipe
+    recipe: RecipeOptions
     variant: str = ""
     match: MatchBy | None = None
     baseline_of: str | None = None
@@ -119,7 +120,7 @@ class MeasuredPoint:
         return next((result.values for result in self.results if result.key == suite), {})
 
 
-def scope_of(recipe: Recipe) -> str:
+def scope_of(recipe: RecipeOptions) -> str:
     """The targets of a recipe in words: "mlp", "mlp without lm_head"."""
     targets, ignored = (
         value if isinstance(value, str) else ", ".join(value)
@@ -282,7 +283,9 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
         )
 
 
-def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord) -> dict[str, Any]:
+def _origin(
+    record: RunReport | Measure, recipe: RecipeOptions, targets: TargetsRecord
+) -> dict[str, Any]:
     """The fields of a point that a run and a measure have in common."""
     point = {
         "model": printable(record.source.model),
@@ -317,11 +320,13 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
     return point | {"variant": _variant(recipe, record.calibration), "facts": known}
 
 
-def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
+def _variant(recipe: RecipeOptions, calibration: CalibrationRecord | None) -> str:
     """Everything that sets a recipe apart from others of the same method, in the words of its
     options.
     """
-    usual = Recipe(method=recipe.method, refit=recipe.refit, heal=recipe.heal, shares=recipe.shares)
+    usual = RecipeOptions(
+        method=recipe.method, refit=recipe.refit, heal=recipe.heal, shares=recipe.shares
+    )
     values = {name: getattr(recipe, name) for name in _VARIANT}
     always = ("refit", "heal", "shares")
     values = {

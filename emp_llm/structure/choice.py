@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Counts, Effective, Match, Recipe, Share
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
 from emp_llm.selection.reference import Moments, largest_mask
@@ -63,7 +63,7 @@ def choose_units(
         recipe: beta, or sparsity; whether the units of a layer, or those of a role (`Units.role`)
             in all layers, compete; and whether they are removed, so that layers need one width.
         width_by_block: each layer has a width of its own.
-        matched: of the run that `recipe.match` names.
+        matched: of the run that `recipe.counts` names.
 
     Returns:
         The choices, in order; and the beta in force: None for a fixed share, or if a requested
@@ -73,7 +73,8 @@ def choose_units(
         UserError: a requested sparsity would leave a layer without units.
     """
     structure = recipe.structure
-    order = 2.0 if recipe.order is None else recipe.order
+    asked = recipe.counts
+    order = asked.order if isinstance(asked, Effective) else 2.0
     assert structure is not None
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
@@ -90,16 +91,17 @@ def choose_units(
         groups = [torch.cat(rows, 1)] if structure.structure_group == "all" else rows
         moments = [Moments.of_rows(group, order) for group in groups]
         sizes = np.array([group.shape[1] for group in groups])
-        beta = _beta_of(recipe, moments)
+        beta = _beta_of(asked, moments)
         betas.add(beta)
         if beta is not None:
             kept = [int(each.counts(beta)[0]) for each in moments]
-        elif recipe.match is None:
-            kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
+        elif isinstance(asked, Share):
+            kept = uniform_counts(sizes, asked.sparsity).tolist()
         elif matched is not None and (kind, role) in matched:
             kept = spread_counts(sizes, *matched[kind, role]).tolist()
         else:
-            raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
+            run = asked.run if isinstance(asked, Match) else ""
+            raise UserError(f"--match {run}: that run has no {kind} of {role}.")
         best = [
             largest_mask(group, torch.tensor([count]))[0]
             for group, count in zip(groups, kept, strict=True)
@@ -164,18 +166,20 @@ def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
     return found
 
 
-def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
+def _beta_of(asked: Counts, moments: list[Moments]) -> float | None:
     """The beta of an emp method, or the one that removes as many units as its sparsity asks for;
     None for a fixed share.
     """
-    if not recipe.adaptive or recipe.beta is not None:
-        return recipe.beta
-    assert recipe.sparsity is not None
+    if not isinstance(asked, Effective):
+        return None
+    if asked.beta is not None:
+        return asked.beta
+    assert asked.sparsity is not None
     total = sum(each.size for each in moments)
-    kept = total - floor_count(recipe.sparsity * total)
+    kept = total - floor_count(asked.sparsity * total)
     if kept < len(moments):
         raise UserError(
-            f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it."
+            f"--sparsity {asked.sparsity:g}: every layer keeps at least one unit. Lower it."
         )
     return beta_keeping(
         kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments]

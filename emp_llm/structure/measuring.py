@@ -3,6 +3,7 @@ written.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Effective, Recipe
 from emp_llm.records.measure import MeasureEntry, UnitPoint
 from emp_llm.records.run_report import TargetsRecord
 from emp_llm.records.source import CalibrationRecord
@@ -52,7 +53,7 @@ def measure_units(
         The measures, and the calibration; None without one.
     """
     assert recipe.structure is not None
-    plan = unit_model(source.folder, recipe.structure, recipe.blocks, trust_remote_code)
+    plan = unit_model(source.folder, recipe.structure, recipe.targets.blocks, trust_remote_code)
     about: CalibrationRecord | None = None
     feature: Callable[[str], Tensor | None] | None = None
     if recipe.name != "magnitude":
@@ -68,11 +69,11 @@ def measure_units(
         with stage("score"):
             if recipe.name == "wanda":
                 outputs = [units.output.layer for units in plan.units if isinstance(units, Parts)]
-                norms = calibrated(dense, data, outputs, text, origin, blocks=recipe.blocks)
+                norms = calibrated(dense, data, outputs, text, origin, blocks=recipe.targets.blocks)
                 feature = norms.norm
                 about = norms.about
             else:
-                runner = BlockwiseModel(dense, recipe.blocks, text.hidden_states)
+                runner = BlockwiseModel(dense, recipe.targets.blocks, text.hidden_states)
                 feature = unit_sums(runner, plan.units, data.tokens, text.batch_size).get
                 about = fit_origin(data, text, origin)
         del dense
@@ -85,7 +86,7 @@ def measure_units(
     weights = plan.architecture.coverage(plan.targets).weights or 1
     entry = MeasureEntry(
         criterion=recipe.name,
-        order=recipe.order or 0.0,
+        order=recipe.counts.order if isinstance(recipe.counts, Effective) else 0.0,
         targets=TargetsRecord(
             sparsity_of_targets=(before - after) / weights, weights=weights, parameters=before
         ),
@@ -103,11 +104,12 @@ def curve(
     `choose_units`.
     """
     points = []
+    counts = recipe.counts
+    assert isinstance(counts, Effective)
     for beta in betas:
         try:
-            choices, _ = choose_units(
-                plan.units, scores, recipe.but(beta=beta, sparsity=None), plan.width_by_block
-            )
+            asked = replace(recipe, counts=replace(counts, beta=beta, sparsity=None))
+            choices, _ = choose_units(plan.units, scores, asked, plan.width_by_block)
         except UserError:  # fewer experts than a token needs
             continue
         parameters, size = size_of(plan, choices)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,12 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Effective, Match, Recipe, Share
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers
 from emp_llm.pruning.outcome import log_warnings
+from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.updates import moved_weights
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
@@ -118,15 +120,16 @@ def prune_structure(
     )
 
     # Which units.
-    plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
+    plan = unit_model(source.folder, structure, recipe.targets.blocks, options.trust_remote_code)
     checkpoint = plan.checkpoint
     path = options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
-    if recipe.updates:
+    if recipe.update is not None:
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if recipe.name == "taylor":
         check_head(source.folder, "Use --method wanda, which needs none.")
         check_apart(checkpoint.config, "--method taylor", "Use --method wanda")
-    matched = None if recipe.match is None else _matched(Path(recipe.match))
+    counts = recipe.counts
+    matched = _matched(Path(counts.run)) if isinstance(counts, Match) else None
     budget = Budget.of(options.parameters, options.memory)
     if options.dry_run:
         # Is only checked.
@@ -192,7 +195,7 @@ def prune_structure(
                 "--execution model."
             )
         data = read
-        if recipe.heal:
+        if recipe.heal is not None:
             check_healable(checkpoint.config, data, plan.targets)
         made_of |= calibration_signature(data, options) | {
             "dtype": options.dtype,
@@ -235,7 +238,7 @@ def prune_structure(
                     sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)
                     if sums is None:
                         runner = BlockwiseModel(
-                            models.get(source.folder), recipe.blocks, options.hidden_states
+                            models.get(source.folder), recipe.targets.blocks, options.hidden_states
                         )
                         with stopwatch("score"):
                             sums = unit_sums(runner, plan.units, data.tokens, options.batch_size)
@@ -259,7 +262,7 @@ def prune_structure(
                                 outputs,
                                 options,
                                 origin,
-                                blocks=recipe.blocks,
+                                blocks=recipe.targets.blocks,
                                 resume=out.calibration,
                             )
                         del dense
@@ -280,8 +283,8 @@ def prune_structure(
                 assert data is not None
                 tokens = data.tokens
                 how: dict[str, Any] = {
-                    "min_expert_tokens": recipe.min_expert_tokens,
-                    "blocks": recipe.blocks,
+                    "min_expert_tokens": recipe.targets.min_expert_tokens,
+                    "blocks": recipe.targets.blocks,
                     "batch_size": options.batch_size,
                     "hidden_states": options.hidden_states,
                 }
@@ -369,7 +372,7 @@ def prune_structure(
                 check = Check(further, checkpoint.config, models)
                 with stopwatch("check"):
                     check.measure_dense(source.folder)
-            if recipe.heal:
+            if recipe.heal is not None:
                 assert data is not None
                 ranks().share(None)
                 models.free()
@@ -396,7 +399,7 @@ def prune_structure(
                         model=source.name, revision=source.revision, identity=identity
                     ),
                     command=command_line(),
-                    recipe=recipe,
+                    recipe=recorded(recipe),
                     calibration=about,
                     versions=versions(),
                     stages=stage_records(stopwatch.record),
@@ -422,7 +425,7 @@ def prune_structure(
                     identity,
                     report.recipe,
                     digest,
-                    {} if recipe.heal else hashes,
+                    hashes if recipe.heal is None else {},
                 )
                 if prepared is not None:
                     mark_pending(out.files, signature)
@@ -476,17 +479,17 @@ def _chosen(
         def size_at(removed: int) -> tuple[int, int]:
             if removed == 0:
                 return size_of(plan, [])
-            asked = recipe.but(sparsity=removed / all_units, beta=None)
+            asked = recipe.at(removed / all_units)
             return size_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0])
 
         fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
-        recipe = recipe.but(
-            sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None
-        )
+        recipe = recipe.at(budget.least(all_units - fewest, size_at) / all_units)
     choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
-    if recipe.adaptive and recipe.beta is None and beta is not None:
-        logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
-    recipe = recipe.but(beta=beta) if recipe.adaptive else recipe
+    counts = recipe.counts
+    if isinstance(counts, Effective):
+        if counts.beta is None and beta is not None:
+            logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
+        recipe = replace(recipe, counts=replace(counts, beta=beta))
     total, rule, kept = (
         sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept")
     )
@@ -615,9 +618,7 @@ def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
     kind = plan.units[0].kind
     lines = []
     for share in (0.75, 0.5, 0.25):
-        asked = recipe.but(
-            method=recipe.name, beta=None, order=None, neff_dtype=None, sparsity=1 - share
-        )
+        asked = replace(recipe, counts=Share(1 - share))
         try:
             choices, _ = choose_units(
                 plan.units,

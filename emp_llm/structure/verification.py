@@ -93,7 +93,7 @@ def _check_tensors(
     say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
     done = cut_of(model, choices, remove)
-    refitted = set(fitted_at(choices)) if recipe.refit else set()
+    refitted = set(fitted_at(choices)) if recipe.update is not None else set()
     refitted |= healed_tensors(model.architecture, recipe)
     expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):

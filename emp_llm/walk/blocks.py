@@ -22,7 +22,6 @@ from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
-from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block
@@ -39,8 +38,10 @@ def heal_blocks(
     tokens: Tensor,
     held: int,
     moved: MovedWeights,
-    recipe: Recipe,
+    steps: int,
     options: Any,
+    *,
+    name_of_blocks: str | None,
 ) -> HealingRecord:
     """Heal all blocks that `moved` does not hold yet, and put their weights there.
 
@@ -51,11 +52,11 @@ def heal_blocks(
         tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure
             the error.
         moved: of finished blocks.
-        recipe: how many steps of four sequences each block takes.
+        steps: of four sequences, for each block.
         options: of a command that loads models and reads a text.
+        name_of_blocks: the list of decoder blocks; None: detected.
     """
-    steps = recipe.heal_steps or 1
-    runner = BlockwiseModel(model, recipe.blocks, options.hidden_states)
+    runner = BlockwiseModel(model, name_of_blocks, options.hidden_states)
     batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
     seen = range(len(batches))
     held_out = range(len(batches), len(batches) + len(rest))

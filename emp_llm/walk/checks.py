@@ -6,7 +6,7 @@ from typing import Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Heal
 from emp_llm.records.run_report import FitRecord
 from emp_llm.update.update import Update
 
@@ -96,26 +96,26 @@ def update_bytes(targets: Sequence[Target], update: Update) -> int:
     return most
 
 
-def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe) -> int:
+def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:
     """An upper bound on the number of weights that healing moves."""
     return (
         checkpoint.parameters
-        if recipe.heal_weights == "all"
+        if heal.weights == "all"
         else sum(target.matrix.numel for target in targets)
     )
 
 
 def healing_bytes(
-    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, by_blocks: bool
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, by_blocks: bool
 ) -> int:
     """An upper bound on the disk that healing takes beside the output."""
     if by_blocks:  # the weights of finished blocks are kept
         return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
-    return HEALING_BYTES * healing_weights(checkpoint, targets, recipe)
+    return HEALING_BYTES * healing_weights(checkpoint, targets, heal)
 
 
 def healing_memory(
-    checkpoint: Checkpoint, targets: Sequence[Target], recipe: Recipe, tokens: int
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, tokens: int
 ) -> int:
     """The memory that healing a whole model takes, in bytes, beside that of the program.
 
@@ -132,7 +132,7 @@ def healing_memory(
     return (
         dense
         + 6 * checkpoint.parameters
-        + 8 * healing_weights(checkpoint, targets, recipe)
+        + 8 * healing_weights(checkpoint, targets, heal)
         + tokens * of_tokens
     )
 

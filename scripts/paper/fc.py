@@ -24,7 +24,7 @@ from training import Schedule, evaluate_on, trained
 from vision_data import ImageData, image_data
 
 from emp_llm.in_memory.prune_model import prune_model
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.words import recipe_of
 
 EPOCHS = {"fc2": 5, "fc5": 5, "fc12": 10}
 TRAININGS = {"fc2": 2, "fc5": 2, "fc12": 1}
@@ -128,7 +128,9 @@ def measure_network(
     found = {}
     for scope in scopes:
         pruned = copy.deepcopy(model)
-        report = prune_model(pruned, Recipe(method="emp-magnitude", group=GROUPS[scope], beta=beta))
+        report = prune_model(
+            pruned, recipe_of(method="emp-magnitude", group=GROUPS[scope], beta=beta)
+        )
         found[scope] = (evaluate_on(pruned, data).accuracy, report.targets.sparsity_of_targets)
     return evaluate_on(model, data).accuracy, found
 
