@@ -13,7 +13,19 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Masks, masks_of, measure, prune_model, reapply_mask, recipe_of, verify
+from emp_llm import (
+    Given,
+    Masks,
+    Own,
+    Recipe,
+    Targets,
+    Wanda,
+    masks_of,
+    measure,
+    prune_model,
+    reapply_mask,
+    verify,
+)
 
 MODEL = "scripts/demo/model"
 folder = TemporaryDirectory()
@@ -27,7 +39,7 @@ for point in measured.measures[0].curve:
     print(f"beta {point.beta:g}: {point.sparsity_of_targets:.1%} of the targets")
 
 # %% Prune the model in memory
-recipe = recipe_of(method="emp-wanda", targets="mlp")
+recipe = Recipe(score=Wanda(), targets=Targets("mlp"))
 text = Path("calibration/demo.txt").read_text(encoding="utf-8")
 report = prune_model(model, recipe, [text], tokenizer, samples=8, seqlen=256)
 print(f"{report.targets.sparsity_of_targets:.1%} of {report.targets.weights:,} weights removed")
@@ -51,7 +63,7 @@ def column_share(weight, inputs):  # type: ignore[no-untyped-def]
 
 dense = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 # The norms are those of before.
-masks = masks_of(dense, recipe_of(criterion=column_share), activations=report.activations)
+masks = masks_of(dense, Recipe(score=Own(column_share)), activations=report.activations)
 kept = sum(int(mask.sum()) for mask in masks.values()) / sum(
     mask.numel() for mask in masks.values()
 )
@@ -59,7 +71,7 @@ print(f"emp-column_share keeps {kept:.1%}")
 
 # %% Or scores that you have already: here, of a signed kind
 scores = {name: parameter.detach().float() for name, parameter in dense.named_parameters()}
-signed = masks_of(dense, recipe_of(scores=scores, score_map="shift"))
+signed = masks_of(dense, Recipe(score=Given(scores, score_map="shift")))
 kept = sum(int(mask.sum()) for mask in signed.values())
 print(f"shifted scores keep {kept / sum(mask.numel() for mask in signed.values()):.1%}")
 

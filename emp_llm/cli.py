@@ -15,6 +15,7 @@ from functools import wraps
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
@@ -179,11 +180,21 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     parameters = sorted(plain, key=lambda each: each.kind)
     signature = inspect.signature(function).replace(parameters=parameters)
     flat.__signature__ = signature  # type: ignore[attr-defined]
+    flat.__doc__ = _documented(function, options)
     flat.options = options  # type: ignore[attr-defined]
     flat.grouped = grouped  # type: ignore[attr-defined]
     if function.__module__ != "__main__":
         sys.modules[function.__module__].__class__ = CommandModule
     return flat
+
+
+def _documented(function: Callable[..., Any], options: Mapping[str, Option]) -> str:
+    """The docstring of a command, with its options as arguments."""
+    lines = [inspect.getdoc(function) or "", "", "Args:"]
+    for name, option in options.items():
+        about = f"{name}: {option.about.help}"
+        lines.append(fill(about, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    return "\n".join(lines)
 
 
 def run(

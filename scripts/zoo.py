@@ -231,7 +231,7 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
 
     def pruned(method: str) -> str:
         report = prune(model=str(model), method=method, output=out / method, **given)
-        return f"{100 * report.targets.sparsity_of_targets:.1f} %"  # type: ignore[union-attr]
+        return f"{100 * report.targets.sparsity_of_targets:.1f} %"
 
     def in_memory() -> str:
         try:

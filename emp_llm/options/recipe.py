@@ -8,7 +8,7 @@ command line, of reports and of manifests into the tree, and the tree into words
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -105,28 +105,35 @@ class Relative(Score):
 
 
 @dataclass(frozen=True)
-class Own(OfNorms):
+class Own(Score):
     """A criterion of your own.
 
     Attributes:
-        function: of (weight) or (weight, inputs); or its place, MODULE:FUNCTION, FILE.py:FUNCTION.
-        named: the function in a module or file, where `function` does not say it.
+        function: of (weight) or (weight, inputs); or its place: MODULE:FUNCTION, FILE.py:FUNCTION.
+        norms: of the inputs that it is given: "plain" or "relative", as in `OfNorms`.
         score_map: how signed scores become non-negative; None: they must not be negative.
+        named: the function in a module or file, where `function` does not say it.
         source: in records: the SHA-256 of the file; its code is never loaded from there.
     """
 
-    function: str | Callable[..., Any] = ""
-    named: str | None = None
+    function: Any
+    norms: Literal["plain", "relative"] = "plain"
     score_map: ScoreMap | None = None
+    named: str | None = None
     source: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.function, str) and not callable(self.function):
             raise UserError(f"--criterion must be a function or its place, got {self.function!r}.")
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.named or own_name(self.function) or ""
+
+    @property
+    def relative(self) -> bool:
+        return self.norms == "relative"
 
     @property
     def criterion(self) -> Criterion:
@@ -150,11 +157,17 @@ class Given(Score):
 
     name = "scores"
     criterion = GIVEN
-    scores: str | Path | Mapping[str, Any] = ""
+    scores: Any
     score_map: ScoreMap | None = None
     digest: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.scores, str | Path | Mapping):
+            raise UserError(
+                "--scores must be a file, a folder, or a mapping from names to tensors, got "
+                f"{type(self.scores).__name__}."
+            )
         missing = isinstance(self.scores, str | Path) and not Path(self.scores).exists()
         if missing and self.digest is None:
             raise UserError(
@@ -172,7 +185,7 @@ class OfUnits(Score):
     """
 
     criterion = GIVEN  # it needs no norms of inputs
-    unit_criterion: str = ""
+    unit_criterion: str
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -313,7 +313,8 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return Given(self.scores, self.score_map, self.scores_digest)
         norms: Literal["plain", "relative"] = "relative" if self.score == "relative" else "plain"
         if self.criterion is not None:
-            return Own(norms, self.criterion, self.name, self.score_map, self.criterion_source)
+            named = None if own_name(self.criterion) is not None else self.name
+            return Own(self.criterion, norms, self.score_map, named, self.criterion_source)
         kind = Magnitude if self.name in SEARCHES else METHODS.get(self.name)
         if kind is None:
             return OfUnits(self.name)
@@ -497,6 +498,8 @@ def words_of(recipe: Recipe) -> RecipeOptions:
     """The words of a recipe."""
     words: dict[str, Any] = {"method": recipe.method, "group": recipe.group}
     words |= _words_of_score(recipe.score) | _words_of_counts(recipe.counts)
+    if isinstance(recipe.score, Relative) and isinstance(recipe.counts, Effective):
+        words["count_by"] = recipe.counts.count_by  # its default is another
     targets = {name: getattr(recipe.targets, name) for name in TARGET_FIELDS if name != "targets"}
     words |= targets | {"targets": recipe.targets.layers, "structure": recipe.structure}
     refit = None if recipe.update is None else recipe.update.refit
@@ -524,7 +527,7 @@ def _words_of_score(score: Score) -> dict[str, Any]:
             "scores_digest": score.digest,
         }
     words: dict[str, Any] = {}
-    if isinstance(score, OfNorms) and score.relative:
+    if score.relative and not isinstance(score, Relative):
         words["score"] = "relative"
     if isinstance(score, Own):
         words |= {

@@ -1,0 +1,1419 @@
+"""emp-llm: Effective Model Pruning for Hugging Face causal language models.
+
+Written by scripts/write_stub.py.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from emp_llm.calibration.activations import Activations as Activations
+from emp_llm.collect import CollectSummary as CollectSummary
+from emp_llm.common.errors import UserError as UserError
+from emp_llm.evaluate import Evaluated as Evaluated
+from emp_llm.generate import Generation as Generation
+from emp_llm.in_memory.healing import heal_model as heal_model
+from emp_llm.in_memory.masks import Masks as Masks
+from emp_llm.in_memory.model_report import ModelReport as ModelReport
+from emp_llm.in_memory.prune_model import masks_of as masks_of
+from emp_llm.in_memory.prune_model import prune_model as prune_model
+from emp_llm.in_memory.reapply import SparsityCallback as SparsityCallback
+from emp_llm.in_memory.reapply import reapply_mask as reapply_mask
+from emp_llm.in_memory.rotation import rotate_model as rotate_model
+from emp_llm.options.recipe import Effective as Effective
+from emp_llm.options.recipe import Given as Given
+from emp_llm.options.recipe import Heal as Heal
+from emp_llm.options.recipe import Magnitude as Magnitude
+from emp_llm.options.recipe import Match as Match
+from emp_llm.options.recipe import Owl as Owl
+from emp_llm.options.recipe import Own as Own
+from emp_llm.options.recipe import Pattern as Pattern
+from emp_llm.options.recipe import Recipe as Recipe
+from emp_llm.options.recipe import Relative as Relative
+from emp_llm.options.recipe import Ria as Ria
+from emp_llm.options.recipe import Share as Share
+from emp_llm.options.recipe import Targets as Targets
+from emp_llm.options.recipe import Wanda as Wanda
+from emp_llm.options.words import recipe_of as recipe_of
+from emp_llm.pack import Packed as Packed
+from emp_llm.plan import PlanSummary as PlanSummary
+from emp_llm.pruning.dry_run import DryRun as DryRun
+from emp_llm.pruning.verification import Findings as Findings
+from emp_llm.records.base import read_record as read_record
+from emp_llm.records.bench import Bench as Bench
+from emp_llm.records.measure import Measure as Measure
+from emp_llm.records.run_report import RunReport as RunReport
+from emp_llm.records.sweep import Sweep as Sweep
+from emp_llm.report import ReportSummary as ReportSummary
+from emp_llm.reporting.push import Pushed as Pushed
+from emp_llm.rotate import Rotated as Rotated
+from emp_llm.run import RunSummary as RunSummary
+from emp_llm.selection.criteria import InputStatistics as InputStatistics
+from emp_llm.selection.criteria import exponential as exponential
+from emp_llm.selection.criteria import shift as shift
+from emp_llm.selection.effective import effective_mask as effective_mask
+from emp_llm.selection.effective import effective_mass as effective_mass
+from emp_llm.selection.effective import effective_mass_bound as effective_mass_bound
+from emp_llm.selection.effective import effective_number as effective_number
+from emp_llm.selection.effective import loss_change_bound as loss_change_bound
+from emp_llm.status import StudyStatus as StudyStatus
+from emp_llm.submit import SubmitSummary as SubmitSummary
+from emp_llm.sweep import SweepDryRun as SweepDryRun
+from emp_llm.unpack import Unpacked as Unpacked
+from emp_llm.update.admm import Admm as Admm
+from emp_llm.update.sparsegpt import SparseGPT as SparseGPT
+from emp_llm.update.update import Refit as Refit
+
+COMMANDS: dict[str, str]
+__version__: str
+
+def bench(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    device: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    baseline: str | Path | None = ...,
+    prompt_tokens: int = ...,
+    new_tokens: int = ...,
+    batch_sizes: str = ...,
+    repeats: int = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Bench:
+    """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of
+    the dense model, in turn.
+
+    Both models are in one process, and each round runs one after the other, so that a machine that
+    is busy slows both. The prompts are text where the model has a tokenizer. The figures are
+    medians, and ranges of the rounds; they are saved as JSON, and emp-llm report and emp-llm push
+    --results read the file.
+
+    Returns the content of the file.
+
+    Raises:
+        UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output
+            exists.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        device: Device that runs the model: auto, cpu, cuda or cuda:N.
+        dtype: Dtype of forward passes.
+        baseline: Dense model to compare with; default: the same model, run dense.
+        prompt_tokens: Tokens of each prompt.
+        new_tokens: Tokens to decode after it.
+        batch_sizes: Numbers of sequences at a time, separated by commas.
+        repeats: Rounds; both models run in each, and medians are reported.
+        output: File for the figures, which report and push read; default: MODEL-bench.json.
+        overwrite: Replace an existing file.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def calibrate(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    allow_partial: bool = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    load_in_8bit: bool = ...,
+    load_in_4bit: bool = ...,
+    targets: str | list[str] = ...,
+    output: Path | str = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Activations:
+    """Run a text through a model and write the 2-norm of every input feature of its linear layers.
+
+    The text passes through the model once; the file serves any number of prune runs
+    (--activations). Under torchrun or accelerate launch, every process runs its share of the text,
+    and the first writes the file.
+
+    Returns the norms.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        load_in_8bit: Run forward passes in 8 bits (bitsandbytes, LLM.int8).
+        load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
+        targets: Layers, as for prune; the default covers any later choice.
+        output: Activations file to write.
+        overwrite: Replace an existing output.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def collect(
+    study: Path | str,
+    *,
+    output: Path | str | None = ...,
+    no_plots: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> CollectSummary:
+    """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
+    and the HTML report.
+
+    It may run at any time, also while jobs write. Tables of a part of the study say what is
+    missing. The same results give the same bytes, wherever the jobs ran.
+
+    Returns the tables, and what is missing.
+
+    Args:
+        study: Folder with plan.jsonl.
+        output: Folder to write; default: tables in the study.
+        no_plots: Write tables only, without matplotlib.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def env(
+    *,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> dict[str, str]:
+    """Show what emp-llm runs on: versions, processor, memory, GPUs, and the kernels that it chooses
+    here.
+
+    Add its output to a report of an error. It names no file and no model.
+
+    Returns the lines by name.
+
+    Args:
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def evaluate(
+    model: str | Path = ...,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    suite: str | Path | None = ...,
+    tasks: str | list[str] | None = ...,
+    num_fewshot: int | None = ...,
+    apply_chat_template: bool = ...,
+    limit: int | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    load_in_8bit: bool = ...,
+    load_in_4bit: bool = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    baseline: str | Path | None = ...,
+    beside: list[Path] | None = ...,
+    batch_size: str | int = ...,
+    runtime: Literal["dense", "sparse"] = ...,
+    form: Literal["terminal", "markdown"] = ...,
+    prepare: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Evaluated | list[str]:
+    """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in
+    a table.
+
+    Results are written after every task, and the same command resumes after the last finished one.
+    A baseline that is a model is measured too, and its results are written beside the output as
+    OUTPUT-baseline.json. With --load-in-8bit or --load-in-4bit and such a baseline, both models are
+    measured with and without quantisation.
+
+    Returns the results and the table; with --prepare, what is in the cache: a line for each model,
+    text and task.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of --model on the Hub.
+        trust_remote_code: Run code from the model repository.
+        suite: Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.
+        tasks: lm-eval tasks a,b instead of a suite.
+        num_fewshot: Examples before each question, for --tasks; default: each task's own number.
+        apply_chat_template: Ask the questions of tasks through the tokenizer's chat template.
+        limit: Use at most this many examples per task and blocks of text; results are partial.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        load_in_8bit: Run forward passes in 8 bits (bitsandbytes, LLM.int8).
+        load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
+        output: Results file; default: MODEL-SUITE.json in the current folder.
+        overwrite: Evaluate again if the output already holds results.
+        baseline: Model to compare with (a Hub id may end in @REVISION), or its results file.
+        beside: Results file of another model to add to the table; repeatable.
+        batch_size: Examples per forward pass of a task, or auto.
+        runtime: Run the model dense, or from packed weights (sparse); baselines run dense.
+        form: Format of the table.
+        prepare: Only download the data of the suite (and the model) into the cache.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def generate(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    device: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    prompt: str,
+    runtime: Literal["dense", "sparse"] = ...,
+    max_new_tokens: int = ...,
+    temperature: float = ...,
+    top_p: float = ...,
+    seed: int = ...,
+    chat: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Generation:
+    """Continue a text with a pruned model, and tell how fast and in how much memory.
+
+    The pruned layers compute from a bitmask and the weights that are not zero. The model is a
+    pruned checkpoint, or a folder of emp-llm pack, whose files are mapped into memory.
+
+    Returns the generation: iterate over its pieces, or take `text`; then `figures`.
+
+    Raises:
+        UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is
+            empty or too long.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        device: Device that runs the model: auto, cpu, cuda or cuda:N.
+        dtype: Dtype of forward passes.
+        prompt: Text to continue; - reads it from standard input.
+        runtime: Compute from packed weights (sparse), or as transformers does (dense).
+        max_new_tokens: Most tokens to generate.
+        temperature: Randomness of the choice; 0: always the most probable token.
+        top_p: Choose among the most probable tokens of this total probability.
+        seed: Seed of the choice.
+        chat: Give the prompt as a user's message, by the tokenizer's chat template.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def heal(
+    folder: Path | str,
+    *,
+    heal_steps: int | None = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
+    dense: str | Path,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    seed: int = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> RunReport:
+    """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
+    Zeros stay zero.
+
+    The text is that of a calibration; one sequence of sixteen is held out and chooses the step
+    whose weights are kept. An interrupted run resumes. prune --heal does both in one run.
+
+    Returns the report of the checkpoint, with the training as `healing`.
+
+    Args:
+        folder: Pruned checkpoint.
+        heal_steps: Steps of the training, of four sequences; default: 300.
+        heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
+            and norms; default: targets.
+        dense: Folder or Hub id of the dense model.
+        revision: Branch, tag or commit of a dense model on the Hub.
+        trust_remote_code: Run code from the model repository.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        hidden_states: Where hidden states are kept between blocks.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        output: Folder to write; default: PRUNED-healed.
+        overwrite: Replace an existing checkpoint at the output.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def measure(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    targets: str | list[str] = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    min_expert_tokens: int = ...,
+    allow_partial: bool = ...,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    score: Literal["wanda", "relative"] | None = ...,
+    count_by: Literal["own", "magnitude"] | None = ...,
+    structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
+    structure_group: Literal["layer", "all"] = ...,
+    head_unit: Literal["group", "query"] | None = ...,
+    keep_shapes: bool = ...,
+    width_multiple: int | None = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    activations: Path | str | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    criteria: str | None = ...,
+    orders: str = ...,
+    betas: str = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Measure:
+    """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the
+    N_eff largest scores.
+
+    The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
+    s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
+    keeps at beta 1 are reported as by prune.
+
+    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
+    each layer at each beta, and the size of the model that is left.
+
+    Returns the content of the output.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        min_expert_tokens: Score experts by magnitude if they see fewer tokens.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
+            default: own.
+        structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
+            layers, in place of weights.
+        structure_group: Units that compete: of a layer, or of all layers.
+        head_unit: With shared keys and values: whole groups of query heads, or query heads within
+            groups; default: group.
+        keep_shapes: With --structure, set units to zero and keep every shape and the config.
+        width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        activations: Activations file; default: calibrate now.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        output: File to write; default: MODEL-measure.json in the current folder.
+        overwrite: Replace an existing output.
+        criteria: Criteria, separated by commas; default: magnitude,wanda and your own.
+        orders: Hill orders of the effective number, separated by commas.
+        betas: Betas at which to show the sparsity, separated by commas.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def pack(
+    folder: Path | str,
+    output: Path | str,
+    *,
+    zstd: bool = ...,
+    mask_only: bool = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Packed:
+    """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that
+    are not zero.
+
+    Packing is lossless: emp-llm unpack restores every file bit for bit. To unpack a folder that was
+    packed with --mask-only, it needs the dense model (--base). Hidden files are left out.
+
+    Returns the sizes before and after, and the time taken.
+
+    Raises:
+        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is
+            missing, or there are no zeros to mask.
+
+    Args:
+        folder: Pruned checkpoint.
+        output: Folder to write.
+        zstd: Also compress values and masks (zstandard).
+        mask_only: Pack the mask without weights, for users who have the dense model.
+        overwrite: Replace an existing folder at the output.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def plan(
+    table: Path | str | None = ...,
+    *,
+    methods: str | None = ...,
+    betas: str | None = ...,
+    orders: str | None = ...,
+    sparsities: str | None = ...,
+    emp_sparsities: str | None = ...,
+    patterns: str | None = ...,
+    output: Path | str = ...,
+    overwrite: bool = ...,
+    models: str | list[str] | None = ...,
+    suite: str | Path | None = ...,
+    limit: int | None = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    targets: str | None = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = ...,
+    per: Literal["recipe", "model"] | None = ...,
+    prune_options: str | None = ...,
+    evaluate_options: str | None = ...,
+    gpu_gb: float | None = ...,
+    processes: int | None = ...,
+    nodes: int | None = ...,
+    trust_remote_code: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> PlanSummary:
+    """Plan a study of models x methods as a file: one job a line, with its command, the jobs that
+    come first, and its needs.
+
+    Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. The
+    needs (GPUs, memory, disk, hours) are estimated from the models' configs alone; no weights are
+    read or downloaded. The file may be edited. Paths in further options are relative to the study's
+    folder, where the jobs run.
+
+    Returns the jobs, and the assumptions of the estimates.
+
+    Args:
+        table: TOML table with these options; those of the command line replace them.
+        methods: Methods, separated by commas; default: emp-wanda,wanda,emp-magnitude,magnitude.
+        betas: Betas of the emp methods; default: 1.
+        orders: Hill orders of the emp methods; default: 2.
+        sparsities: Sparsities of the other methods; default: 0.5.
+        emp_sparsities: Sparsities of the emp methods, in place of betas; their beta is found.
+        patterns: N:M patterns of the other methods.
+        output: Folder of the study.
+        overwrite: Replace another plan in the folder; finished outputs stay.
+        models: Model folders or Hub ids, separated by commas.
+        suite: Evaluation suite; default: paper.
+        limit: Use at most this many examples per task and blocks of text.
+        calibration: Calibration text, as for prune.
+        samples: Number of calibration sequences.
+        seqlen: Tokens per calibration sequence.
+        targets: Layers to prune, as for prune.
+        dtype: Dtype of forward passes; default: auto.
+        per: Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: recipe.
+        prune_options: Further options of every prune (or sweep), as one text.
+        evaluate_options: Further options of every evaluate, as one text.
+        gpu_gb: Memory of a GPU in GB; 0: the jobs run on CPUs. Default: 80.
+        processes: Processes of a job on each node, each with a whole model on a GPU of its own;
+            default: 1.
+        nodes: Nodes of a job; default: 1.
+        trust_remote_code: Run code from the model repositories.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+@overload
+def prune(
+    model: str | Path,
+    *,
+    method: str | None = ...,
+    beta: float | None = ...,
+    order: float | None = ...,
+    neff_dtype: Literal["float64", "bfloat16"] | None = ...,
+    sparsity: float | None = ...,
+    pattern: str | None = ...,
+    match: str | Path | None = ...,
+    match_by: Literal["total", "matrix"] | None = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    score: Literal["wanda", "relative"] | None = ...,
+    count_by: Literal["own", "magnitude"] | None = ...,
+    shares: Literal["uniform", "owl"] | None = ...,
+    owl_lambda: float | None = ...,
+    owl_m: float | None = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] | None = ...,
+    refit_target: Literal["block", "layer"] | None = ...,
+    refit_damping: float | None = ...,
+    heal: bool = ...,
+    heal_steps: int | None = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
+    targets: str | list[str] = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    min_expert_tokens: int = ...,
+    allow_partial: bool = ...,
+    structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
+    structure_group: Literal["layer", "all"] = ...,
+    head_unit: Literal["group", "query"] | None = ...,
+    keep_shapes: bool = ...,
+    width_multiple: int | None = ...,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    activations: Path | str | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    load_in_8bit: bool = ...,
+    load_in_4bit: bool = ...,
+    propagate: Literal["dense", "pruned"] = ...,
+    mask_device: Literal["cpu", "cuda"] = ...,
+    parameters: str | None = ...,
+    memory: str | None = ...,
+    loss: str | None = ...,
+    check: bool = ...,
+    evaluate: str | None = ...,
+    baseline: Path | str | None = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    dry_run: Literal[False] = ...,
+    push_to_hub: str | None = ...,
+    private: bool = ...,
+    push_revision: str | None = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> RunReport:
+    """Prune a causal language model after training and write the pruned checkpoint.
+
+    Under torchrun or accelerate launch, every process runs its share of the calibration and of the
+    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
+    masks are applied to the original weights.
+
+    Returns the report that is also written as emp_report.json, with the result of a push as `push`;
+    for a dry run, the plan and its need of memory and disk.
+
+    Args:
+        method: best (emp-admm --refit --heal), wanda, magnitude, relative, ria, sparsegpt, admm,
+            own; taylor (heads, neurons), reap, man, frequency, mass (experts), cosine (layers);
+            emp-NAME: N_eff sets counts; default: emp-wanda, emp-reap, emp-cosine.
+        beta: Keep beta x N_eff (emp methods); default: 1.
+        order: Hill order of the effective number (emp methods); default: 2.
+        neff_dtype: float64, or bfloat16 for the paper's emp-magnitude arithmetic.
+        sparsity: Fraction to remove: of each group, default 0.5; with emp methods of all targets,
+            by the beta that does.
+        pattern: N:M, keep N of every M inputs (other methods).
+        match: Output of an earlier run; remove as many weights as that run (other methods).
+        match_by: Match the total of that run, or every matrix; default: total.
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
+            default: own.
+        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
+            default: uniform.
+        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
+        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
+        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
+        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
+        refit_target: What the last layer of a block restores: the outputs of the block, or of the
+            layer; default: block.
+        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
+            default: inputs / tokens, at least 0.01.
+        heal: Then train the kept weights on the dense model's probabilities for the text.
+        heal_steps: Steps of the training, of four sequences; default: 300.
+        heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
+            and norms; default: targets.
+        targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        min_expert_tokens: Score experts by magnitude if they see fewer tokens.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
+            layers, in place of weights.
+        structure_group: Units that compete: of a layer, or of all layers.
+        head_unit: With shared keys and values: whole groups of query heads, or query heads within
+            groups; default: group.
+        keep_shapes: With --structure, set units to zero and keep every shape and the config.
+        width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        activations: Activations file; default: calibrate now.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        load_in_8bit: Run forward passes in 8 bits (bitsandbytes, LLM.int8).
+        load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
+        propagate: Calibrate each block on the outputs of dense or of pruned blocks.
+        mask_device: Device that computes the masks. They are the same on both.
+        parameters: Keep at most so many parameters, such as 6e9, in place of a sparsity.
+        memory: Keep at most so many bytes of weights, such as 24GB (packed, without --structure).
+        loss: Remove as much as goes while the perplexity of held-out text rises by at most this,
+            such as 2% (or nats per token), in place of a sparsity.
+        check: Measure the perplexity of held-out text before and after; not with --evaluate.
+        evaluate: Evaluate the dense and the pruned model with this suite (name or file); ,limit=N
+            shortens it.
+        baseline: Results file of the dense model, used instead of evaluating it.
+        output: Folder to write; default: MODEL-METHOD in the current folder.
+        overwrite: Replace an existing checkpoint at the output, and on the Hub.
+        dry_run: Print the plan of the run, and write nothing.
+        push_to_hub: Push the result to USER/NAME on the Hub, with a model card.
+        private: Create that repository as private.
+        push_revision: Branch to push to; created if missing. (--revision is the source's.)
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+@overload
+def prune(
+    model: str | Path,
+    *,
+    method: str | None = ...,
+    beta: float | None = ...,
+    order: float | None = ...,
+    neff_dtype: Literal["float64", "bfloat16"] | None = ...,
+    sparsity: float | None = ...,
+    pattern: str | None = ...,
+    match: str | Path | None = ...,
+    match_by: Literal["total", "matrix"] | None = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    score: Literal["wanda", "relative"] | None = ...,
+    count_by: Literal["own", "magnitude"] | None = ...,
+    shares: Literal["uniform", "owl"] | None = ...,
+    owl_lambda: float | None = ...,
+    owl_m: float | None = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] | None = ...,
+    refit_target: Literal["block", "layer"] | None = ...,
+    refit_damping: float | None = ...,
+    heal: bool = ...,
+    heal_steps: int | None = ...,
+    heal_weights: Literal["targets", "all"] | None = ...,
+    targets: str | list[str] = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    min_expert_tokens: int = ...,
+    allow_partial: bool = ...,
+    structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
+    structure_group: Literal["layer", "all"] = ...,
+    head_unit: Literal["group", "query"] | None = ...,
+    keep_shapes: bool = ...,
+    width_multiple: int | None = ...,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    activations: Path | str | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    load_in_8bit: bool = ...,
+    load_in_4bit: bool = ...,
+    propagate: Literal["dense", "pruned"] = ...,
+    mask_device: Literal["cpu", "cuda"] = ...,
+    parameters: str | None = ...,
+    memory: str | None = ...,
+    loss: str | None = ...,
+    check: bool = ...,
+    evaluate: str | None = ...,
+    baseline: Path | str | None = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    dry_run: Literal[True],
+    push_to_hub: str | None = ...,
+    private: bool = ...,
+    push_revision: str | None = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> DryRun:
+    """Prune a causal language model after training and write the pruned checkpoint.
+
+    Under torchrun or accelerate launch, every process runs its share of the calibration and of the
+    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
+    masks are applied to the original weights.
+
+    Returns the report that is also written as emp_report.json, with the result of a push as `push`;
+    for a dry run, the plan and its need of memory and disk.
+
+    Args:
+        method: best (emp-admm --refit --heal), wanda, magnitude, relative, ria, sparsegpt, admm,
+            own; taylor (heads, neurons), reap, man, frequency, mass (experts), cosine (layers);
+            emp-NAME: N_eff sets counts; default: emp-wanda, emp-reap, emp-cosine.
+        beta: Keep beta x N_eff (emp methods); default: 1.
+        order: Hill order of the effective number (emp methods); default: 2.
+        neff_dtype: float64, or bfloat16 for the paper's emp-magnitude arithmetic.
+        sparsity: Fraction to remove: of each group, default 0.5; with emp methods of all targets,
+            by the beta that does.
+        pattern: N:M, keep N of every M inputs (other methods).
+        match: Output of an earlier run; remove as many weights as that run (other methods).
+        match_by: Match the total of that run, or every matrix; default: total.
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
+            default: own.
+        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
+            default: uniform.
+        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
+        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
+        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
+        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
+        refit_target: What the last layer of a block restores: the outputs of the block, or of the
+            layer; default: block.
+        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
+            default: inputs / tokens, at least 0.01.
+        heal: Then train the kept weights on the dense model's probabilities for the text.
+        heal_steps: Steps of the training, of four sequences; default: 300.
+        heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
+            and norms; default: targets.
+        targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        min_expert_tokens: Score experts by magnitude if they see fewer tokens.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
+            layers, in place of weights.
+        structure_group: Units that compete: of a layer, or of all layers.
+        head_unit: With shared keys and values: whole groups of query heads, or query heads within
+            groups; default: group.
+        keep_shapes: With --structure, set units to zero and keep every shape and the config.
+        width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        activations: Activations file; default: calibrate now.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        load_in_8bit: Run forward passes in 8 bits (bitsandbytes, LLM.int8).
+        load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
+        propagate: Calibrate each block on the outputs of dense or of pruned blocks.
+        mask_device: Device that computes the masks. They are the same on both.
+        parameters: Keep at most so many parameters, such as 6e9, in place of a sparsity.
+        memory: Keep at most so many bytes of weights, such as 24GB (packed, without --structure).
+        loss: Remove as much as goes while the perplexity of held-out text rises by at most this,
+            such as 2% (or nats per token), in place of a sparsity.
+        check: Measure the perplexity of held-out text before and after; not with --evaluate.
+        evaluate: Evaluate the dense and the pruned model with this suite (name or file); ,limit=N
+            shortens it.
+        baseline: Results file of the dense model, used instead of evaluating it.
+        output: Folder to write; default: MODEL-METHOD in the current folder.
+        overwrite: Replace an existing checkpoint at the output, and on the Hub.
+        dry_run: Print the plan of the run, and write nothing.
+        push_to_hub: Push the result to USER/NAME on the Hub, with a model card.
+        private: Create that repository as private.
+        push_revision: Branch to push to; created if missing. (--revision is the source's.)
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def push(
+    folder: Path | str,
+    repository: str,
+    *,
+    private: bool = ...,
+    revision: str | None = ...,
+    results: list[Path] | None = ...,
+    base_model: str | None = ...,
+    overwrite: bool = ...,
+    dry_run: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Pushed:
+    """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as
+    README.md.
+
+    The push is a single commit, so nobody loads half a model. An interrupted push resumes after the
+    last finished large file. The commit holds the files of the manifest, the manifest itself,
+    report, card, results and the PNG files of the folder's emp_llm, and nothing else from it. They
+    name models and files, not folders of this machine.
+
+    Returns the files and the commit; for a dry run, the files that would be pushed.
+
+    Raises:
+        UserError: the folder is no finished checkpoint or differs from its manifest, the Hub
+            refuses, or the branch holds other weights.
+
+    Args:
+        folder: Output folder of a finished prune.
+        repository: USER/NAME on the Hub; created if missing.
+        private: Create the repository as private.
+        revision: Branch to push to; created from main if missing.
+        results: Results of evaluate or bench for the card: of this checkpoint, or its baseline;
+            repeatable.
+        base_model: Hub id of the dense model, if it was pruned from a folder.
+        overwrite: Replace other weights on the branch.
+        dry_run: Print the files to push, and push nothing.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def report(
+    runs: list[Path],
+    *,
+    output: Path | str = ...,
+    overwrite: bool = ...,
+    title: str = ...,
+    no_plots: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> ReportSummary:
+    """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP
+    against its baselines.
+
+    Each model and choice of targets has its own section; they never share a curve. The output
+    folder holds report.html, which needs no other file; report.md with figures/*.svg and *.png; and
+    CSV tables with all digits. The same input gives the same bytes.
+
+    Returns the content of report.json, the names of the files, and the comparison of EMP with its
+    baselines.
+
+    Args:
+        runs: Outputs of prune, sweep, measure, bench and evaluate.
+        output: Folder to write.
+        overwrite: Replace an existing report at the output.
+        title: Heading of the page.
+        no_plots: Write tables only, without matplotlib.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def rotate(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    seed: int = ...,
+    device_map: str = ...,
+    steps: int = ...,
+    pattern: str | None = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Rotated:
+    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so
+    pruning costs less.
+
+    The weights of the RMSNorms are folded into the layers that read them. Then the residual stream
+    and the values of each head are turned, so that N_eff of the scores is least. The result is an
+    ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a beta of 1
+    removes more than it can lose.
+
+    Needs the model in memory in float32. Refused where the function would change: other norms than
+    RMSNorm, norms behind a layer, towers for images.
+
+    Returns N_eff/N before and after, and the difference of the logits.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        steps: Steps of the search; 0: the eigenvectors of the inputs' second moments.
+        pattern: Also order the columns for this N:M pattern.
+        output: Folder to write; default: MODEL-rotated.
+        overwrite: Replace an existing checkpoint at the output.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def run(
+    study: Path | str,
+    *,
+    workers: int | None = ...,
+    only: str | None = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> RunSummary:
+    """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
+
+    Jobs that are done are left out. Killed and started again, the same command resumes where it
+    stopped; so it does after a job failed. The outputs, states and logs are those of a study on a
+    cluster. With --only, a scheduler's task runs one job.
+
+    Returns the ids of the jobs that are done, and the states of those that failed.
+
+    Args:
+        study: Folder with plan.jsonl.
+        workers: Jobs at a time, each with its share of the GPUs or cores; default: one for each
+            GPU, or 8 cores.
+        only: Ids of the jobs to run, separated by commas; default: all.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def status(
+    study: Path | str,
+    *,
+    lines: int = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> StudyStatus:
+    """Show how many jobs of a study are done, running, failed and missing.
+
+    Of each failed job: the last lines of its log, and the command that runs it again. Nothing is
+    changed.
+
+    Returns the jobs with their states.
+
+    Args:
+        study: Folder with plan.jsonl.
+        lines: Lines of the log to show of each failed job.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def submit(
+    study: Path | str,
+    *,
+    site: Path | str = ...,
+    prepare: bool = ...,
+    dry_run: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> SubmitSummary:
+    """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
+    their dependencies.
+
+    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again,
+    and resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
+    never a job twice.
+
+    Returns the arrays and their numbers.
+
+    Args:
+        study: Folder with plan.jsonl.
+        site: Settings of the cluster: a .toml file; examples lie in scripts/slurm.
+        prepare: With an offline site, first download models and data into the cache.
+        dry_run: Print what would be submitted, and write nothing.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+@overload
+def sweep(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    targets: str | list[str] = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    min_expert_tokens: int = ...,
+    allow_partial: bool = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    score: Literal["wanda", "relative"] | None = ...,
+    count_by: Literal["own", "magnitude"] | None = ...,
+    shares: Literal["uniform", "owl"] | None = ...,
+    owl_lambda: float | None = ...,
+    owl_m: float | None = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] | None = ...,
+    refit_target: Literal["block", "layer"] | None = ...,
+    refit_damping: float | None = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    activations: Path | str | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    suite: str | Path | None = ...,
+    tasks: str | list[str] | None = ...,
+    num_fewshot: int | None = ...,
+    apply_chat_template: bool = ...,
+    limit: int | None = ...,
+    methods: str | None = ...,
+    betas: str | None = ...,
+    orders: str | None = ...,
+    sparsities: str | None = ...,
+    emp_sparsities: str | None = ...,
+    patterns: str | None = ...,
+    matched_baselines: bool = ...,
+    mask_device: Literal["cpu", "cuda"] = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    keep: bool = ...,
+    dry_run: Literal[False] = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Sweep:
+    """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense
+    model.
+
+    The model is loaded and calibrated once. For each point the weights are masked in memory, the
+    model is measured, and the weights are restored. Finished points are not measured again: the
+    same command resumes an interrupted sweep, and more betas or methods add points to it.
+
+    Returns the content of sweep.json; for a dry run, the plan.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        min_expert_tokens: Score experts by magnitude if they see fewer tokens.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
+            default: own.
+        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
+            default: uniform.
+        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
+        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
+        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
+        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
+        refit_target: What the last layer of a block restores: the outputs of the block, or of the
+            layer; default: block.
+        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
+            default: inputs / tokens, at least 0.01.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        activations: Activations file; default: calibrate now.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        suite: Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.
+        tasks: lm-eval tasks a,b instead of a suite.
+        num_fewshot: Examples before each question, for --tasks; default: each task's own number.
+        apply_chat_template: Ask the questions of tasks through the tokenizer's chat template.
+        limit: Use at most this many examples per task and blocks of text; results are partial.
+        methods: Methods, separated by commas; default: emp-wanda,wanda,emp-magnitude,magnitude and
+            those of your criterion.
+        betas: Betas of the emp methods; default: 0.5,0.75,1,1.25,1.5,2.
+        orders: Hill orders of the emp methods; default: 2.
+        sparsities: Sparsities of the other methods; default: 0.5.
+        emp_sparsities: Sparsities of the emp methods, in place of betas; their beta is found.
+        patterns: N:M patterns of the other methods.
+        matched_baselines: Add two uniform baselines to each emp point: the same total, and the same
+            count in every matrix.
+        mask_device: Device that computes the masks. They are the same on both.
+        output: Folder of the sweep; default: MODEL-sweep in the current folder.
+        overwrite: Discard a sweep with other options at the output.
+        keep: Also write the checkpoint of every point.
+        dry_run: Print the plan of the sweep, and write nothing.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+@overload
+def sweep(
+    model: str | Path,
+    *,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    targets: str | list[str] = ...,
+    ignore: str | list[str] | None = ...,
+    tower: Literal["language", "vision", "all"] = ...,
+    blocks: str | None = ...,
+    min_expert_tokens: int = ...,
+    allow_partial: bool = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    score: Literal["wanda", "relative"] | None = ...,
+    count_by: Literal["own", "magnitude"] | None = ...,
+    shares: Literal["uniform", "owl"] | None = ...,
+    owl_lambda: float | None = ...,
+    owl_m: float | None = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] | None = ...,
+    refit_target: Literal["block", "layer"] | None = ...,
+    refit_damping: float | None = ...,
+    calibration: str | Path | None = ...,
+    samples: int | None = ...,
+    seqlen: int | None = ...,
+    batch_size: int = ...,
+    execution: Literal["auto", "model", "blocks"] = ...,
+    hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
+    resumable_calibration: bool = ...,
+    seed: int = ...,
+    activations: Path | str | None = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    suite: str | Path | None = ...,
+    tasks: str | list[str] | None = ...,
+    num_fewshot: int | None = ...,
+    apply_chat_template: bool = ...,
+    limit: int | None = ...,
+    methods: str | None = ...,
+    betas: str | None = ...,
+    orders: str | None = ...,
+    sparsities: str | None = ...,
+    emp_sparsities: str | None = ...,
+    patterns: str | None = ...,
+    matched_baselines: bool = ...,
+    mask_device: Literal["cpu", "cuda"] = ...,
+    output: Path | str | None = ...,
+    overwrite: bool = ...,
+    keep: bool = ...,
+    dry_run: Literal[True],
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> SweepDryRun:
+    """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense
+    model.
+
+    The model is loaded and calibrated once. For each point the weights are masked in memory, the
+    model is measured, and the weights are restored. Finished points are not measured again: the
+    same command resumes an interrupted sweep, and more betas or methods add points to it.
+
+    Returns the content of sweep.json; for a dry run, the plan.
+
+    Args:
+        model: Model folder or Hub id.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
+        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        tower: Part of a multimodal model to prune: language, vision, or all.
+        blocks: Name of the list of decoder blocks; default: detected.
+        min_expert_tokens: Score experts by magnitude if they see fewer tokens.
+        allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
+            default: own.
+        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
+            default: uniform.
+        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
+        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
+        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
+        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
+        refit_target: What the last layer of a block restores: the outputs of the block, or of the
+            layer; default: block.
+        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
+            default: inputs / tokens, at least 0.01.
+        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
+            a:64,b:64; default: wikitext2.
+        samples: Number of calibration sequences; default: the recipe's.
+        seqlen: Tokens per sequence; default: the recipe's.
+        batch_size: Sequences per calibration pass.
+        execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
+        hidden_states: Where hidden states are kept between blocks.
+        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
+            interrupted run can resume.
+        seed: Random seed of shuffled or generated texts, of training and of searches.
+        activations: Activations file; default: calibrate now.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        suite: Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.
+        tasks: lm-eval tasks a,b instead of a suite.
+        num_fewshot: Examples before each question, for --tasks; default: each task's own number.
+        apply_chat_template: Ask the questions of tasks through the tokenizer's chat template.
+        limit: Use at most this many examples per task and blocks of text; results are partial.
+        methods: Methods, separated by commas; default: emp-wanda,wanda,emp-magnitude,magnitude and
+            those of your criterion.
+        betas: Betas of the emp methods; default: 0.5,0.75,1,1.25,1.5,2.
+        orders: Hill orders of the emp methods; default: 2.
+        sparsities: Sparsities of the other methods; default: 0.5.
+        emp_sparsities: Sparsities of the emp methods, in place of betas; their beta is found.
+        patterns: N:M patterns of the other methods.
+        matched_baselines: Add two uniform baselines to each emp point: the same total, and the same
+            count in every matrix.
+        mask_device: Device that computes the masks. They are the same on both.
+        output: Folder of the sweep; default: MODEL-sweep in the current folder.
+        overwrite: Discard a sweep with other options at the output.
+        keep: Also write the checkpoint of every point.
+        dry_run: Print the plan of the sweep, and write nothing.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def unpack(
+    packed: Path | str,
+    folder: Path | str,
+    *,
+    base: str | None = ...,
+    revision: str | None = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Unpacked:
+    """Restore a packed checkpoint: every file bit for bit, checked by its hash.
+
+    Returns the folder, its size, and the time taken.
+
+    Raises:
+        UserError: a packed file is damaged, the base of a mask is missing or is another model, the
+            output exists or cannot be written, or zstandard is missing.
+
+    Args:
+        packed: Folder written by emp-llm pack.
+        folder: Model folder to write.
+        base: For a mask: folder or Hub id of the dense model.
+        revision: Branch, tag or commit of a dense model from the Hub.
+        overwrite: Replace an existing model folder at the output.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def verify(
+    folder: Path | str,
+    *,
+    criterion: Any | None = ...,
+    scores: Any | None = ...,
+    source: str | Path | None = ...,
+    activations: Path | str | None = ...,
+    blocks: str | None = ...,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Findings:
+    """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and
+    every mask. It only reads.
+
+    The exit code is 1 if anything differs.
+
+    Returns the differences, one sentence each, and the number of checked things.
+
+    Raises:
+        UserError: the folder is no finished output, or source or activations are not those of its
+            run.
+
+    Args:
+        folder: Output folder of a finished prune.
+        criterion: Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.
+        scores: Your scores that decided the masks: a safetensors file.
+        source: Folder or Hub id of the dense model, to compare bytes and masks as well.
+        activations: Activations file of the run; default: the one in the folder.
+        blocks: Name of the list of decoder blocks; default: the run's.
+        revision: Branch, tag or commit of a Hub model.
+        trust_remote_code: Run code from the model repository.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """

@@ -1,0 +1,68 @@
+"""The functions that users import are typed, and described where `help` looks."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import write_stub
+
+import emp_llm
+from emp_llm.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("python.md", "own-scores.md")
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WRONG = """
+from emp_llm import DryRun, RunReport, prune, recipe_of
+
+plan: DryRun = prune("model", dry_run=True)
+report: RunReport = prune("model", method="wanda")
+prune("model", metod="wanda")
+prune("model", sparsity="0.5")
+recipe_of("wanda").counts.beta
+"""
+
+
+def test_the_stub_is_that_of_the_options() -> None:
+    """To update it: python scripts/write_stub.py."""
+    assert write_stub.STUB.read_text(encoding="utf-8") == write_stub.stub_text()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_describes_every_argument(name: str) -> None:
+    command = getattr(emp_llm, name)
+    function = vars(sys.modules[f"emp_llm.{name}"])[name]
+    about = inspect.getdoc(function) or ""
+    for argument in inspect.signature(command).parameters:
+        assert re.search(rf"^    {argument}: \w", about, re.MULTILINE), argument
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(emp_llm, name) is not None for name in emp_llm.__all__)
+    stub = write_stub.STUB.read_text(encoding="utf-8")
+    for name in emp_llm.__all__:
+        assert re.search(rf"^(def {name}\(|from .* import {name} as {name}$)", stub, re.MULTILINE)
+
+
+def test_types(tmp_path: Path) -> None:
+    """The examples of the pages pass mypy; wrong calls do not."""
+    files = []
+    for page in PAGES:
+        blocks = _BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+        assert blocks
+        files.append(tmp_path / page.replace("-", "_").replace(".md", ".py"))
+        files[-1].write_text("\n".join(blocks))
+    files.append(tmp_path / "wrong.py")
+    files[-1].write_text(WRONG)
+    command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-defs", *map(str, files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = re.findall(r"(\w+\.py):(\d+): error: (.*)", done.stdout)
+    assert [(file, int(line)) for file, line, _ in found] == [
+        ("wrong.py", 6),
+        ("wrong.py", 6),
+        ("wrong.py", 7),
+        ("wrong.py", 8),
+    ], done.stdout + done.stderr

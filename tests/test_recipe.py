@@ -1,0 +1,192 @@
+"""The recipe: a tree, its words, and what cannot be meant."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emp_llm import (
+    Admm,
+    Effective,
+    Given,
+    Heal,
+    Magnitude,
+    Match,
+    Owl,
+    Own,
+    Pattern,
+    Recipe,
+    Refit,
+    Relative,
+    Ria,
+    Share,
+    SparseGPT,
+    Targets,
+    UserError,
+    Wanda,
+    recipe_of,
+)
+from emp_llm.options.words import RecipeOptions, words_of
+
+
+def row_share(weight: Any, inputs: Any) -> Any:
+    """A criterion."""
+    return weight.abs() * inputs.norms
+
+
+share = st.integers(0, 99).map(lambda number: number / 100)
+scores = st.one_of(
+    st.just(Magnitude()),
+    st.just(Relative()),
+    st.sampled_from(["plain", "relative"]).flatmap(
+        lambda norms: st.sampled_from([Wanda(norms), Ria(norms), Own(row_share, norms)])  # type: ignore[arg-type]
+    ),
+    st.builds(Given, st.just({"a": 1}), st.sampled_from([None, "abs", "shift", "exp"])),
+)
+effective = st.one_of(
+    st.builds(Effective, beta=st.floats(0.1, 4), order=st.sampled_from([0.0, 1.0, 2.0])),
+    st.builds(Effective, sparsity=share, count_by=st.sampled_from(["own", "magnitude"])),
+    st.just(Effective(neff_dtype="bfloat16")),
+)
+fixed = st.one_of(
+    st.builds(Share, share),
+    st.integers(2, 16).flatmap(
+        lambda group: st.builds(Pattern, st.integers(1, group - 1), st.just(group))
+    ),
+    st.builds(Match, st.just("run"), st.sampled_from(["total", "matrix"])),
+)
+refits = st.builds(
+    Refit,
+    weighting=st.sampled_from(["equal", "relative"]),
+    target=st.sampled_from(["block", "layer"]),
+    damping=st.sampled_from([None, 0.01, 1.0]),
+)
+some_refit = st.one_of(st.none(), refits)
+targets = st.builds(
+    Targets,
+    st.sampled_from(["mlp", "all-linear", ["up_proj", "q_proj"]]),
+    st.sampled_from([None, "q_proj"]),
+    min_expert_tokens=st.integers(0, 64),
+    allow_partial=st.booleans(),
+)
+heals = st.one_of(
+    st.none(), st.builds(Heal, st.integers(1, 500), st.sampled_from(["targets", "all"]))
+)
+recipes = st.one_of(
+    st.builds(
+        Recipe,
+        score=scores,
+        counts=st.one_of(effective, fixed),
+        targets=targets,
+        update=some_refit,
+        heal=heals,
+    ),
+    st.builds(
+        Recipe,
+        score=st.just(Magnitude()),
+        counts=fixed,
+        update=st.one_of(st.builds(SparseGPT, refit=some_refit), st.builds(Admm, refit=some_refit)),
+        heal=heals,
+    ),
+    st.builds(
+        Recipe,
+        score=st.just(Magnitude()),
+        counts=effective,
+        update=st.builds(Admm, refit=some_refit),
+    ),
+    st.builds(
+        Recipe,
+        score=scores,
+        counts=effective.filter(lambda each: each.neff_dtype != "bfloat16"),
+        group=st.sampled_from(["row", "matrix", "all"]),
+    ),
+)
+
+
+@given(recipes)
+def test_words_and_back(recipe: Recipe) -> None:
+    words = words_of(recipe)
+    words.check()
+    assert words.tree == recipe
+    assert words_of(words.tree) == words
+
+
+@given(recipes)
+def test_records_hold_a_recipe(recipe: Recipe) -> None:
+    """The words go through JSON, unless a function or tensors are in them."""
+    import msgspec
+
+    words = words_of(recipe)
+    if words.criterion is None and words.scores is None:
+        assert msgspec.convert(words.as_dict(), RecipeOptions).tree == recipe
+
+
+def test_defaults_are_the_papers() -> None:
+    paper = Recipe()
+    assert paper == recipe_of() == recipe_of("emp-wanda")
+    assert paper == Recipe(score=Wanda(), counts=Effective(beta=1, order=2), group="row")
+    assert (paper.method, paper.needs_activations, paper.moves) == ("emp-wanda", True, False)
+    assert recipe_of("wanda") == Recipe(counts=Share(0.5))
+    assert recipe_of("wanda", pattern="2:4") == Recipe(counts=Pattern(2, 4))
+    assert recipe_of("wanda", shares="owl") == Recipe(counts=Share(0.5, Owl()))
+    assert recipe_of("emp-relative").counts == Effective(count_by="magnitude")
+    assert recipe_of(criterion=row_share) == Recipe(score=Own(row_share))
+
+
+@pytest.mark.parametrize("counts", [Effective(), Share(0.5), Pattern(1, 8)])
+def test_a_recipe_at_a_sparsity(counts: Any) -> None:
+    found = replace(Recipe(), counts=counts).at(0.25).counts
+    assert type(found) is type(counts)
+    assert found in (Effective(sparsity=0.25), Share(0.25), Pattern(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Recipe(score="wanda"), "score must be of type Score, got 'wanda'"),
+        (lambda: Recipe(counts=0.5), "counts must be of type Counts, got 0.5"),
+        (lambda: Recipe(update="refit"), "update must be of type Update, got 'refit'"),
+        (lambda: Recipe(heal=True), "heal must be of type Heal, got True"),
+        (lambda: Recipe(targets="mlp"), "targets must be of type Targets, got 'mlp'"),
+        (lambda: Recipe(group="rows"), "group 'rows' is not one of row, matrix, all"),
+        (lambda: Effective(beta=0), "beta must be a number above 0"),
+        (lambda: Effective(beta="1"), "beta must be a number, got '1'"),
+        (lambda: Effective(order=-1), "order must be"),
+        (lambda: Share(50), "did you mean 0.5"),
+        (lambda: Share(True), "sparsity must be a number, got True"),
+        (lambda: Share(0.05, Owl()), "a sparsity between 0 and 1"),
+        (lambda: Pattern(4, 4), "1 <= N < M; got '4:4'"),
+        (lambda: Wanda("both"), "norms 'both' is not one of plain, relative"),
+        (lambda: Own(5), "criterion must be a function or its place, got 5"),
+        (lambda: Given("nowhere.safetensors"), "no such file"),
+        (lambda: Given(5), "scores must be a file, a folder, or a mapping .* got int"),
+        (lambda: Refit(damping=0), "refit.damping must be above 0"),
+        (lambda: Heal(steps=0), "heal.steps must be at least 1, got 0"),
+        (lambda: Targets(min_expert_tokens=-1), "min.expert.tokens must be at least 0"),
+        (lambda: Targets(tower="vision", blocks="a"), "blocks and .*tower both choose"),
+        (lambda: Recipe(counts=Pattern(2, 4), group="matrix"), "needs group row, not matrix"),
+        (lambda: Recipe(counts=Match("a", "matrix"), group="all"), "not all"),
+        (
+            lambda: Recipe(counts=Effective(neff_dtype="bfloat16"), group="all"),
+            "needs order 2, group row",
+        ),
+        (lambda: Recipe(score=Magnitude(), counts=Share(0.5, Owl())), "magnitude needs none"),
+        (lambda: Recipe(counts=Share(0.5, Owl()), group="all"), "shares owl fixes"),
+        (lambda: Recipe(update=SparseGPT()), "shares the weights of a matrix among its rows"),
+        (
+            lambda: Recipe(score=Magnitude(), counts=Share(), group="matrix", update=SparseGPT()),
+            "group matrix does not go with method sparsegpt",
+        ),
+        (
+            lambda: recipe_of("wanda", metod="x"),
+            "metod is no word of a recipe. Did you mean method",
+        ),
+        (lambda: recipe_of("wanda", beta=1), "beta does not go with method wanda"),
+    ],
+)
+def test_what_cannot_be_meant(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make()
