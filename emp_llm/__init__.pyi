@@ -414,6 +414,7 @@ def measure(
     criteria: str | None = ...,
     orders: str = ...,
     betas: str = ...,
+    loss: str | None = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Measure:
@@ -423,6 +424,9 @@ def measure(
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
     s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
     keeps at beta 1 are reported as by prune.
+
+    With --loss, a table shows how much each criterion removes within each rise of the perplexity of
+    held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
 
     With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
     each layer at each beta, and the size of the model that is left.
@@ -470,6 +474,7 @@ def measure(
         criteria: Criteria, separated by commas; default: magnitude,wanda and your own.
         orders: Hill orders of the effective number, separated by commas.
         betas: Betas at which to show the sparsity, separated by commas.
+        loss: Budgets such as 1%,2%,5%: how much can go within each rise of the perplexity.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """

@@ -3,6 +3,8 @@ no weights are written.
 """
 
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_units, structured
-from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
+from emp_llm.options.recipe import Effective, Recipe, Share, StructureRecipe
 from emp_llm.options.words import METHODS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
@@ -44,6 +46,10 @@ def measure(
     betas: Annotated[
         str, Opt("Betas at which to show the sparsity, separated by commas.")
     ] = CURVE_BETAS,
+    loss: Annotated[
+        str | None,
+        Opt("Budgets such as 1%,2%,5%: how much can go within each rise of the perplexity."),
+    ] = None,
 ) -> Measure:
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the
     N_eff largest scores.
@@ -51,6 +57,9 @@ def measure(
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
     s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
     keeps at beta 1 are reported as by prune.
+
+    With --loss, a table shows how much each criterion removes within each rise of the perplexity of
+    held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
 
     With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
     each layer at each beta, and the size of the model that is left.
@@ -61,6 +70,13 @@ def measure(
     units = structure.structure is not None
     if units:
         check_for_units(given, (*OF_WEIGHTS, "activations"))
+        if loss is not None:
+            raise UserError("--loss measures weights; leave it out, or --structure.")
+    if loss is not None and text.activations is not None and text.calibration is None:
+        raise UserError(
+            "--loss measures held-out text, and --activations holds only norms. Name the text with "
+            "--calibration."
+        )
     recipes = _recipes(criteria, orders, shared, structure)
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
@@ -78,6 +94,17 @@ def measure(
     from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
 
+    budgets = []
+    if loss is not None:
+        from emp_llm.evaluation.loss_budget import (
+            HELD_OUT,
+            LossBudget,
+            LossCurve,
+            deciding,
+            within_budgets,
+        )
+
+        budgets = [LossBudget.of(each) for each in parse_words(loss, "--loss")]
     if ranks().count > 1:
         raise UserError(
             "measure runs in one process. Calibrate with torchrun first, and give the "
@@ -120,15 +147,23 @@ def measure(
     # Scores of one's own are checked now.
     unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]
     data = None
-    if calibrates:
+    if calibrates or budgets:
         load_packages()
         from emp_llm.calibration.data import calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
-        data = calibration_data(text, chosen.architecture, model.trust_remote_code, models=models)
+        data = calibration_data(
+            text,
+            chosen.architecture,
+            model.trust_remote_code,
+            models=models,
+            further=HELD_OUT if budgets else 0,
+        )
+        if budgets:
+            held_out = deciding(getattr(data, "further", None), text.text_name)
     with OutputFile(path) as out:
-        if data is not None:
+        if calibrates and data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin
 
             with stage("calibrate"):
@@ -174,6 +209,18 @@ def measure(
                     warnings=warnings_of(matrices, pruner),
                 )
                 entries.append(entry)
+        losses = []
+        if budgets:
+            work = path.with_name(f".{path.name}.loss")
+            curve_of_loss = LossCurve(
+                models, source.folder, checkpoint, targets, held_out, "cpu", work
+            )
+            uniform = {each.name: replace(each, counts=Share()) for each in recipes}
+            for recipe in [*uniform.values(), *recipes]:
+                with stage(f"loss, {recipe.method}"):
+                    losses.append(within_budgets(curve_of_loss, checkpoint, recipe, budgets, norms))
+            models.free()
+            shutil.rmtree(work, ignore_errors=True)
         record = Measure(
             source=ModelSource(model=source.name, revision=source.revision, identity=identity),
             command=command_line(),
@@ -181,6 +228,7 @@ def measure(
             calibration=None if norms is None else norms.about,
             versions=versions(),
             measures=entries,
+            losses=losses,
         )
         record.save(path)
         out.complete()

@@ -17,11 +17,13 @@ from emp_llm.calibration.data import read_text
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import loss_budget
 from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
+from emp_llm.measure import measure
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import LossRecord, RunReport
+from emp_llm.reporting.run_tables import measure_table
 from emp_llm.verify import verify
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
@@ -288,3 +290,49 @@ def test_units_replace_an_older_output(tmp_path: Path) -> None:
         pruned(tmp_path, **how)
     _, again = pruned(tmp_path, **how, overwrite=True)
     assert again.points == first.points
+
+
+def test_measure_what_can_go(tmp_path: Path) -> None:
+    """The table of a model: what `prune --loss` finds, for every criterion and budget."""
+    asked: dict[str, Any] = {"loss": "5%,1%", "criteria": "wanda", "betas": "1"}
+    found = measure(DEMO, output=tmp_path / "m.json", **asked, **TEXT)
+    assert [each.method for each in found.losses] == ["wanda", "emp-wanda"]
+    for each in found.losses:
+        small, large = each.budgets
+        assert (small.flag, large.flag) == ("--loss 1%", "--loss 5%")
+        for entry in each.budgets:
+            assert entry.point is not None
+            assert entry.point.most <= entry.budget
+        assert small.point is not None
+        assert large.point is not None
+        assert small.point.sparsity < large.point.sparsity
+        assert (small.packed_bytes or 0) > (large.packed_bytes or 0) > 0
+    wanda = found.losses[0]
+    _, record = pruned(tmp_path, method="wanda", loss="1%")
+    first = wanda.budgets[0].point
+    assert first is not None
+    assert abs(record.sparsity - first.sparsity) <= 0.02
+    assert {point.sparsity: point.rise for point in wanda.points}[first.sparsity] == pytest.approx(
+        first.rise
+    )
+    assert "removed % of the targets within" in measure_table(found)
+    assert not list(tmp_path.glob(".m.json*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"loss": "no"}, "--loss 'no' is not a rise such as 2% of the perplexity"),
+        ({"loss": "1%,"}, "expected values separated by commas"),
+        ({"loss": "0%"}, "nothing can be removed without a rise"),
+        ({"loss": "1%", "structure": "neurons"}, "--loss measures weights; leave it out"),
+        ({"loss": "1%", "samples": 10_000}, "too short for 10000 samples"),
+        (
+            {"loss": "1%", "activations": "norms", "calibration": None},
+            "--activations holds only norms. Name the text",
+        ),
+    ],
+)
+def test_wrong_budgets_of_measure(how: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        measure(DEMO, output=tmp_path / "m.json", **(TEXT | how))

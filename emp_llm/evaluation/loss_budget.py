@@ -32,6 +32,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import CalibrationText, calibration_data
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import OutputFolder, check_own
@@ -43,18 +44,22 @@ from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.healing import check_healable
+from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import Given
+from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Recipe, Wanda
+from emp_llm.options.recipe import Effective, Recipe, Wanda
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.counts import Numbers, check_groups, counts_of, read_report
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.outcome import Outcomes, sizes_record
 from emp_llm.pruning.scores import Scores, input_norms
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
+from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport
 from emp_llm.walk.checks import check_apart, check_update
 
@@ -175,8 +180,26 @@ def sparsities_of(recipe: Recipe) -> list[float]:
     return [number / 1000 for number in range(10, 991)]
 
 
+def deciding(further: Tensor | None, text: str) -> Tensor:
+    """Those of the held-out sequences that decide; every third one judges.
+
+    Args:
+        text: its name.
+
+    Raises:
+        UserError: there are too few.
+    """
+    if further is None or len(further) < _LEAST:
+        has = 0 if further is None else len(further)
+        raise UserError(
+            f"--loss needs at least {_LEAST} sequences of text behind those of the "
+            f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
+        )
+    return further[[number for number in range(len(further)) if number % 3 != 2]]
+
+
 def next_point(
-    sparsities: Sequence[float], rises: dict[float, float], budget: float
+    sparsities: Sequence[float], rises: dict[float, float], budget: float, most: int = _POINTS
 ) -> float | None:
     """The sparsity to measure next; None if the answer is known.
 
@@ -184,6 +207,7 @@ def next_point(
         sparsities: from the lowest.
         rises: sparsity -> upper bound of the rise, of the points so far.
         budget: the most that a point may have.
+        most: how many points may be measured.
     """
     good = [each for each in sparsities if rises.get(each, math.inf) <= budget]
     bad = [each for each in sparsities if rises.get(each, -math.inf) > budget]
@@ -193,7 +217,7 @@ def next_point(
         each for each in sparsities if (low is None or each > low) and (high is None or each < high)
     ]
     known = low is not None and high is not None and high - low <= _NEAR
-    if not between or known or len(rises) >= _POINTS:
+    if not between or known or len(rises) >= most:
         return None
     if len(sparsities) < 1 / _NEAR:  # patterns
         return between[len(between) // 2]
@@ -222,6 +246,147 @@ def next_point(
         elif high - wanted < _NEAR / 2:
             wanted = high - 0.9 * _NEAR
     return min(between, key=lambda each: abs(each - wanted))
+
+
+class LossCurve:
+    """The perplexity of held-out text against the share of the weights that masks remove.
+
+    Args:
+        models: of the run.
+        source, checkpoint, targets: the dense model.
+        tokens: the held-out text, int64, shape (sequences, length).
+        mask_device: of `Pruner`.
+        work: folder for the checkpoint of a point, where the weights are offloaded.
+    """
+
+    def __init__(
+        self,
+        models: OneModel,
+        source: Path,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        tokens: Tensor,
+        mask_device: MaskDevice,
+        work: Path,
+    ) -> None:
+        self.models = models
+        self.tokens = tokens
+        self._source = source
+        self._checkpoint = checkpoint
+        self._targets = targets
+        self._mask_device: MaskDevice = mask_device
+        self._work = work
+        self._numbers: Numbers = {}
+
+    @cached_property
+    def dense(self) -> PerplexityRecord:
+        """The dense model's perplexity."""
+        return self.measured(self.models.get(self._source))
+
+    def measured(self, model: "PreTrainedModel") -> PerplexityRecord:
+        """A model's perplexity."""
+        return perplexity(model, self.tokens.flatten(), self.tokens.shape[1], batch_size=1)
+
+    def point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
+        """A point from what its model measured."""
+        rise = math.log(record.value / self.dense.value)
+        error = paired_error_of_losses(losses_of(record), losses_of(self.dense)) or 0.0
+        if not math.isfinite(rise + error):  # a ruined model
+            rise = _RUINED
+            error = 0.0
+        point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
+        change = 100 * math.expm1(min(rise, 50.0))
+        logger.info(
+            "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
+        )
+        return point
+
+    def of_masks(
+        self, recipe: Recipe, sparsity: float, norms: Activations | None
+    ) -> tuple[LossPoint, Outcomes]:
+        """The point of a recipe's masks at a sparsity, and the outcomes of the masks."""
+        targets = self._targets
+        scores = Scores(self._checkpoint, targets, recipe.at(sparsity))
+        if norms is not None and recipe.needs_activations:
+            scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+        pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
+        dense = self.models.get(self._source)
+        _ = self.dense
+        if holds_stored_weights(dense, self._checkpoint, targets):
+            with pruned(dense, pruner) as outcomes:
+                record = self.measured(dense)
+        else:  # offloaded: from a temporary checkpoint
+            del dense
+            self.models.free()
+            files = self._work / "checkpoint"
+            shutil.rmtree(files, ignore_errors=True)
+            files.mkdir(parents=True)
+            outcomes = write_checkpoint(pruner, files).outcomes
+            record = self.measured(self.models.get(files))
+            self.models.free()
+            shutil.rmtree(files)
+        return self.point(record, sparsity, whole=False), outcomes
+
+
+def walked(
+    sparsities: Sequence[float],
+    budget: float,
+    rise_at: Callable[[float], float],
+    known: dict[float, float] | None = None,
+) -> dict[float, float]:
+    """Upper bounds of the rise at the sparsities that were measured to find the largest within a
+    budget.
+
+    Args:
+        known: bounds of points that are measured already.
+    """
+    rises = dict(known or {})
+    most = len(rises) + _POINTS
+    while (wanted := next_point(sparsities, rises, budget, most)) is not None:
+        rises[wanted] = rise_at(wanted)
+    return rises
+
+
+def within_budgets(
+    curve: LossCurve,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    budgets: Sequence[LossBudget],
+    norms: Activations | None,
+) -> LossMeasure:
+    """How much a recipe's masks can remove within each of some budgets."""
+    points: dict[float, LossPoint] = {}
+    found: dict[float, Outcomes] = {}
+
+    def rise_at(sparsity: float) -> float:
+        points[sparsity], found[sparsity] = curve.of_masks(recipe, sparsity, norms)
+        return points[sparsity].most
+
+    entries = []
+    for budget in sorted(budgets, key=lambda each: each.nats):
+        known = {each: point.most for each, point in points.items()}
+        rises = walked(sparsities_of(recipe), budget.nats, rise_at, known)
+        good = [each for each, rise in rises.items() if rise <= budget.nats]
+        entry = LossEntry(flag=budget.flag, budget=budget.nats)
+        if good:
+            taken = max(good)
+            sizes = sizes_record(found[taken], checkpoint, moved=False)
+            entry.point = points[taken]
+            entry.parameters = checkpoint.parameters - sum(
+                outcome.zeros for outcome in found[taken].of_targets
+            )
+            entry.packed_bytes = sizes.packed
+        entries.append(entry)
+    order = recipe.counts.order if isinstance(recipe.counts, Effective) else None
+    return LossMeasure(
+        method=recipe.method,
+        order=order,
+        dense=curve.dense.value,
+        sequences=len(curve.tokens),
+        length=curve.tokens.shape[1],
+        budgets=entries,
+        points=sorted(points.values(), key=_by_sparsity),
+    )
 
 
 class _Search:
@@ -272,24 +437,27 @@ class _Search:
             further=HELD_OUT,
         )
         further = data.further if isinstance(data, CalibrationText) else None
-        if further is None or len(further) < _LEAST:
-            has = 0 if further is None else len(further)
-            raise UserError(
-                f"--loss needs at least {_LEAST} sequences of text behind those of the "
-                f"calibration, and {options.text_name} has {has}. Give a longer text, or fewer "
-                "--samples."
-            )
+        tokens = deciding(further, options.text_name)
+        assert further is not None
         assert isinstance(data, CalibrationText)
         if recipe.heal is not None:
             check_healable(self.checkpoint.config, data, self.targets)
         self._judges = further[2::3]
-        self._deciding = further[[n for n in range(len(further)) if n % 3 != 2]]
+        self._deciding = tokens
+        self.curve = LossCurve(
+            self.models,
+            source,
+            self.checkpoint,
+            self.targets,
+            self._deciding,
+            options.mask_device,
+            self._work,
+        )
         about = calibration_signature(data, options, options.propagate)
         about |= {"dtype": options.dtype, "device_map": options.device_map}
         self._state = self._resumed(about)
         self._given = given
         self._data = data
-        self._numbers: Numbers = {}
 
     def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
         """The work of an interrupted run with the same options; without one, new work."""
@@ -335,28 +503,6 @@ class _Search:
             norms.save(file)
         return Activations.load(file)
 
-    @cached_property
-    def _dense(self) -> PerplexityRecord:
-        return self._measured(self.models.get(self._source))
-
-    def _measured(self, model: "PreTrainedModel") -> PerplexityRecord:
-        tokens = self._deciding
-        return perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
-
-    def _point(self, record: PerplexityRecord, sparsity: float, whole: bool) -> LossPoint:
-        """A point from what its model measured."""
-        rise = math.log(record.value / self._dense.value)
-        error = paired_error_of_losses(losses_of(record), losses_of(self._dense)) or 0.0
-        if not math.isfinite(rise + error):  # a ruined model
-            rise = _RUINED
-            error = 0.0
-        point = LossPoint(sparsity=sparsity, rise=rise, error=error, whole_run=whole)
-        change = 100 * math.expm1(min(rise, 50.0))
-        logger.info(
-            "%s%.1f %% removed: perplexity %+.2f %%", "pruned, " * whole, 100 * sparsity, change
-        )
-        return point
-
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
         found = msgspec.convert(self._state["points"], list[LossPoint])
         return {each.sparsity: each for each in found if each.whole_run == whole}
@@ -371,28 +517,7 @@ class _Search:
         known = self._points().get(sparsity)
         if known is not None:
             return known
-        targets = self.targets
-        recipe = self._masks.at(sparsity)
-        scores = Scores(self.checkpoint, targets, recipe)
-        if self._norms is not None:
-            scores = scores.with_norms(input_norms(self._norms, targets, recipe.score.relative))
-        pruner = Pruner(scores, counts_of(scores, self._numbers), self._options.mask_device)
-        dense = self.models.get(self._source)
-        _ = self._dense
-        if holds_stored_weights(dense, self.checkpoint, targets):
-            with pruned(dense, pruner):
-                record = self._measured(dense)
-        else:  # offloaded: from a temporary checkpoint
-            del dense
-            self.models.free()
-            files = self._work / "checkpoint"
-            shutil.rmtree(files, ignore_errors=True)
-            files.mkdir()
-            write_checkpoint(pruner, files)
-            record = self._measured(self.models.get(files))
-            self.models.free()
-            shutil.rmtree(files)
-        return self._keep(self._point(record, sparsity, whole=False))
+        return self._keep(self.curve.of_masks(self._masks, sparsity, self._norms)[0])
 
     def largest(self, sparsities: list[float], nats: float) -> float:
         """The largest sparsity whose masks keep to a rise.
@@ -401,9 +526,7 @@ class _Search:
             UserError: even the least goes beyond it.
         """
         with stage("loss"):
-            rises: dict[float, float] = {}
-            while (wanted := next_point(sparsities, rises, nats)) is not None:
-                rises[wanted] = self._masked(wanted).most
+            rises = walked(sparsities, nats, lambda each: self._masked(each).most)
         good = [each for each, rise in rises.items() if rise <= nats]
         if not good:
             raise self._nothing()
@@ -493,11 +616,11 @@ class _Search:
             run(self._recipe.at(sparsity), options, self.judged(sparsity))
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
-        _ = self._dense
+        _ = self.curve.dense
         self.models.free()
-        record = self._measured(self.models.get(self._folder(sparsity)))
+        record = self.curve.measured(self.models.get(self._folder(sparsity)))
         self.models.free()
-        return self._point(record, sparsity, whole=True)
+        return self.curve.point(record, sparsity, whole=True)
 
     def judged(self, sparsity: float) -> Judged:
         """What the run at a sparsity needs."""
@@ -507,7 +630,7 @@ class _Search:
             sparsity=sparsity,
             sequences=len(self._deciding),
             length=self._deciding.shape[1],
-            dense=self._dense.value,
+            dense=self.curve.dense.value,
             points=sorted(
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),

@@ -9,7 +9,13 @@ import msgspec
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
-from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord, UnitsRecord
+from emp_llm.records.run_report import (
+    LossPoint,
+    MatrixRecord,
+    SizesRecord,
+    TargetsRecord,
+    UnitsRecord,
+)
 from emp_llm.records.source import CalibrationRecord, ModelSource
 
 
@@ -69,6 +75,40 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     warnings: list[str] = []
 
 
+class LossEntry(Part, kw_only=True):
+    """How much can go within a budget of --loss.
+
+    Attributes:
+        flag: the budget as the user wrote it; budget: in nats per token.
+        point: with the sparsity that was found; null: even the least that was tried goes beyond it.
+        parameters: of the model, that are not zero; packed_bytes: of the packed checkpoint.
+    """
+
+    flag: str
+    budget: float
+    point: LossPoint | None = None
+    parameters: int | None = None
+    packed_bytes: int | None = None
+
+
+class LossMeasure(Part, kw_only=True):
+    """What a method's masks can remove within some budgets.
+
+    Attributes:
+        order: of the effective number; null for a fixed share.
+        dense: the dense model's perplexity on the held-out text; sequences, length: of it.
+        points: the curve, by sparsity.
+    """
+
+    method: str
+    order: float | None = None
+    dense: float
+    sequences: int
+    length: int
+    budgets: list[LossEntry]
+    points: list[LossPoint]
+
+
 class Measure(FileRecord, kw_only=True, omit_defaults=False):
     """The measures of a model."""
 
@@ -81,6 +121,7 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]
+    losses: list[LossMeasure] = []
 
     def __repr__(self) -> str:
         """A short table of what EMP with beta 1 removes."""

@@ -475,7 +475,30 @@ def measure_table(record: Measure) -> str:
     """N_eff / N by role and depth, and the sparsity at many betas: two tables for every
     criterion and order.
     """
-    return "\n\n".join(map(_measure, record.measures))
+    parts = [_measure(each) for each in record.measures]
+    if record.losses:
+        parts.append(losses_table(record))
+    return "\n\n".join(parts)
+
+
+def losses_table(record: Measure) -> str:
+    """How much each method removes within each budget of --loss."""
+    flags = [each.flag.removeprefix("--loss ") for each in record.losses[0].budgets]
+    rows: Rows = [["removed % of the targets within", *flags, "packed"]]
+    for measured in record.losses:
+        order = "" if measured.order in (None, 2.0) else f", order {measured.order:g}"
+        cells = []
+        size = ""
+        for entry in measured.budgets:
+            cells.append("0" if entry.point is None else percent_cell(entry.point.sparsity))
+            size = size if entry.packed_bytes is None else format_bytes(entry.packed_bytes)
+        rows.append([f"{measured.method}{order}", *cells, size])
+    first = record.losses[0]
+    return (
+        f"{table(rows)}\nrise of the perplexity on {first.sequences} held-out sequences of "
+        f"{first.length} tokens, {first.dense:.3f} dense, with its standard error on top; packed: "
+        "the size at the last budget"
+    )
 
 
 def _measure(measure: MeasureEntry) -> str:
