@@ -302,11 +302,15 @@ class LossCurve:
         return point
 
     def of_masks(
-        self, recipe: Recipe, sparsity: float, norms: Activations | None
-    ) -> tuple[LossPoint, Outcomes]:
-        """The point of a recipe's masks at a sparsity, and the outcomes of the masks."""
+        self, recipe: Recipe, norms: Activations | None
+    ) -> tuple[PerplexityRecord, Outcomes]:
+        """The perplexity of the model with a recipe's masks, and the outcomes of the masks.
+
+        Args:
+            norms: of the calibration; None if the scores need none.
+        """
         targets = self._targets
-        scores = Scores(self._checkpoint, targets, recipe.at(sparsity))
+        scores = Scores(self._checkpoint, targets, recipe)
         if norms is not None and recipe.needs_activations:
             scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
         pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
@@ -325,7 +329,7 @@ class LossCurve:
             record = self.measured(self.models.get(files))
             self.models.free()
             shutil.rmtree(files)
-        return self.point(record, sparsity, whole=False), outcomes
+        return record, outcomes
 
 
 def walked(
@@ -359,7 +363,8 @@ def within_budgets(
     found: dict[float, Outcomes] = {}
 
     def rise_at(sparsity: float) -> float:
-        points[sparsity], found[sparsity] = curve.of_masks(recipe, sparsity, norms)
+        record, found[sparsity] = curve.of_masks(recipe.at(sparsity), norms)
+        points[sparsity] = curve.point(record, sparsity, whole=False)
         return points[sparsity].most
 
     entries = []
@@ -517,7 +522,8 @@ class _Search:
         known = self._points().get(sparsity)
         if known is not None:
             return known
-        return self._keep(self.curve.of_masks(self._masks, sparsity, self._norms)[0])
+        record, _ = self.curve.of_masks(self._masks.at(sparsity), self._norms)
+        return self._keep(self.curve.point(record, sparsity, whole=False))
 
     def largest(self, sparsities: list[float], nats: float) -> float:
         """The largest sparsity whose masks keep to a rise.
