@@ -66,6 +66,26 @@ def test_the_points_of_a_smooth_curve(budget: float, root: float, steep: float) 
     assert root - 0.0101 <= taken <= root
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    budget=st.floats(1e-3, 0.5),
+    root=st.floats(0.02, 0.9),
+    steep=st.floats(4, 30),
+    chance=st.floats(-0.3, 0.3),
+)
+def test_the_points_of_a_curve_with_a_floor(
+    budget: float, root: float, steep: float, chance: float
+) -> None:
+    """Low sparsities change the loss by chance alone, also downwards."""
+    sparsities = sparsities_of(recipe_of(method="wanda"))
+    rises: dict[float, float] = {}
+    while (wanted := next_point(sparsities, rises, budget, most=40)) is not None:
+        rises[wanted] = budget * (chance + (1 - chance) * math.exp(steep * (wanted - root)))
+    assert len(rises) <= 10
+    taken = max(each for each, rise in rises.items() if rise <= budget)
+    assert root - 0.0101 <= taken <= root
+
+
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("removed", range(9))
 def test_the_patterns_of_a_group(group: int, removed: int) -> None:

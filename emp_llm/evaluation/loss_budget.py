@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 HELD_OUT = 24  # sequences behind the calibration: two thirds decide, one third judges
 _LEAST = 6  # of them
 _POINTS = 8  # of the curve, for one share
+_CHANCE = 0.02  # of the budget
 _NEAR = 0.01  # the curve ends when the sparsity is known within this
 _STEEP = 12.0  # log of the rise, for a sparsity from 0 to 1, until two points are known
 _FIRST = 0.3  # sparsity
@@ -223,11 +224,12 @@ def next_point(
         return between[len(between) // 2]
 
     def logarithm(sparsity: float) -> float:
-        return math.log(max(rises[sparsity], 1e-9) / budget)
+        # Below a part of the budget, a rise is chance.
+        return math.log(max(rises[sparsity] / budget, _CHANCE))
 
     if not rises:
         wanted = _FIRST
-    elif low is None or high is None or rises[low] <= 0:
+    elif low is None or high is None:
         steep = _STEEP
         nearest = sorted(rises, reverse=high is None)[:2]
         if len(nearest) == 2:
@@ -237,8 +239,14 @@ def next_point(
         step += math.copysign(_NEAR / 2, step)
         wanted = nearest[0] - max(-0.25, min(0.25, step))
     else:
-        share = logarithm(low) / (logarithm(low) - logarithm(high))
-        wanted = low + share * (high - low)
+        ends = [logarithm(low), logarithm(high)]
+        # Of an end that has stayed for two points, half counts, as in the Illinois algorithm.
+        last = list(rises)[-2:]
+        if len(last) == 2 and all(each >= high for each in last):
+            ends[0] /= 2
+        elif len(last) == 2 and all(each <= low for each in last):
+            ends[1] /= 2
+        wanted = low + ends[0] / (ends[0] - ends[1]) * (high - low)
     if low is not None and high is not None:
         # A point near one end is put on its other side, so that the interval closes.
         if wanted - low < _NEAR / 2:
