@@ -35,6 +35,7 @@ _MODULES = {
     "in_memory.healing": ("heal_model",),
     "in_memory.rotation": ("rotate_model",),
     "options.recipe": (
+        "ByCost",
         "Effective",
         "Given",
         "Heal",

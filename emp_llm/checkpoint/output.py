@@ -62,6 +62,7 @@ _WORK_FILES = (
     "files",
     "fitted",
     "healing",
+    "curve",
     "*.safetensors.npy",
 )
 # Finished blocks of a calibration, whole or half written.

@@ -181,11 +181,12 @@ def sparsities_of(recipe: Recipe) -> list[float]:
     return [number / 1000 for number in range(10, 991)]
 
 
-def deciding(further: Tensor | None, text: str) -> Tensor:
+def deciding(further: Tensor | None, text: str, flag: str = "--loss") -> Tensor:
     """Those of the held-out sequences that decide; every third one judges.
 
     Args:
         text: its name.
+        flag: what needs them.
 
     Raises:
         UserError: there are too few.
@@ -193,7 +194,7 @@ def deciding(further: Tensor | None, text: str) -> Tensor:
     if further is None or len(further) < _LEAST:
         has = 0 if further is None else len(further)
         raise UserError(
-            f"--loss needs at least {_LEAST} sequences of text behind those of the "
+            f"{flag} needs at least {_LEAST} sequences of text behind those of the "
             f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
         )
     return further[[number for number in range(len(further)) if number % 3 != 2]]

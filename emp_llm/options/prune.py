@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.common.errors import UserError
+from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
@@ -152,6 +153,8 @@ def check_options(
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
         raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
+    if recipe.shares == "cost":
+        _check_cost(options)
     tree = recipe.tree
     if tree.update is not None and options.execution == "model":
         raise UserError(
@@ -183,6 +186,25 @@ def check_options(
                 f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
                 f"none. Leave out {flag}, or name the text with --calibration."
             )
+
+
+def _check_cost(options: PruneOptions) -> None:
+    """Raise UserError for what does not go with --shares cost."""
+    if options.load_in_8bit or options.load_in_4bit:
+        raise UserError(
+            "--shares cost masks the weights in memory; leave out --load-in-8bit and "
+            "--load-in-4bit."
+        )
+    if options.calibration is None and options.activations is not None:
+        raise UserError(
+            "--shares cost measures held-out text, and --activations holds only norms. Name the "
+            "text with --calibration."
+        )
+    if ranks().count > 1:
+        raise UserError(
+            "--shares cost runs in one process. Start it without torchrun; --device-map spreads a "
+            "large model over devices."
+        )
 
 
 def _check_loss(

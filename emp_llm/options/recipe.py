@@ -281,6 +281,18 @@ class Owl:
 
 
 @dataclass(frozen=True)
+class ByCost:
+    """Sparsities of the blocks at which the last weight of each costs as much as that of every
+    other: by the loss of held-out text when a block is pruned alone. For the command prune.
+
+    Attributes:
+        removed: how many weights each target loses, by name; None until it is measured.
+    """
+
+    removed: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
 class Share(Counts):
     """A fixed sparsity of every group.
 
@@ -290,11 +302,11 @@ class Share(Counts):
     """
 
     sparsity: float = 0.5
-    shares: Owl | None = None
+    shares: Owl | ByCost | None = None
 
     def check(self) -> None:
         _check_sparsity(self.sparsity)
-        if self.shares is not None:
+        if isinstance(self.shares, Owl):
             low = self.sparsity - self.shares.owl_lambda
             high = self.sparsity + self.shares.owl_lambda
             if not 0 <= low <= high < 1:
@@ -621,7 +633,8 @@ class Recipe:
             "--sparsity": isinstance(counts, Effective)
             and counts.sparsity is not None
             and not self.counts_by_magnitude,
-            "--shares owl": isinstance(counts, Share) and counts.shares is not None,
+            "--shares owl": isinstance(counts, Share) and isinstance(counts.shares, Owl),
+            "--shares cost": isinstance(counts, Share) and isinstance(counts.shares, ByCost),
             "--group all": self.group == "all",
         }
         for flag, given in of_all.items():
@@ -657,14 +670,16 @@ def _check_shares(recipe: Recipe) -> None:
     """Raise UserError for shares of the blocks that the scores or the group do not allow."""
     if not isinstance(recipe.counts, Share) or recipe.counts.shares is None:
         return
-    if not recipe.needs_activations:
+    name = "owl" if isinstance(recipe.counts.shares, Owl) else "cost"
+    if name == "owl" and not recipe.needs_activations:
         raise UserError(
             f"--shares owl is for methods that need activations; {recipe.method} needs none. "
             "Use --method wanda."
         )
     if recipe.group == "all":
         raise UserError(
-            "--shares owl fixes the sparsity of every block; use --group row or matrix, not all."
+            f"--shares {name} fixes the sparsity of every block; use --group row or matrix, not "
+            "all."
         )
 
 

@@ -13,6 +13,7 @@ from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.options.base import Opt, check_values
 from emp_llm.options.criterion import own_name
 from emp_llm.options.recipe import (
+    ByCost,
     Counts,
     Effective,
     Given,
@@ -159,10 +160,10 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         ),
     ] = None
     shares: Annotated[
-        Literal["uniform", "owl"] | None,
+        Literal["uniform", "owl", "cost"] | None,
         Opt(
-            "Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; "
-            "default: uniform."
+            "Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost: "
+            "lower where a block costs more alone, on held-out text; default: uniform."
         ),
     ] = None
     owl_lambda: Annotated[
@@ -331,9 +332,12 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )
         if self.pattern is not None:
             return parse_pattern(self.pattern)
-        if self.match is not None or self.removed is not None:
+        if self.match is not None or (self.removed is not None and self.shares != "cost"):
             return Match(self.match or "", self.match_by or "total", self.removed)
         shares = None
+        if self.shares == "cost":
+            removed = None if isinstance(self.removed, int) else self.removed
+            return Share(0.5 if self.sparsity is None else self.sparsity, ByCost(removed))
         if self.shares == "owl":
             shares = Owl(*(each for each in (self.owl_lambda, self.owl_m) if each is not None))
         return Share(0.5 if self.sparsity is None else self.sparsity, shares)
@@ -454,9 +458,10 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                     f"--{field.replace('_', '-')} is an option of --shares owl; add "
                     "that, or leave it out."
                 )
-        if self.shares == "owl" and given != ["sparsity"]:
+        if self.shares in ("owl", "cost") and given != ["sparsity"]:
             raise UserError(
-                f"--shares owl goes with --sparsity, not with --{given[0]}; leave one out."
+                f"--shares {self.shares} goes with --sparsity, not with --{given[0]}; leave one "
+                "out."
             )
 
         # The update of the kept weights.
@@ -557,7 +562,9 @@ def _words_of_counts(counts: Counts) -> dict[str, Any]:
         }
     assert isinstance(counts, Share)
     words: dict[str, Any] = {"sparsity": counts.sparsity}
-    if counts.shares is not None:
+    if isinstance(counts.shares, ByCost):
+        words |= {"shares": "cost", "removed": counts.shares.removed}
+    elif counts.shares is not None:
         words |= {
             "shares": "owl",
             "owl_lambda": counts.shares.owl_lambda,

@@ -22,7 +22,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Effective, Magnitude, Match, Owl, Pattern, Recipe, Share
+from emp_llm.options.recipe import ByCost, Effective, Magnitude, Match, Owl, Pattern, Recipe, Share
 from emp_llm.pruning.masks import Counts, Pruner
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.scores import Scores
@@ -75,8 +75,10 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     if isinstance(asked, Effective):
         return _effective_counts(scores, asked, {} if known is None else known)
     if isinstance(asked, Share):
-        if asked.shares is not None:
+        if isinstance(asked.shares, Owl):
             return _spread(targets, group, _outlier_shares(scores, asked.sparsity, asked.shares))
+        if isinstance(asked.shares, ByCost):
+            return _spread(targets, group, _removed_of(targets, asked.shares.removed))
         sizes = {target.name: _group_sizes(target, group) for target in targets}
         if group == "all":
             sizes = {"": np.array([sum(target.matrix.numel for target in targets)])}
@@ -89,9 +91,19 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     assert removed is not None
     if isinstance(removed, int):
         return _spread(targets, group, [(removed, sum(target.matrix.numel for target in targets))])
-    return _spread(
-        targets, group, [(removed[target.name], target.matrix.numel) for target in targets]
-    )
+    return _spread(targets, group, _removed_of(targets, removed))
+
+
+def _removed_of(
+    targets: Sequence[Target], removed: Mapping[str, int] | None
+) -> list[tuple[int, int]]:
+    """(removed, total) of each target."""
+    if removed is None:
+        raise UserError("--shares cost measures held-out text; it is for the command prune.")
+    missing = next((target.name for target in targets if target.name not in removed), None)
+    if missing is not None:
+        raise UserError(f"removed does not say how many weights {missing} loses.")
+    return [(removed[target.name], target.matrix.numel) for target in targets]
 
 
 def check_groups(recipe: Recipe, targets: Sequence[Target], group: Group | None = None) -> None:

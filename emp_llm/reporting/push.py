@@ -200,6 +200,8 @@ def method_words(recipe: RecipeOptions) -> str:
         how += ", with input norms relative to the output"
     if recipe.shares == "owl":
         how += ", with a sparsity for each block by its outliers (OWL)"
+    if recipe.shares == "cost":
+        how += ", with a sparsity for each block by what it costs alone"
     if recipe.count_by == "magnitude":
         how += ", and as many weights in each group as its magnitudes are worth"
     if recipe.refit:
@@ -436,6 +438,7 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
     rows += [
         [name, f"`{markdown_code(json.dumps(value))}`"]
         for name, value in report.recipe.as_dict().items()
+        if not isinstance(value, dict) or name == "structure"  # `removed` of each matrix
     ]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "propagate"):

@@ -1,0 +1,150 @@
+"""Shares of the blocks by cost: `--shares cost`."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import weights_of
+
+from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, sweep, verify
+from emp_llm.evaluation import block_shares
+from emp_llm.evaluation.block_shares import ALONE, BlockCost, shares_by_cost
+from emp_llm.pruning.masks import Pruner
+from emp_llm.records.run_report import RunReport
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+# Of the demo model, all blocks but the first alike.
+COSTS = [BlockCost(block, 1000, (0.1 + (block == 0), 0.3, 0.9)) for block in range(6)]
+TEXT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 64, "device_map": "cpu"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.floats(-12, -2), st.floats(2, 20)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.floats(0.05, 0.9),
+)
+def test_the_last_weights_cost_the_same(
+    blocks: list[tuple[int, float, float]], total: float
+) -> None:
+    """Of rises that are exponential: the total is kept, and no weight is cheaper elsewhere."""
+    costs = [
+        BlockCost(number, size, tuple(math.exp(start + slope * each) for each in ALONE))
+        for number, (size, start, slope) in enumerate(blocks)
+    ]
+    shares = shares_by_cost(costs, total)
+    weights = sum(size for size, _, _ in blocks)
+    gone = sum(shares[number] * size for number, (size, _, _) in enumerate(blocks))
+    assert gone == pytest.approx(total * weights, rel=1e-6)
+    prices = {
+        number: math.log(slope / size) + start + slope * shares[number]
+        for number, (size, start, slope) in enumerate(blocks)
+        if start > math.log(1e-6) + 0.01
+    }
+    inner = [price for number, price in prices.items() if 0 < shares[number] < 0.95]
+    if len(prices) == len(blocks) and inner:
+        assert max(inner) - min(inner) < 1e-3
+        assert all(price > min(inner) - 1e-3 for n, price in prices.items() if shares[n] == 0)
+        assert all(price < max(inner) + 1e-3 for n, price in prices.items() if shares[n] >= 0.95)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"method": "wanda", "group": "matrix"},
+        {"method": "magnitude"},
+        {"method": "admm", "refit": True},
+        {"method": "sparsegpt"},
+    ],
+    ids=["wanda", "magnitude", "admm", "sparsegpt"],
+)
+def test_a_run(how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how["method"] != "wanda":  # one run measures
+        monkeypatch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
+    report = prune(DEMO, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
+    removed = report.recipe.removed
+    assert isinstance(removed, dict)
+    assert report.recipe.tree.counts == Share(0.5, ByCost(removed))
+    assert report.targets.sparsity_of_targets == pytest.approx(0.5, abs=2e-3)
+    assert len(set(removed.values())) > 1
+    for name, weight in weights_of(tmp_path / "out").items():
+        if name.removesuffix(".weight") in removed:
+            assert int((weight == 0).sum()) == removed[name.removesuffix(".weight")]
+    assert report.check is not None
+    assert not verify(tmp_path / "out", source=str(DEMO)).differences
+
+
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"method": "wanda", "shares": "cost", "sparsity": 0.6, **TEXT}
+    prune(DEMO, output=tmp_path / "whole" / "out", **how)
+    how["output"] = tmp_path / "killed" / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_shares, "shares_by_cost", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(DEMO, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pruner, "outcome", _killed)
+        patch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
+        with pytest.raises(KeyboardInterrupt):
+            prune(DEMO, **how)
+    with pytest.MonkeyPatch.context() as patch:  # what is known is not measured again
+        patch.setattr(block_shares, "costs_of_blocks", _killed)
+        report = prune(DEMO, **how)
+    assert isinstance(report.recipe.removed, dict)
+    assert len(set(report.recipe.removed.values())) == 2
+    assert not verify(tmp_path / "killed" / "out", source=str(DEMO)).differences
+
+
+def _killed(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"method": "wanda", "shares": "cost", "samples": 4, "seqlen": 48}
+    for place in ("cpu", "disk"):
+        report = prune(
+            models("llama"), output=tmp_path / place, calibration=text, device_map=place, **how
+        )
+        assert isinstance(report, RunReport)
+    first, other = (weights_of(tmp_path / place) for place in ("cpu", "disk"))
+    assert all((first[name] == other[name]).all() for name in first)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"method": "emp-wanda"}, "--shares does not go with method emp-wanda"),
+        ({"pattern": "2:4"}, "--shares cost goes with --sparsity, not with --pattern"),
+        ({"group": "all"}, "--shares cost fixes the sparsity of every block"),
+        ({"owl_m": 3.0}, "--owl-m is an option of --shares owl"),
+        ({"propagate": "pruned"}, "block by block, and --shares cost needs the scores of all"),
+        ({"load_in_8bit": True}, "--shares cost masks the weights in memory"),
+        ({"loss": "2%"}, "leave out --shares, or --loss"),
+        (
+            {"activations": "norms", "calibration": None},
+            "--shares cost measures held-out text, and --activations holds only norms",
+        ),
+        ({"samples": 203}, "--shares cost needs at least 6 sequences of text"),
+    ],
+)
+def test_what_does_not_go_with_it(how: dict[str, Any], said: str, tmp_path: Path) -> None:
+    given_: dict[str, Any] = {"method": "wanda", "shares": "cost", **TEXT, "seqlen": 256, **how}
+    with pytest.raises(UserError, match=said):
+        prune(DEMO, output=tmp_path / "out", **given_)
+
+
+def test_other_commands_name_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="shares cost is for prune"):
+        sweep(models("llama"), methods="wanda", shares="cost", output=tmp_path / "sweep")
+    with pytest.raises(UserError, match="it is for the command prune"):
+        prune_model(models("llama"), recipe_of("magnitude", shares="cost"))
+    assert recipe_of("magnitude", shares="cost") == Recipe(
+        score=recipe_of("magnitude").score, counts=Share(0.5, ByCost())
+    )
