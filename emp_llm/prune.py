@@ -143,8 +143,7 @@ def _pruned(
     checkpoint = chosen.checkpoint
     if budget is not None:
         recipe = with_budget(recipe, budget, checkpoint, targets)
-        sparsity = getattr(recipe.counts, "sparsity", None)
-        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, sparsity)
+        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
     update = recipe.update

@@ -62,12 +62,7 @@ def main(line: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="folder of the points")
-    parser.add_argument(
-        "--shared", type=Path, required=True, help="folder with models, texts and data sets"
-    )
-    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
-    parser.add_argument("--models", nargs="+", help="only these; default: all")
+    add_model_options(parser)
     parser.add_argument(
         "--criteria", nargs="+", default=["wanda", "relative", "magnitude"], help="scores"
     )
@@ -95,6 +90,16 @@ def main(line: list[str] | None = None) -> None:
     if any(point["criterion"] == "wanda" for point in points):
         draw(points, path.with_name("starving.svg"))
     print(tables(points))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a study of four models."""
+    parser.add_argument("out", type=Path, help="folder of the points")
+    parser.add_argument(
+        "--shared", type=Path, required=True, help="folder with models, texts and data sets"
+    )
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
+    parser.add_argument("--models", nargs="+", help="only these; default: all")
 
 
 def models_of(options: argparse.Namespace, scratch: Path) -> dict[str, Model]:

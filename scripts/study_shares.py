@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from study_counts import Model, models_of
+from study_counts import Model, add_model_options, models_of
 
 from emp_llm import ByCost, Effective, Owl, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
@@ -53,12 +53,7 @@ def main(line: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="folder of the points")
-    parser.add_argument(
-        "--shared", type=Path, required=True, help="folder with models, texts and data sets"
-    )
-    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
-    parser.add_argument("--models", nargs="+", help="only these; default: all")
+    add_model_options(parser)
     options = parser.parse_args(line)
     logging.disable(logging.WARNING)
     path = options.out.resolve() / "shares.jsonl"

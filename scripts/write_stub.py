@@ -80,10 +80,11 @@ def command_stub(name: str) -> tuple[str, set[str]]:
     if len(results) == 1 or "dry_run" not in options:
         return f"{_signature(name, parameters, ' | '.join(results))}\n{about}\n", imports
     # The result of a dry run is another.
-    parts = []
+    parts: list[str] = []
     for dry, result in (("Literal[False] = ...", results[0]), ("Literal[True]", results[1])):
         own = [f"dry_run: {dry}" if each.startswith("dry_run:") else each for each in parameters]
-        parts.append(f"@overload\n{_signature(name, own, result)}\n{about}\n")
+        body = " ..." if parts else f"\n{about}"  # described once
+        parts.append(f"@overload\n{_signature(name, own, result)}{body}\n")
     return "".join(parts), imports
 
 

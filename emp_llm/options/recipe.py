@@ -8,6 +8,7 @@ command line, of reports and of manifests into the tree, and the tree into words
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +27,16 @@ from emp_llm.update.update import Update
 MatchBy = Literal["total", "matrix"]
 Tower = Literal["language", "vision", "all"]
 ScoreMap = Literal["abs", "shift", "exp"]
+_NO_PATTERN = (
+    "--pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 <= N < M; got {}."
+)
 
 
 # Scores: how much a weight matters.
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(ABC):
     """How much a weight matters: a criterion, and the norms that it is given.
 
     Attributes:
@@ -45,9 +49,9 @@ class Score:
         check_fields(self)
 
     @property
+    @abstractmethod
     def criterion(self) -> Criterion:
         """The function that scores weights."""
-        raise NotImplementedError
 
     @property
     def relative(self) -> bool:
@@ -206,6 +210,11 @@ class Counts:
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
 
+    @property
+    def sparsity(self) -> float | None:
+        """The share that goes; None where other things set it."""
+        return None
+
     def at(self, sparsity: float) -> "Counts":
         """The counts of the same kind at a sparsity."""
         return Share(sparsity)
@@ -333,10 +342,7 @@ class Pattern(Counts):
 
     def check(self) -> None:
         if not 1 <= self.kept < self.group:
-            raise UserError(
-                "--pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 <= N < M; "
-                f"got '{self.kept}:{self.group}'."
-            )
+            raise UserError(_NO_PATTERN.format(f"'{self.kept}:{self.group}'"))
 
     def at(self, sparsity: float) -> "Pattern":
         return Pattern(round(self.group * (1 - sparsity)), self.group)
@@ -709,9 +715,6 @@ def check_targets(tower: str, blocks: str | None) -> None:
 def parse_pattern(text: str) -> Pattern:
     """ "2:4" as a pattern; UserError if the text is not of this form."""
     numbers = re.fullmatch(r"([0-9]+):([0-9]+)", str(text))
-    if numbers is None or not 1 <= int(numbers[1]) < int(numbers[2]):
-        raise UserError(
-            "--pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 "
-            f"<= N < M; got {text!r}."
-        )
+    if numbers is None:
+        raise UserError(_NO_PATTERN.format(repr(text)))
     return Pattern(int(numbers[1]), int(numbers[2]))

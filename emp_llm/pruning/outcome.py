@@ -199,7 +199,7 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str
         for name, entry in matrices.items()
         if entry.kept_fraction_mean < KEEPS_LITTLE
     ]
-    if getattr(pruner.scores.recipe.counts, "sparsity", None) == 0:
+    if pruner.scores.recipe.counts.sparsity == 0:
         warnings.append("--sparsity 0: nothing is removed.")
     if pruner.scores.by_magnitude:
         least = pruner.scores.recipe.targets.min_expert_tokens

@@ -4,6 +4,7 @@ A new update that searches for its own mask is one file beside this one, with a 
 `admm.Admm`, and its line in `SEARCHES`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -60,12 +61,12 @@ class Allowed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class Update(ABC):
     """New values for the weights that stay, layer by layer, by the outputs on calibration tokens.
 
     Attributes:
         name: of the stage of a run.
-        title: for a model card.
+        title: of a search, for messages and the model card.
         searches: whether it decides which weights stay; else masks are given.
         keeps: of a search, the groups whose number of kept weights is what the recipe says.
     """
@@ -76,9 +77,9 @@ class Update:
     keeps: ClassVar[Literal["row", "matrix"]] = "row"
 
     @property
+    @abstractmethod
     def refit(self) -> "Refit | None":
         """The refit that settles the values; None: the search's own stay."""
-        raise NotImplementedError
 
     @property
     def restores_dense(self) -> bool:
@@ -102,6 +103,7 @@ class Update:
         given = None if self.refit is None else self.refit.damping
         return damping_for(inputs, tokens) if given is None else given
 
+    @abstractmethod
     def solve(
         self, weight: "Tensor", moments: Moments, allowed: Allowed, damping: float
     ) -> "Solution":
@@ -117,7 +119,6 @@ class Update:
             NonFiniteError: an argument holds NaN or infinity, or values too large for their
                 products.
         """
-        raise NotImplementedError
 
     def workspace_bytes(self, outputs: int, inputs: int) -> int:
         """The memory that `solve` needs beside its arguments, with the weights that it returns."""
@@ -139,7 +140,6 @@ class Refit(Update):
     """
 
     name = "refit"
-    title = "a refit of the kept weights"
     weighting: Literal["equal", "relative"] = "equal"
     target: Literal["block", "layer"] = "block"
     damping: float | None = None
