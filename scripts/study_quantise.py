@@ -1,13 +1,14 @@
 """Prune or quantise: perplexity, bytes and decoding speed of a model dense, quantised, packed and
 narrowed, on a CPU.
 
-    python scripts/study_quantise.py quality wiki-llama-5m --shared DIR    # minutes; "demo" needs
-    no DIR python scripts/study_quantise.py speed wiki-llama-5m --shared DIR      # after it;
-    "large" is a random Llama python scripts/study_quantise.py tables
+    python scripts/study_quantise.py quality wiki-llama-5m --shared DIR
+    python scripts/study_quantise.py speed wiki-llama-5m --shared DIR
+    python scripts/study_quantise.py tables
 
 The first two append to scripts/results/prune_or_quantise.jsonl; the third writes the tables beside
-it. All linear layers of the decoder blocks are quantised, pruned or narrowed; embeddings and head
-stay as they are.
+it. "demo" needs no DIR; "SmolLM2-135M" needs --smollm2 too, the folder that `make smollm2` makes;
+"large" is a random Llama, for speed alone. All linear layers of the decoder blocks are quantised,
+pruned or narrowed; embeddings and head stay as they are.
 
 - 8 bits, bitsandbytes: LLM.int8, with a scale for each output. 4 bits, bitsandbytes: NF4 in blocks
   of 64.
@@ -74,11 +75,16 @@ def main(line: list[str] | None = None) -> None:
     )
     parser.add_argument("what", choices=["quality", "speed", "tables"])
     parser.add_argument(
-        "model", nargs="?", choices=["demo", "wiki-llama-5m", "large"], default="demo"
+        "model",
+        nargs="?",
+        choices=["demo", "wiki-llama-5m", "SmolLM2-135M", "large"],
+        default="demo",
     )
     parser.add_argument(
         "--shared", type=Path, help="folder with models/wiki-llama-5m and datasets/ by Hub id"
     )
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M, as made by scripts/smollm2.py")
+    parser.add_argument("--ways", nargs="+", default=[""], help="beginnings of names; default: all")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -96,6 +102,9 @@ def main(line: list[str] | None = None) -> None:
     options = parser.parse_args(line)
     logging.disable(logging.WARNING)
     options.results = options.results.resolve()
+    options.smollm2 = options.smollm2 and options.smollm2.resolve()
+    options.shared = options.shared and options.shared.resolve()
+    options.folder = options.folder and options.folder.resolve()
     if options.what == "tables":
         text = tables(
             [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
@@ -103,7 +112,7 @@ def main(line: list[str] | None = None) -> None:
         options.results.with_suffix(".md").write_text(text, encoding="utf-8")
         print(text)
         return
-    if options.model == "wiki-llama-5m":
+    if options.model in ("wiki-llama-5m", "SmolLM2-135M"):
         # load_dataset finds the data sets here by their Hub ids.
         os.chdir(options.shared / "datasets")
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,6 +127,8 @@ def source_of(options: argparse.Namespace) -> tuple[Path, str, str]:
     """The dense model, the calibration text, and the held-out text."""
     if options.model == "demo":
         return ROOT / "scripts" / "demo" / "model", "demo", "demo"
+    if options.model == "SmolLM2-135M":
+        return options.smollm2, "wikitext2", "perplexity"
     return options.shared / "models" / options.model, "wikitext2", "perplexity"
 
 
@@ -177,7 +188,7 @@ def ways(
 
         pruned = folder / f"pruned-{sparsity}"
         made = [folder / f"{pruned.name}{end}" for end in ("-packed", "-zstd")]
-        if not made[-1].exists():
+        if not pruned.exists():
             run(
                 "prune",
                 "--model",
@@ -198,7 +209,8 @@ def ways(
                 "--output",
                 pruned,
             )
-            run("pack", pruned, made[0])
+        if not made[-1].exists():
+            run("pack", pruned, made[0], "--overwrite")
             run("pack", pruned, made[1], "--zstd")
         shipped = sum(path.stat().st_size for path in made[1].glob("*.safetensors"))
         return load(made[0]), shipped
@@ -231,7 +243,7 @@ def ways(
             )
         return load_model(output, "cpu"), None
 
-    return {
+    found: dict[str, Callable[[], tuple[Any, int | None]]] = {
         "dense, bfloat16": lambda: (load_model(dense, "cpu"), None),
         **{name: partial(quantised, dense, name) for name in QUANTISED},
         **{f"packed, {sparsity:.0%} zeros": partial(packed, sparsity) for sparsity in SPARSITIES},
@@ -240,6 +252,7 @@ def ways(
             for sparsity in NARROWED
         },
     }
+    return {name: way for name, way in found.items() if name.startswith(tuple(options.ways))}
 
 
 def run(command: str, *line: object) -> None:
