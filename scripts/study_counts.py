@@ -42,6 +42,7 @@ OWN: dict[str, dict[str, Any]] = {
     "matrix, order 2": {"group": "matrix"},
     "rows, order 2 of the magnitudes": {"count_by": "magnitude"},
 }
+COUNTED_BY_MAGNITUDE = ("magnitude", "admm")  # already
 MEAN = "rows, order 2, mean of each matrix's rows"
 UNIFORM = "uniform rows (order 0)"
 
@@ -64,7 +65,10 @@ def main(line: list[str] | None = None) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--criteria", nargs="+", default=["wanda", "relative", "magnitude"], help="scores"
+        "--criteria",
+        nargs="+",
+        default=["wanda", "relative", "magnitude", "admm"],
+        help="scores, or an update that chooses",
     )
     parser.add_argument(
         "--limit", type=int, help="blocks of the test text; default: those of each model"
@@ -158,8 +162,7 @@ def measured(
         if (criterion, counts, equal) in known:
             return
         out = scratch / "out"
-        needs = {} if criterion == "magnitude" else {"activations": norms}
-        report = prune(model.folder, output=out, overwrite=True, **needs, **recipe)
+        report = prune(model.folder, output=out, overwrite=True, **needs[criterion], **recipe)
         assert isinstance(report, RunReport)
         judged_now = judged(out)
         yield {
@@ -174,13 +177,18 @@ def measured(
         }
 
     norms = scratch / f"{name}.safetensors"
+    text = {"calibration": model.text, "samples": model.samples, "seqlen": 512}
+    needs: dict[str, dict[str, Any]] = {
+        "wanda": {"activations": norms},
+        "relative": {"activations": norms},
+        "magnitude": {},
+        "admm": text,
+    }
     calibrate(
         model.folder,
         output=norms,
-        calibration=model.text,
-        samples=model.samples,
-        seqlen=512,
         overwrite=True,
+        **text,
     )
     if ("", "dense", False) not in known:
         dense = judged(model.folder)
@@ -192,13 +200,13 @@ def measured(
             output=scratch / "paper",
             overwrite=True,
             method=f"emp-{criterion}",
-            **({"activations": norms} if criterion != "magnitude" else {}),
+            **needs[criterion],
             **({"count_by": "own"} if criterion == "relative" else {}),
         )
         assert isinstance(first, RunReport)
         removed = first.targets.sparsity_of_targets
         for counts, recipe in OWN.items():
-            if criterion == "magnitude" and "count_by" in recipe:
+            if criterion in COUNTED_BY_MAGNITUDE and "count_by" in recipe:
                 continue
             how = (
                 {"method": f"emp-{criterion}"}
