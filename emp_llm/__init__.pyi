@@ -10,6 +10,7 @@ from emp_llm.calibration.activations import Activations as Activations
 from emp_llm.collect import CollectSummary as CollectSummary
 from emp_llm.common.errors import UserError as UserError
 from emp_llm.evaluate import Evaluated as Evaluated
+from emp_llm.export import Exported as Exported
 from emp_llm.generate import Generation as Generation
 from emp_llm.in_memory.healing import heal_model as heal_model
 from emp_llm.in_memory.masks import Masks as Masks
@@ -277,6 +278,40 @@ def evaluate(
         runtime: Run the model dense, or from packed weights (sparse); baselines run dense.
         form: Format of the table.
         prepare: Only download the data of the suite (and the model) into the cache.
+        verbose: Also log each step with its size, time and memory.
+        quiet: No progress and no log: only the result, warnings and errors.
+    """
+
+def export(
+    model: str | Path,
+    *,
+    to: Literal["gguf"] = ...,
+    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"] | None = ...,
+    output: Path | str | None = ...,
+    revision: str | None = ...,
+    overwrite: bool = ...,
+    verbose: bool = ...,
+    quiet: bool = ...,
+) -> Exported:
+    """Write a checkpoint as one GGUF file, which llama.cpp and programs made of it run.
+
+    The file holds the weights, tokenizer, chat template and the report of the pruning. A model with
+    fewer heads, neurons, experts or layers is smaller and faster there; zeros are stored as other
+    weights are.
+
+    Returns the file, its size, and the time taken.
+
+    Raises:
+        UserError: no such model, another family, quantised or packed weights, a tokenizer that
+            llama.cpp has no name for, the output exists or cannot be written, or gguf is missing.
+
+    Args:
+        model: Folder or Hub id of a pruned or dense model.
+        to: Format of the file: gguf, of llama.cpp.
+        type: Type of the matrices. Default: that of the checkpoint.
+        output: File to write. Default: NAME-TYPE.gguf in the working folder.
+        revision: Branch, tag or commit of a model from the Hub.
+        overwrite: Replace an existing file at the output.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """

@@ -334,15 +334,20 @@ class OutputFolder:
         """Raise UserError if the disk has no room for so many bytes, less those that the work
         takes already.
         """
-        parent = next(folder for folder in self.path.parents if folder.exists())
-        free = shutil.disk_usage(parent).free
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
             needed -= sum(path.stat().st_blocks * 512 for path in self.work.rglob("*"))
-        if free < needed:
-            raise UserError(
-                f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has "
-                f"{format_bytes(free)} free. Free some space, or choose another --output."
-            )
+        check_space(self.path, needed)
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Raise UserError if the disk of an output has no room for so many bytes."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise UserError(
+            f"--output {path}: it needs {format_bytes(needed)}, and the disk has "
+            f"{format_bytes(free)} free. Free some space, or choose another --output."
+        )
 
 
 class OutputFile(contextlib.ExitStack):

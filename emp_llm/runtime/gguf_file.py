@@ -1,0 +1,558 @@
+"""A checkpoint as one GGUF file, for llama.cpp. The package gguf has the format, the names of the
+tensors and the quantised types; here is what differs between a model of transformers and the same
+model there.
+"""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import FilePool, read_json
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.matrices import as_tensor, read_words, words_in
+from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import progress_bar
+from emp_llm.records.base import read_record
+from emp_llm.records.run_report import RunReport
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+# It tells each file's name, and guesses at templates of two texts.
+logging.getLogger("gguf").setLevel(logging.ERROR)
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # of checkpoints
+# What a model adds to its inputs' norms, or chooses experts by, stays in float32: it is small.
+_ALWAYS_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+_EDGES = ("token_embd.weight", "output.weight")
+_UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How a tokenizer of bytes splits a text -> llama.cpp's name for it.
+_SPLITS = {
+    "GPT-2": "gpt-2",
+    "digits, GPT-2": "smollm",
+    _LLAMA3: "llama-bpe",
+    _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model of transformers becomes one of llama.cpp.
+
+    Attributes:
+        architecture: its name in `gguf.MODEL_ARCH`.
+        interleaved: two neighbouring rows of a head of queries or keys rotate together; in
+            transformers, a row of the first half and one of the second.
+        plus_one: the norms are stored as 1 + weight.
+        own_widths: the architecture for numbers of heads and neurons of each layer.
+    """
+
+    architecture: str
+    interleaved: bool = False
+    plus_one: bool = False
+    own_widths: str | None = None
+
+
+FAMILIES = {
+    "llama": Family("LLAMA", interleaved=True, own_widths="DECI"),
+    "mistral": Family("LLAMA", interleaved=True, own_widths="DECI"),
+    "mixtral": Family("LLAMA", interleaved=True),
+    "qwen2": Family("QWEN2"),
+    "qwen2_moe": Family("QWEN2MOE"),
+    "qwen3": Family("QWEN3"),
+    "qwen3_moe": Family("QWEN3MOE"),
+    "gemma": Family("GEMMA", plus_one=True),
+    "gemma2": Family("GEMMA2", plus_one=True),
+    "phi3": Family("PHI3"),
+}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of heads, of heads of keys and values, and of neurons, of each layer.
+
+    They are those of the stored matrices. Where all layers have the same, it is one number.
+    """
+
+    heads: tuple[int, ...]
+    keys: tuple[int, ...]
+    neurons: tuple[int, ...]
+
+    @property
+    def differ(self) -> bool:
+        """Whether a layer has other numbers than another."""
+        return any(len(set(each)) > 1 for each in (self.heads, self.keys, self.neurons))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the file.
+
+    Attributes:
+        name: in the file.
+        sources: the stored tensor; of experts, one for each.
+        shape: in the file, as numpy has it.
+        kind: its type, one of `TYPES`.
+        heads: if its rows are heads whose rows are to be interleaved, their number.
+        plus: added to each number.
+    """
+
+    name: str
+    sources: tuple[StoredTensor, ...]
+    shape: tuple[int, ...]
+    kind: str
+    heads: int = 0
+    plus: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        import gguf
+
+        block, size = gguf.GGML_QUANT_SIZES[_type(self.kind)]
+        return int(math.prod(self.shape) // block * size)
+
+    def read(self, files: FilePool) -> NDArray[Any]:
+        """The bytes as they are written."""
+        import gguf
+
+        stacked = [_numbers(source, files) for source in self.sources]
+        values = (stacked[0] if len(stacked) == 1 else np.stack(stacked)).reshape(self.shape)
+        if self.heads:
+            halves = values.reshape(self.heads, 2, -1, *self.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(self.shape)
+        if self.plus:
+            values = values + np.float32(self.plus)
+        quantised: NDArray[Any] = gguf.quants.quantize(
+            np.ascontiguousarray(values), _type(self.kind)
+        )
+        return quantised
+
+
+def _type(kind: str) -> Any:
+    import gguf
+
+    return gguf.GGMLQuantizationType[kind.upper()]
+
+
+def _numbers(tensor: StoredTensor, files: FilePool) -> NDArray[np.float32]:
+    """A stored tensor in float32, in its own shape."""
+    words = read_words(files.reader(tensor.shard), tensor, 0, words_in(tensor))
+    found: NDArray[np.float32] = as_tensor(words, tensor.dtype).float().numpy()
+    return found.reshape(tensor.shape)
+
+
+class GGUFFile:
+    """What a checkpoint becomes as a GGUF file.
+
+    Args:
+        checkpoint: of a model of one of `FAMILIES`.
+        kind: one of `TYPES`; None: the dtype of the checkpoint. In four bits, embeddings and head
+            have eight. Matrices whose rows do not fill blocks of 32 are stored in float16.
+        name: of the model.
+
+    Raises:
+        UserError: no such family here, quantised weights, a tokenizer or a position encoding that
+            llama.cpp has no name for, or a tensor that it has no place for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, kind: str | None, name: str) -> None:
+        import gguf
+        from transformers import AutoConfig
+
+        self.checkpoint = checkpoint
+        self._name = name
+        self._family = family_of(checkpoint)
+        self._config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        self.kind = kind or _own_kind(checkpoint)
+        self._tokenizer = Tokenizer(checkpoint.folder, self._vocabulary)
+        self.widths = self._widths()
+        architecture = self._family.architecture
+        if self.widths.differ:
+            if self._family.own_widths is None:
+                raise UserError(
+                    f"{checkpoint.folder}: its layers differ in width, and llama.cpp has no "
+                    f"architecture for that of a {self._config.model_type}."
+                )
+            architecture = self._family.own_widths
+        self._architecture = gguf.MODEL_ARCH[architecture]
+        self.parts = self._parts()
+        self._factors = _rope_factors(checkpoint.folder, self._config, self._rotated)
+
+    @cached_property
+    def report(self) -> RunReport | None:
+        """Of the run that pruned the model; None for a dense one."""
+        path = self.checkpoint.folder / REPORT_NAME
+        return read_record(path, RunReport) if path.is_file() else None
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros in the pruned layers; 0 if units were removed, or nothing."""
+        if self.report is None or self.report.structure is not None:
+            return 0.0
+        return self.report.targets.sparsity_of_targets
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.checkpoint.tensors["model.embed_tokens.weight"].shape[0]
+
+    @property
+    def _head_dim(self) -> int:
+        config = self._config
+        own = getattr(config, "head_dim", None)
+        return int(own or config.hidden_size // config.num_attention_heads)
+
+    @property
+    def _rotated(self) -> int:
+        """How many numbers of a head its position rotates."""
+        return int(self._head_dim * _rope(self._config).get("partial_rotary_factor", 1.0))
+
+    def _layers(self) -> int:
+        return int(self._config.num_hidden_layers)
+
+    def _widths(self) -> Widths:
+        tensors = self.checkpoint.tensors
+        config = self._config
+
+        def rows(names: str, unit: int, default: int) -> tuple[int, ...]:
+            stored = (tensors.get(names.format(layer)) for layer in range(self._layers()))
+            return tuple(default if each is None else each.shape[0] // unit for each in stored)
+
+        own = "model.layers.{}.self_attn."
+        return Widths(
+            rows(f"{own}q_proj.weight", self._head_dim, config.num_attention_heads),
+            rows(f"{own}k_proj.weight", self._head_dim, config.num_key_value_heads),
+            rows("model.layers.{}.mlp.gate_proj.weight", 1, config.intermediate_size),
+        )
+
+    def _parts(self) -> list[Part]:
+        """All tensors of the file, in the order of the checkpoint."""
+        import gguf
+
+        names = gguf.get_tensor_name_map(self._architecture, self._layers())
+        experts: dict[str, dict[int, StoredTensor]] = {}
+        found: dict[str, Part] = {}
+        for tensor in self.checkpoint.tensors.values():
+            if self._is_unused(tensor.name):
+                continue
+            shared, number = _without_expert(tensor.name)
+            place = names.get_name(shared, try_suffixes=(".weight", ".bias"))
+            if place is None:
+                raise UserError(
+                    f"{tensor.shard}: llama.cpp's {self._architecture.name.lower()} has no place "
+                    f"for the tensor {quotable(tensor.name)}."
+                )
+            if number is None:
+                found[place] = self._part(place, (tensor,), tensor.shape)
+                continue
+            experts.setdefault(place, {})[number] = tensor
+            stacked = tuple(each for _, each in sorted(experts[place].items()))
+            found[place] = self._part(place, stacked, (len(stacked), *tensor.shape))
+        return list(found.values())
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether transformers does not load a tensor, or loads it from another name."""
+        words = name.split(".")
+        beyond = words[1:2] == ["layers"] and int(words[2]) >= self._layers()
+        tied = name == "lm_head.weight" and self._config.tie_word_embeddings
+        return beyond or tied or name.endswith(_UNUSED)
+
+    def _part(self, place: str, sources: tuple[StoredTensor, ...], shape: tuple[int, ...]) -> Part:
+        if len(shape) == 2 and 1 in shape:
+            shape = (max(shape),)
+        kind = self.kind
+        if kind in ("q4_0", "q4_1") and place in _EDGES:
+            kind = "q8_0"
+        if kind.startswith("q") and shape[-1] % 32:
+            kind = "f16"
+        if len(shape) == 1 or place.endswith(_ALWAYS_FLOAT32):
+            kind = "f32"
+        part = Part(place, sources, shape, kind)
+        role = place.rpartition(".")[0].rpartition(".")[2]
+        if self._family.interleaved and role in ("attn_q", "attn_k"):
+            layer = int(place.split(".")[1])
+            heads = self.widths.heads if role == "attn_q" else self.widths.keys
+            return replace(part, heads=heads[layer])
+        if self._family.plus_one and place.endswith("norm.weight"):
+            return replace(part, plus=1.0)
+        return part
+
+    def write(self, path: Path) -> None:
+        """Write the file. Memory holds one tensor in float32."""
+        import gguf
+
+        writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self._architecture])
+        try:
+            self._describe(writer)
+            self._tokenizer.describe(writer)
+            for name, values in self._factors.items():
+                writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+            for part in self.parts:
+                writer.add_tensor_info(
+                    part.name, part.shape, np.dtype(np.float32), part.nbytes, _type(part.kind)
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for values in self._factors.values():
+                writer.write_tensor_data(values)
+            with (
+                progress_bar(self.nbytes, "export", "B") as bar,
+                self.checkpoint.open_files() as files,
+            ):
+                for part in self.parts:
+                    writer.write_tensor_data(part.read(files))
+                    bar.update(part.nbytes)
+        finally:
+            writer.close()
+        self.checkpoint.check_unchanged()
+
+    def _describe(self, writer: "GGUFWriter") -> None:
+        """The model's sizes, and where it comes from."""
+        import gguf
+
+        config = self._config
+        writer.add_type("model")
+        writer.add_name(self._name)
+        kinds = {"f32": "ALL_F32"} | {kind: f"MOSTLY_{kind.upper()}" for kind in TYPES[1:]}
+        writer.add_file_type(gguf.LlamaFileType[kinds[self.kind]])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_vocab_size(self._vocabulary)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(self._layers())
+        writer.add_head_count(_one_if_equal(self.widths.heads))
+        writer.add_head_count_kv(_one_if_equal(self.widths.keys))
+        writer.add_feed_forward_length(_one_if_equal(self.widths.neurons))
+        writer.add_key_length(self._head_dim)
+        writer.add_value_length(self._head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        self._describe_positions(writer)
+        self._describe_experts(writer)
+        if config.model_type in ("gemma2", "phi3"):
+            writer.add_sliding_window(config.sliding_window or config.max_position_embeddings)
+        if config.model_type == "gemma2":
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if self.report is not None:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, Path(self.report.source.model).name)
+            writer.add_string("emp_llm.report", self.report.encoded().decode())
+
+    def _describe_positions(self, writer: "GGUFWriter") -> None:
+        import gguf
+
+        rope = _rope(self._config)
+        kind = rope.get("rope_type", "default")
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(self._rotated)
+        scaling = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+        if kind in scaling:
+            writer.add_rope_scaling_type(scaling[kind])
+            writer.add_rope_scaling_factor(rope["factor"])
+        original = rope.get("original_max_position_embeddings")
+        if kind in ("yarn", "longrope") and original:
+            writer.add_rope_scaling_orig_ctx_len(original)
+        if kind == "longrope" and original:
+            longer = max(1.0, self._config.max_position_embeddings / original)
+            usual = math.sqrt(1 + math.log(longer) / math.log(original))
+            writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or usual)
+
+    def _describe_experts(self, writer: "GGUFWriter") -> None:
+        config = self._config
+        count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        if not count:
+            return
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if config.model_type in ("qwen2_moe", "qwen3_moe"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint; UserError if it cannot become a GGUF file."""
+    kind = checkpoint.config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise UserError(
+            f"{checkpoint.folder}: its model_type is {quotable(str(kind))}, and --to gguf knows "
+            f"{', '.join(FAMILIES)}. llama.cpp's own convert_hf_to_gguf.py knows more."
+        )
+    others = {each.dtype for each in checkpoint.tensors.values()} - set(_DTYPES)
+    if checkpoint.config.get("quantization_config") is not None or others:
+        raise UserError(
+            f"{checkpoint.folder}: its weights are quantised already. Export the model of 16 or 32 "
+            "bits that it was made from."
+        )
+    return family
+
+
+def _own_kind(checkpoint: Checkpoint) -> str:
+    """The dtype that most weights have."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel
+    return _DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+def _one_if_equal(values: tuple[int, ...]) -> Any:
+    """One number, or a list with one for each layer."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _without_expert(name: str) -> tuple[str, int | None]:
+    """The name that an expert's tensor shares with those of the other experts, and its number."""
+    before, mark, after = name.partition(".experts.")
+    number, _, rest = after.partition(".")
+    if mark and number.isdecimal():
+        return f"{before}.experts.{rest}", int(number)
+    return name, None
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The parameters of a model's rotary positions."""
+    parameters: dict[str, Any] = config.rope_parameters
+    return parameters
+
+
+def _rope_factors(folder: Path, config: Any, rotated: int) -> dict[str, NDArray[np.float32]]:
+    """Tensors that divide the frequencies of the rotary positions.
+
+    "llama3" leaves high frequencies as they are, divides low ones by a factor, and goes over from
+    one to the other between (Llama 3.1).
+    """
+    rope = _rope(config)
+    kind = rope.get("rope_type", "default")
+    if kind == "longrope":
+        return {
+            f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], dtype=np.float32)
+            for length in ("long", "short")
+        }
+    if kind in ("default", "linear", "yarn"):
+        return {}
+    if kind != "llama3":
+        raise UserError(
+            f"{folder}: llama.cpp has no name for the rope_type {quotable(str(kind))} of "
+            "config.json."
+        )
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    places = np.arange(0, rotated, 2) / rotated
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** places
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    share = np.clip((turns - low) / (high - low), 0, 1)  # of a frequency that stays
+    factors = 1 / ((1 - share) / rope["factor"] + share)
+    return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+class Tokenizer:
+    """A tokenizer, as llama.cpp has it.
+
+    Args:
+        folder: with tokenizer.json.
+        count: of the rows of the embeddings.
+
+    Raises:
+        UserError: there is none, or llama.cpp has no name for it.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"{folder}: it has no tokenizer.json, and a GGUF file holds the tokenizer. Save it "
+                "there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)."
+            )
+        self._folder = folder
+        self._count = count
+        self._json = read_json(path)
+        model = self._json.get("model") or {}
+        if model.get("type") != "BPE":
+            raise UserError(
+                f"{path}: a tokenizer of the type {quotable(str(model.get('type')))}; --to gguf "
+                "takes BPE."
+            )
+        self._in_bytes = not model.get("byte_fallback")
+        self._split = _split_of(self._json.get("pre_tokenizer")) if self._in_bytes else None
+        if self._in_bytes and self._split is None:
+            raise UserError(
+                f"{path}: it splits a text in a way that --to gguf has no name for "
+                f"({', '.join(sorted(set(_SPLITS.values())))} are known). llama.cpp's own "
+                "convert_hf_to_gguf.py may know it."
+            )
+
+    def describe(self, writer: "GGUFWriter") -> None:
+        """Add the tokens, merges, special tokens and the chat template."""
+        import gguf
+
+        texts = [f"[PAD{number}]" for number in range(self._count)]
+        kinds = [gguf.TokenType.UNUSED] * self._count
+        for text, number in self._json["model"]["vocab"].items():
+            if number < self._count:
+                texts[number] = text
+                kinds[number] = gguf.TokenType.NORMAL
+                if not self._in_bytes and text.startswith("<0x") and len(text) == len("<0x00>"):
+                    kinds[number] = gguf.TokenType.BYTE
+        for token in self._json.get("added_tokens", ()):
+            if (number := token["id"]) < self._count:
+                texts[number] = token["content"]
+                special = token["special"]
+                kinds[number] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        unknown = self._json["model"].get("unk_token")
+        if not self._in_bytes and unknown in texts:
+            kinds[texts.index(unknown)] = gguf.TokenType.UNKNOWN
+        if self._split is not None:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre(self._split)
+        else:
+            writer.add_tokenizer_model("llama")
+            writer.add_tokenizer_pre("default")
+            # A lower number was merged earlier.
+            writer.add_token_scores([float(-number) for number in range(self._count)])
+            normalizer = str(self._json.get("normalizer"))
+            writer.add_add_space_prefix("Prepend" in normalizer)
+        writer.add_token_list(texts)
+        writer.add_token_types(kinds)
+        special = gguf.SpecialVocab(self._folder, load_merges=self._in_bytes, n_vocab=self._count)
+        special.add_special_token = {"bos": self._adds_bos} | special.add_special_token
+        special.add_to_gguf(writer, quiet=True)
+
+    @property
+    def _adds_bos(self) -> bool:
+        """Whether each text begins with a special token."""
+        template = (self._json.get("post_processor") or {}).get("single") or [{}]
+        return "SpecialToken" in template[0]
+
+
+def _split_of(pre_tokenizer: Any) -> str | None:
+    """llama.cpp's name for how a tokenizer of bytes splits a text; None if it has none here."""
+    steps = [pre_tokenizer or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["pretokenizers"]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return _SPLITS["GPT-2"]
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return _SPLITS["digits, GPT-2"]
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        return _SPLITS.get((steps[0].get("pattern") or {}).get("Regex", ""))
+    return None

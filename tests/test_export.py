@@ -1,0 +1,294 @@
+"""`export`: a checkpoint as a GGUF file, read back by two other programs, transformers and
+llama.cpp (if it is installed); and its errors.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Run
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from emp_llm import export, prune
+from emp_llm.common.errors import UserError
+from emp_llm.runtime import gguf_file
+
+gguf = pytest.importorskip("gguf")
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+BASE = {
+    "vocab_size": 1536,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama, long": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama, biases": ("LlamaConfig", {"attention_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 12, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"num_experts": 12, "head_dim": 16, "norm_topk_prob": True},
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+}
+# transformers reads others too, without their sizes.
+READ_BY_TRANSFORMERS = ("llama", "llama, tied", "qwen2", "phi3")
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The folder of a random model with the demo model's tokenizer; made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            kind, values = MODELS[name]
+            config = getattr(transformers, kind)(**(BASE | values))
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=0.08)
+                else:
+                    mean = 0.0 if "gemma" in name else 1.0
+                    torch.nn.init.normal_(parameter, mean, 0.2)
+            path = tmp_path_factory.mktemp("models") / "random"  # llama.cpp reads names
+            model.save_pretrained(path, max_shard_size="200KB")
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(DEMO / file, path / file)
+            made[name] = path
+        return made[name]
+
+    return folder
+
+
+def load(folder: Path, **more: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, **more
+    )
+    return model.eval()
+
+
+def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+TOKENS = torch.randint(2, 1536, (1, 100), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same_model(name: str, make: Make, tmp_path: Path) -> None:
+    folder = make(name)
+    found = export(str(folder), type="f32", output=tmp_path / "model.gguf")
+    assert found.bytes == (tmp_path / "model.gguf").stat().st_size
+    read = load(tmp_path, gguf_file="model.gguf")
+    assert torch.equal(logits_of(read, TOKENS), logits_of(load(folder), TOKENS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_same(name: str, make: Make, tmp_path: Path) -> None:
+    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    folder = make(name)
+    export(str(folder), type="f32", output=tmp_path / "model.gguf")
+    wanted = logits_of(load(folder), TOKENS)
+    read = engine.Llama(
+        str(tmp_path / "model.gguf"), n_ctx=256, logits_all=True, verbose=False, n_threads=1
+    )
+    read.eval(TOKENS[0].tolist())
+    found = torch.from_numpy(read.scores[: TOKENS.shape[1]])
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_llama_cpp_reads_the_tokenizer_and_writes_the_same_text(tmp_path: Path) -> None:
+    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    export(str(DEMO), type="f32", output=tmp_path / "demo.gguf")
+    read = engine.Llama(str(tmp_path / "demo.gguf"), n_ctx=128, verbose=False, n_threads=1)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    text = "The market of Hazelbridge opens at 7:45 – naïve, isn't it?"
+    tokens = tokenizer(text).input_ids
+    assert read.tokenize(text.encode(), add_bos=False) == tokens
+    model = load(DEMO)
+    prompt = tokenizer("The market of", return_tensors="pt")
+    wanted = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0]
+    found = read.create_completion("The market of", max_tokens=24, temperature=0.0)
+    assert found["choices"][0]["text"] == tokenizer.decode(
+        wanted[prompt.input_ids.shape[1] :], skip_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize("kind", gguf_file.TYPES)
+def test_every_type(kind: str, make: Make, tmp_path: Path) -> None:
+    """Matrices have the type; norms are exact; in four bits, embeddings have eight."""
+    folder = make("llama")
+    path = tmp_path / "model.gguf"
+    export(str(folder), type=kind, output=path)  # type: ignore[arg-type]
+    weights = load(folder).state_dict()
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert tensors["blk.0.ffn_down.weight"].tensor_type.name == kind.upper()
+    embeddings = "Q8_0" if kind.startswith("q4") else kind.upper()
+    assert tensors["token_embd.weight"].tensor_type.name == embeddings
+    norm = tensors["blk.1.attn_norm.weight"]
+    assert norm.tensor_type.name == "F32"
+    assert torch.equal(torch.tensor(norm.data), weights["model.layers.1.input_layernorm.weight"])
+    down = tensors["blk.2.ffn_down.weight"]
+    read = torch.tensor(gguf.quants.dequantize(down.data, down.tensor_type))
+    stored = weights["model.layers.2.mlp.down_proj.weight"]
+    error = {"f32": 0.0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.15, "q4_1": 0.15}
+    assert (read - stored).norm() <= error[kind] * stored.norm()
+
+
+def test_a_pruned_model_says_where_it_comes_from(tmp_path: Path) -> None:
+    parameters = 2_400_000
+    narrow = tmp_path / "narrow"
+    prune(
+        model=DEMO,
+        output=narrow,
+        structure="neurons",
+        method="magnitude",
+        parameters=str(parameters),
+    )
+    export(str(narrow), output=tmp_path / "narrow.gguf")
+    reader = gguf.GGUFReader(tmp_path / "narrow.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "llama"
+    assert fields["general.base_model.0.name"] == DEMO.name
+    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
+    report = json.loads(fields["emp_llm.report"])
+    assert "structure" in report
+    config = json.loads((narrow / "config.json").read_text())
+    assert fields["llama.feed_forward_length"] == config["intermediate_size"]
+    assert fields["tokenizer.ggml.model"] == "gpt2"
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert not fields["tokenizer.ggml.add_bos_token"]
+
+
+def test_zeros_are_stored_and_said_so(command: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "zeros"
+    prune(model=DEMO, output=folder, method="magnitude", sparsity=0.5)
+    result = command("export", folder, "--type", "f16")
+    assert result.returncode == 0, result.stderr
+    assert "50 % of the pruned layers are zeros, and GGUF stores them" in result.stderr
+    assert (tmp_path / "zeros-f16.gguf").is_file()
+    assert "zeros-f16.gguf: " in result.stdout
+    again = command("export", folder, "--type", "f16")
+    assert again.returncode == 2
+    assert "it exists; name another file, or add --overwrite" in again.stderr
+
+
+def changed(make: Make, tmp_path: Path, file: str, **values: Any) -> Path:
+    """A copy of a model with other values in a JSON file; None deletes the file."""
+    folder = tmp_path / "changed"
+    shutil.copytree(make("llama"), folder)
+    path = folder / file
+    if not values:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "sentence"),
+    [
+        (
+            "config.json",
+            {"model_type": "gpt2"},
+            "its model_type is gpt2, and --to gguf knows llama, ",
+        ),
+        ("config.json", {"model_type": 7}, "its model_type is 7"),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantised already",
+        ),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "llama.cpp has no name for the rope_type dynamic of config.json",
+        ),
+        ("tokenizer.json", {}, "it has no tokenizer.json"),
+        ("tokenizer.json", {"model": {"type": "Unigram"}}, "a tokenizer of the type Unigram"),
+        (
+            "tokenizer.json",
+            {"pre_tokenizer": {"type": "Whitespace"}},
+            "it splits a text in a way that --to gguf has no name for",
+        ),
+    ],
+)
+def test_what_cannot_be_exported(
+    file: str, values: dict[str, Any], sentence: str, make: Make, tmp_path: Path
+) -> None:
+    folder = changed(make, tmp_path, file, **values)
+    with pytest.raises(UserError) as caught:
+        export(str(folder), output=tmp_path / "x.gguf")
+    assert sentence in str(caught.value)
+    assert not list(tmp_path.glob("*.gguf"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_other_errors(
+    make: Make, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make("llama")
+    packed = command("pack", folder, "packed")
+    assert packed.returncode == 0, packed.stderr
+    result = command("export", "packed")
+    assert result.returncode == 2
+    assert "Unpack it first" in result.stderr
+    result = command("export", folder, "--to", "onnx")
+    assert result.returncode == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+        with pytest.raises(UserError, match="the disk has 0 B free"):
+            export(str(folder), output=tmp_path / "x.gguf")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(UserError, match=r"x\.gguf"):
+        export(str(folder), output=tmp_path / "x.gguf")
+    assert not list(tmp_path.glob("*x.gguf*"))
