@@ -434,6 +434,7 @@ def measure(
     head_unit: Literal["group", "query"] | None = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
+    per_layer: bool = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -492,6 +493,8 @@ def measure(
             groups; default: group.
         keep_shapes: With --structure, set units to zero and keep every shape and the config.
         width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
+        per_layer: Give each layer its own number of heads or neurons. emp-llm and llama.cpp run
+            such a model; transformers reads its config alone.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -655,6 +658,7 @@ def prune(
     head_unit: Literal["group", "query"] | None = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
+    per_layer: bool = ...,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
     calibration: str | Path | None = ...,
@@ -742,6 +746,8 @@ def prune(
             groups; default: group.
         keep_shapes: With --structure, set units to zero and keep every shape and the config.
         width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
+        per_layer: Give each layer its own number of heads or neurons. emp-llm and llama.cpp run
+            such a model; transformers reads its config alone.
         model: Model folder or Hub id.
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
@@ -819,6 +825,7 @@ def prune(
     head_unit: Literal["group", "query"] | None = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
+    per_layer: bool = ...,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
     calibration: str | Path | None = ...,

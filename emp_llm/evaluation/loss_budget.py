@@ -79,7 +79,7 @@ _SHARE_OF_UPDATE = 0.5
 _SHARE_OF_HEALING = 0.35
 _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
-_CAREFUL = 0.75  # for one after two that went beyond it
+_CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
 _RUINED = 700.0  # nats: the rise of a model whose loss is not finite
 _OWN = ("*curve.json*", "*activations.safetensors*", "checkpoint", "*removed-*")
@@ -157,6 +157,8 @@ def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run)
             report = search.by_units(sparsities, run)
         elif not recipe.moves and options.propagate == "dense":
             taken = search.largest(sparsities, budget.nats)
+            if taken is None:
+                raise search.nothing()
             final = recipe.at(taken)
             search.models.free()
             report = run(final, replace(options, loss=None), search.judged(taken))
@@ -416,10 +418,14 @@ class _Search:
         budget: LossBudget,
     ) -> None:
         self._recipe = recipe
-        # The masks of a search are those of Wanda.
         update = recipe.update
-        score = Wanda() if update is not None and update.searches else recipe.score
-        self._masks = replace(recipe, score=score, update=None, heal=None)
+        self._masks = replace(recipe, update=None, heal=None)
+        if update is not None and update.searches:
+            # Its masks are like those of Wanda. Its counts stay those of the magnitudes.
+            counts = recipe.counts
+            if isinstance(counts, Effective):
+                counts = replace(counts, count_by="magnitude")
+            self._masks = replace(self._masks, score=Wanda(), counts=counts)
         self._options = options
         self._source = source
         self._work = _work_of(path)
@@ -534,20 +540,14 @@ class _Search:
         record, _ = self.curve.of_masks(self._masks.at(sparsity), self._norms)
         return self._keep(self.curve.point(record, sparsity, whole=False))
 
-    def largest(self, sparsities: list[float], nats: float) -> float:
-        """The largest sparsity whose masks keep to a rise.
-
-        Raises:
-            UserError: even the least goes beyond it.
-        """
+    def largest(self, sparsities: list[float], nats: float) -> float | None:
+        """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
             rises = walked(sparsities, nats, lambda each: self._masked(each).most)
-        good = [each for each, rise in rises.items() if rise <= nats]
-        if not good:
-            raise self._nothing()
-        return max(good)
+        return max((each for each, rise in rises.items() if rise <= nats), default=None)
 
-    def _nothing(self) -> UserError:
+    def nothing(self) -> UserError:
+        """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
         curve = "; ".join(each.words for each in points)
         shutil.rmtree(self._work)
@@ -569,7 +569,8 @@ class _Search:
         for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
             if len(points) < number:
-                wanted = self.largest(sparsities, of_masks)
+                # The masks only predict: of the least, a run may keep to the budget.
+                wanted = self.largest(sparsities, of_masks) or min(self._points())
                 if wanted in points:
                     break
                 self._keep(self._run(run, wanted))
@@ -577,7 +578,7 @@ class _Search:
             near = 0.85 * nats <= point.most <= nats
             if near or (number >= 2 and self._best() is not None):
                 break
-            aim = _AIM if number == 1 else _CAREFUL
+            aim = _AIM if point.most <= nats else _CAREFUL
             left = aim * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
         return self._put()
@@ -609,7 +610,7 @@ class _Search:
         """Put the best run at the path, with the whole curve in its report."""
         best = self._best()
         if best is None:
-            raise self._nothing()
+            raise self.nothing()
         folder = self._folder(best.sparsity)
         report = read_report(folder)
         report.loss = self.judged(best.sparsity).record

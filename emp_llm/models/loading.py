@@ -7,12 +7,14 @@ the shapes of weights that are offloaded to disk.
 
 import logging
 import re
+import sys
 import tempfile
 import time
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +90,50 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
             )
         raise NoModelClassError(f"{folder}: {problem}") from error
     if name is not None:
-        return config, getattr(transformers, name)
+        auto = getattr(transformers, name)
+        if has_own_widths(config):
+            take_own_widths(auto._model_mapping[type(config)])
+        elif raw.get("per_layer_config"):
+            raise NoModelClassError(
+                f"{folder}: its layers differ in width (per_layer_config), and transformers "
+                f"{version} does not read that. Install a version that does."
+            )
+        return config, auto
     hint = _TRUST if remote and not trust_remote_code else ""
     what = next(
         iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}"
     )
     raise NoModelClassError(f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}")
+
+
+def has_own_widths(config: Any) -> bool:
+    """Whether layers differ in their numbers of heads or neurons."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def take_own_widths(model_class: type[PreTrainedModel]) -> None:
+    """Let the decoder layers of a class of transformers take the widths of `per_layer_config`.
+
+    transformers 5.23 reads that field, but its older models hand the config as a whole to each
+    layer, which then refuses it.
+    """
+    module = sys.modules[model_class.__module__]
+    for name, layer in vars(module).items():
+        own = getattr(layer, "__module__", None) == module.__name__
+        if own and name.endswith("DecoderLayer") and not hasattr(layer, "takes_own_width"):
+            _take_own_width(layer)
+
+
+def _take_own_width(layer: Any) -> None:
+    build = layer.__init__
+
+    @wraps(build)
+    def build_with_own_width(self: Any, config: Any, layer_idx: int, **more: Any) -> None:
+        own = config.per_layer_config[layer_idx] if has_own_widths(config) else config
+        build(self, own, layer_idx, **more)
+
+    layer.__init__ = build_with_own_width
+    layer.takes_own_width = True
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:

@@ -446,6 +446,7 @@ class StructureRecipe(
         keep_shapes: they are set to zero where they are, and experts are closed in their routers;
             else they are removed, and all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this.
+        per_layer: each layer keeps its own number of heads or neurons.
     """
 
     structure: Annotated[
@@ -472,6 +473,13 @@ class StructureRecipe(
         int | None,
         Opt("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1),
     ] = None
+    per_layer: Annotated[
+        bool,
+        Opt(
+            "Give each layer its own number of heads or neurons. emp-llm and llama.cpp run such a "
+            "model; transformers reads its config alone."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         if self.structure in ("heads", "both") and self.head_unit is None:
@@ -510,6 +518,16 @@ class StructureRecipe(
             )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
+        if self.per_layer and self.structure not in ("heads", "neurons", "both"):
+            raise UserError(
+                f"--per-layer is for heads and neurons, and --structure {self.structure} removes "
+                "none. Leave it out."
+            )
+        if self.per_layer and self.keep_shapes:
+            raise UserError(
+                "--keep-shapes gives each layer its own number already, and keeps its width. Leave "
+                "out --per-layer."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

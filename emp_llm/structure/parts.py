@@ -233,6 +233,8 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
         if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
             changes[path] = value
 
+    if model.per_layer:
+        return _own_widths(model, kept)
     widths = {units.role: len(stays) for units, stays in zip(model.units, kept, strict=True)}
     for units in model.units:
         if units.multiple_of:
@@ -272,7 +274,46 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
         else:
             raise _no_number(units)
     changed = [units for members in roles.values() for units, _ in members]
-    shapes = smaller_model(model.skeleton, stored, changes)
+    _check_shapes(model, kept, changes, changed)
+    return changes
+
+
+def _own_widths(model: UnitModel, kept: Sequence[Indices]) -> Changes:
+    """`per_layer_config`, which transformers defines: number of a layer -> fields that differ."""
+    stored = model.checkpoint.config
+    text = model.skeleton.config.get_text_config()
+    fields: dict[str, dict[str, int]] = {}
+    changes = Changes()
+    for units, stays in zip(model.units, kept, strict=True):
+        assert isinstance(units, Parts)
+        own = fields.setdefault(str(units.block), {})
+        if units.kind == "heads":
+            own["num_attention_heads"] = len(stays) * units.heads
+            if units.keys:
+                own["num_key_value_heads"] = len(stays)
+            path = field_path(model.skeleton, stored, "head_dim")
+            changes[path] = units.columns.shape[1] // units.heads
+            # Else transformers' check of the number for all layers fails.
+            path = field_path(model.skeleton, stored, "allow_global_per_layer_attribute_access")
+            changes[path] = True
+            continue
+        names = next(names for word, names in _WIDTHS if word in units.role)
+        name = next((name for name in names if getattr(text, name, None) == len(units)), None)
+        if name is None:
+            raise _no_number(units)
+        own[name] = len(stays)
+    changes[field_path(model.skeleton, stored, "per_layer_config")] = fields
+    _check_shapes(model, kept, changes, model.units)
+    return changes
+
+
+def _check_shapes(
+    model: UnitModel, kept: Sequence[Indices], changes: Changes, changed: Sequence[Units]
+) -> None:
+    """Raise UserError unless transformers' model of the changed config.json has the shapes that
+    are left.
+    """
+    shapes = smaller_model(model.skeleton, model.checkpoint.config, changes)
     if shapes is None:
         raise _no_number(changed[0])
     for name, shape in _smaller_shapes(model, kept).items():
@@ -282,7 +323,6 @@ def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
                 changed[0],
             )
             raise _no_number(owner, f" (its model would need another {name})")
-    return changes
 
 
 def _no_number(units: Units, why: str = "") -> UserError:

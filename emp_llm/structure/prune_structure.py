@@ -86,6 +86,10 @@ if TYPE_CHECKING:
     from emp_llm.evaluation.loss_budget import Judged
 
 logger = logging.getLogger(__name__)
+WHO_LOADS = (
+    "its layers differ in width, and transformers' own classes do not load that yet: "
+    "emp_llm.runtime.load does, and llama.cpp, after emp-llm export."
+)
 
 
 def prune_structure(
@@ -407,6 +411,7 @@ def prune_structure(
                     sizes=None,
                     matrices={},
                     warnings=_unseen(choices, sums)
+                    + ([WHO_LOADS] if structure.per_layer else [])
                     + ([] if update is None else update_warnings(fits, moving, update)),
                     fits=fits,
                     structure=record,

@@ -6,12 +6,12 @@ from pathlib import Path
 from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.architecture import Architecture
-from emp_llm.models.loading import build_skeleton
+from emp_llm.models.loading import build_skeleton, has_own_widths
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.structure.experts import expert_changes, find_experts
 from emp_llm.structure.layers import check_layers, find_layers, layer_changes
 from emp_llm.structure.parts import find_parts, part_changes
-from emp_llm.structure.units import Changes, Indices, UnitModel
+from emp_llm.structure.units import Changes, Indices, UnitModel, Units
 
 
 def unit_model(
@@ -56,11 +56,17 @@ def unit_model(
             "shapes of a decoder block. They would not fit config.json after --structure "
             f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
         )
-    width_by_block = isinstance(
-        getattr(skeleton.config.get_text_config(), "intermediate_size", None), list
-    )
+    if has_own_widths(skeleton.config):
+        raise UserError(
+            f"{folder}: its layers differ in width already. --structure takes models whose layers "
+            "are alike; prune the dense model again, or give --structure layers."
+        )
+    units: list[Units] = [*find_parts(skeleton, architecture, structure)]
+    if structure.per_layer and architecture.experts:
+        raise UserError(f"{folder}: --per-layer is not for mixtures of experts. Leave it out.")
+    by_block = isinstance(getattr(skeleton.config.get_text_config(), "intermediate_size", 0), list)
     return UnitModel(
-        skeleton, architecture, [*find_parts(skeleton, architecture, structure)], width_by_block
+        skeleton, architecture, units, by_block or structure.per_layer, structure.per_layer
     )
 
 

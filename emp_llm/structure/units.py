@@ -19,6 +19,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Shape
+from emp_llm.models.loading import take_own_widths
 
 Indices = NDArray[np.int64]
 # The names of a field of config.json and of the parts around it -> its new value.
@@ -65,13 +66,15 @@ class UnitModel:
     Attributes:
         skeleton: its model without weights.
         units: in the model's order.
-        width_by_block: whether config.json has a number of neurons for each block.
+        width_by_block: whether each block may have a number of neurons or heads of its own.
+        per_layer: config.json gets them as `per_layer_config`.
     """
 
     skeleton: PreTrainedModel
     architecture: Architecture
     units: list[Units]
     width_by_block: bool = False
+    per_layer: bool = False
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -116,6 +119,7 @@ def smaller_model(
     """
     with TemporaryDirectory() as folder:
         write_json(Path(folder) / "config.json", changed_config(config, changes))
+        take_own_widths(type(skeleton))
         try:
             with torch.device("meta"):
                 smaller: Any = type(skeleton)(type(skeleton.config).from_pretrained(folder))
