@@ -15,7 +15,7 @@ from conftest import Run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from emp_llm import export, prune
+from emp_llm import export, heal, prune, runtime
 from emp_llm.common.errors import UserError
 from emp_llm.runtime import gguf_file
 
@@ -203,6 +203,96 @@ def test_a_pruned_model_says_where_it_comes_from(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.model"] == "gpt2"
     assert fields["tokenizer.ggml.pre"] == "gpt-2"
     assert not fields["tokenizer.ggml.add_bos_token"]
+
+
+@pytest.fixture(scope="module", params=["heads", "neurons", "both"])
+def own_widths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model whose layers have their own numbers of heads or neurons."""
+    how = {"heads": {"sparsity": 0.3}, "both": {"sparsity": 0.4}}.get(request.param, {})
+    folder = tmp_path_factory.mktemp("own") / request.param
+    prune(
+        model=DEMO,
+        output=folder,
+        structure=request.param,
+        per_layer=True,
+        structure_group="all",
+        method="magnitude" if how else "emp-magnitude",
+        **({} if request.param == "heads" else {"width_multiple": 8}),
+        **how,
+    )
+    return folder
+
+
+def test_own_widths_of_each_layer(own_widths: Path, command: Run, tmp_path: Path) -> None:
+    """emp-llm loads, verifies, evaluates, prunes and exports such a model."""
+    config = json.loads((own_widths / "config.json").read_text())
+    widths = config["per_layer_config"]
+    assert len({json.dumps(each) for each in widths.values()}) > 1
+    report = json.loads((own_widths / "emp_report.json").read_text())
+    assert any("transformers' own classes do not load that yet" in w for w in report["warnings"])
+    result = command("verify", own_widths)
+    assert result.returncode == 0, result.stdout + result.stderr
+    suite = f"perplexity,file={DEMO.parents[2] / 'eval' / 'demo' / 'heldout.txt'},seqlen=128"
+    result = command(
+        "evaluate", "--model", own_widths, "--suite", suite, "--limit", 2, "--output", "e.json"
+    )
+    assert result.returncode == 0, result.stderr
+    zeros = tmp_path / "zeros"
+    prune(model=own_widths, output=zeros, method="magnitude", targets="all-linear")
+    assert json.loads((zeros / "config.json").read_text()) == config
+    again = command("prune", "--model", own_widths, "--structure", "neurons", "--output", "x")
+    assert again.returncode == 2
+    assert "its layers differ in width already" in again.stderr
+    result = command("export", own_widths, "--output", "own.gguf")
+    assert result.returncode == 0, result.stderr
+    fields = gguf.GGUFReader(tmp_path / "own.gguf").fields
+    assert fields["general.architecture"].contents() == "deci"
+    name, field = next(
+        (name, field)
+        for name, field in (
+            ("feed_forward_length", "intermediate_size"),
+            ("attention.head_count_kv", "num_key_value_heads"),
+        )
+        if field in widths["0"]
+    )
+    wanted = [widths[str(layer)][field] for layer in range(6)]
+    assert fields[f"deci.{name}"].contents() == wanted
+
+
+def test_llama_cpp_computes_layers_of_their_own_widths(own_widths: Path, tmp_path: Path) -> None:
+    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    export(str(own_widths), type="f32", output=tmp_path / "own.gguf")
+    wanted = logits_of(runtime.load(own_widths, dtype="float32"), TOKENS)
+    read = engine.Llama(
+        str(tmp_path / "own.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=1
+    )
+    read.eval(TOKENS[0].tolist())
+    found = torch.from_numpy(read.scores[: TOKENS.shape[1]])
+    torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
+
+
+def test_layers_of_their_own_widths_heal(tmp_path: Path) -> None:
+    pruned = tmp_path / "pruned"
+    text = {"calibration": "demo", "samples": 16, "seqlen": 32}
+    how = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8, "refit": True}
+    prune(model=DEMO, output=pruned, per_layer=True, **how, **text)
+    report = heal(pruned, dense=DEMO, output=tmp_path / "healed", heal_steps=2, **text)
+    assert report.healing is not None
+    assert report.healing.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--structure layers --per-layer", "--per-layer is for heads and neurons"),
+        ("--structure neurons --keep-shapes --per-layer", "Leave out --per-layer"),
+        ("--per-layer", "--per-layer has no effect without --structure"),
+    ],
+)
+def test_per_layer_where_it_means_nothing(line: str, sentence: str, command: Run) -> None:
+    result = command("prune", "--model", DEMO, *line.split(), "--output", "out")
+    assert result.returncode == 2
+    assert sentence in result.stderr
 
 
 def test_zeros_are_stored_and_said_so(command: Run, tmp_path: Path) -> None:

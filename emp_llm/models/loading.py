@@ -42,6 +42,8 @@ from emp_llm.models.placement import Quantization, parse_device_map, quantizatio
 from emp_llm.options.model import DTYPES
 
 logger = logging.getLogger(__name__)
+# It warns of each look at a number that layers have of their own, its own checks' too.
+logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
 # The generating models of transformers, by auto class; a type in several of them is built as its
 # config.json says.

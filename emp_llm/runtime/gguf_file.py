@@ -5,6 +5,7 @@ model there.
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -214,10 +215,17 @@ class GGUFFile:
         return self.checkpoint.tensors["model.embed_tokens.weight"].shape[0]
 
     @property
+    def _config_of_layers(self) -> Sequence[Any]:
+        """The configuration of each layer."""
+        own = getattr(self._config, "per_layer_config", None)  # older transformers have none
+        return own or [self._config] * self._layers()
+
+    @property
     def _head_dim(self) -> int:
         config = self._config
         own = getattr(config, "head_dim", None)
-        return int(own or config.hidden_size // config.num_attention_heads)
+        heads = self._config_of_layers[0].num_attention_heads
+        return int(own or config.hidden_size // heads)
 
     @property
     def _rotated(self) -> int:
@@ -228,18 +236,22 @@ class GGUFFile:
         return int(self._config.num_hidden_layers)
 
     def _widths(self) -> Widths:
-        tensors = self.checkpoint.tensors
-        config = self._config
+        layers = self._config_of_layers
 
-        def rows(names: str, unit: int, default: int) -> tuple[int, ...]:
-            stored = (tensors.get(names.format(layer)) for layer in range(self._layers()))
-            return tuple(default if each is None else each.shape[0] // unit for each in stored)
+        def rows(name: str, unit: int, field: str) -> tuple[int, ...]:
+            stored = [
+                self.checkpoint.tensors.get(f"model.layers.{layer}.{name}.weight")
+                for layer in range(self._layers())
+            ]
+            return tuple(
+                getattr(config, field) if tensor is None else tensor.shape[0] // unit
+                for tensor, config in zip(stored, layers, strict=True)
+            )
 
-        own = "model.layers.{}.self_attn."
         return Widths(
-            rows(f"{own}q_proj.weight", self._head_dim, config.num_attention_heads),
-            rows(f"{own}k_proj.weight", self._head_dim, config.num_key_value_heads),
-            rows("model.layers.{}.mlp.gate_proj.weight", 1, config.intermediate_size),
+            rows("self_attn.q_proj", self._head_dim, "num_attention_heads"),
+            rows("self_attn.k_proj", self._head_dim, "num_key_value_heads"),
+            rows("mlp.gate_proj", 1, "intermediate_size"),
         )
 
     def _parts(self) -> list[Part]:

@@ -111,7 +111,9 @@ def choose_units(
         mean = -(-sum(counts) // len(counts))
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
             units = every[number]
-            size = count if width_by_block else mean
+            size = mean
+            if width_by_block:
+                size = max(count, units.least * len(np.unique(units.places)))
             if units.multiple_of and not structure.keep_shapes:  # as many as that number allows
                 (width,) = {
                     len(each.kept)
