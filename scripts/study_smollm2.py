@@ -162,7 +162,13 @@ ROWS = (
         "neurons, 20 % of the parameters, refit, `--per-layer`",
         f"--structure neurons --parameters {int(WEIGHTS * 0.8)} --method emp-wanda "
         "--width-multiple 8 --refit --per-layer",
-        True,
+    ),
+    pruned(
+        "order1-neurons-20",
+        UNITS,
+        "neurons, 20 % of the parameters, refit, `--per-layer --order 1`",
+        f"--structure neurons --parameters {int(WEIGHTS * 0.8)} --method emp-wanda --order 1 "
+        "--width-multiple 8 --refit --per-layer",
     ),
     *units("layers", (10, 20, 30), "layers, {} % of the parameters", "", answers=20),
     *units("heads", (5, 10), "heads, {} % of the parameters, refit", "--method wanda --refit"),
@@ -192,9 +198,9 @@ ROWS = (
         answers=True,
     ),
     healed(
-        "own-neurons-20-healed",
-        "neurons, 20 %, `--per-layer`, 60 steps",
-        "own-neurons-20",
+        "order1-neurons-20-healed",
+        "neurons, 20 %, `--per-layer --order 1`, 60 steps",
+        "order1-neurons-20",
         "--heal-steps 60",
         answers=True,
     ),
