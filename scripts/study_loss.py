@@ -111,6 +111,8 @@ class LossStudy:
         text = f"--calibration {self._model.text} --samples {self._model.samples} --seqlen 512"
         command = f"prune --model {self._model.folder} {words} --loss {budget} {text}"
         about["used"] = self._run([*command.split(), "--targets", "all-linear", "--output", out])
+        for kind in self._judges:  # of an earlier row
+            self._output(out, kind).unlink(missing_ok=True)
         report = read_record(out / "emp_report.json", RunReport)
         about["loss"] = msgspec.to_builtins(report.loss)
         about["check"] = list(check_of(report))
@@ -133,12 +135,15 @@ class LossStudy:
 
     def _judged(self, folder: Path, kind: str) -> Path:
         """The results of a checkpoint."""
-        dense = folder == self._model.folder
-        output = self._work / f"{'dense' if dense else folder.name}.{kind}.json"
+        output = self._output(folder, kind)
         if not output.exists():
             words = ["evaluate", "--model", str(folder), *self._judges[kind]]
             self._run([*words, "--output", str(output)])
         return output
+
+    def _output(self, folder: Path, kind: str) -> Path:
+        dense = folder == self._model.folder
+        return self._work / f"{'dense' if dense else folder.name}.{kind}.json"
 
     def _run(self, words: list[Any]) -> dict[str, Any]:
         """What a command used."""
@@ -180,11 +185,12 @@ def tables(points: list[dict[str, Any]]) -> str:
     ]
     answers = [["", "budget", "removes", *(task.replace("_", " ") for task in TASKS), "two"]]
     for point in points:
-        taken = next(
+        # The point of the masks comes first, that of the whole run, with moved weights, last.
+        taken = [
             each
             for each in point["loss"]["points"]
             if each["sparsity"] == point["loss"]["sparsity"]
-        )
+        ][-1]
         judged = point["judged"]
         removed = f"{100 * point['removed']:.1f} %"
         rows.append(
