@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError, format_bytes
+from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.options.base import Opt
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,13 @@ def export(
             "warning: %.0f %% of the pruned layers are zeros, and GGUF stores them: the file is as "
             "large as the dense model's, and no faster. emp-llm pack leaves them out.",
             100 * zeros,
+        )
+    if file.unquantised:
+        logger.warning(
+            "warning: the rows of %s do not fill blocks of 32 and are stored in float16, such as "
+            "%s. Prune with --width-multiple 32.",
+            count_of(len(file.unquantised), "matrix", "matrices"),
+            file.unquantised[0],
         )
     with OutputFile(path) as out:
         partial = path.with_name(f".{path.name}.partial")

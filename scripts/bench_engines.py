@@ -31,7 +31,7 @@ ROWS = {
     "neurons, 20 %, `--per-layer --order 1`": "order1-neurons-20-healed",
     "8 of 30 layers": "layers-20-healed",
 }
-TYPES = ("bf16", "q8_0", "q4_0")
+TYPES = ("bf16", "q8_0", "q4_1")
 ZEROS = "emp-admm-50-healed"
 PROMPT = 512
 NEW = 64
@@ -191,15 +191,16 @@ def measured(
 
 def peak() -> float:
     """The largest resident set so far, in GB."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e9
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A row for each model and type."""
     cells = [["", "type", "file", "memory", "prompt, tokens/s", "decode, tokens/s", "perplexity"]]
-    for row in rows:
+    names = [*ROWS]
+    for row in sorted(rows, key=lambda row: (*names, row["name"]).index(row["name"])):
         cells.append(
             [
                 row["name"],

@@ -206,6 +206,13 @@ class GGUFFile:
         return self.report.targets.sparsity_of_targets
 
     @property
+    def unquantised(self) -> list[str]:
+        """The matrices that a quantised type does not take."""
+        if not self.kind.startswith("q"):
+            return []
+        return [part.name for part in self.parts if part.kind == "f16"]
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         return sum(part.nbytes for part in self.parts)
