@@ -15,10 +15,10 @@ TOKENS = 254_000
 FILES = 168
 FOLDERS = 18
 ENTERED = {
-    "prune": (56, 438),
+    "prune": (56, 440),
     "data-free prune": (38, 280),
-    "prune_model": (43, 290),
-    "perplexity": (34, 163),
+    "prune_model": (43, 291),
+    "perplexity": (34, 164),
 }
 
 
