@@ -107,7 +107,7 @@ class LossStudy:
         if any(about.items() <= point.items() for point in read_points(self._path)):
             return
         out = self._work / f"{method.replace(' --', '-')}-{budget.rstrip('%')}"
-        words = METHODS[method].format(steps=60 if self._large else 300)
+        words = METHODS[method].format(steps=30 if self._large else 300)
         text = f"--calibration {self._model.text} --samples {self._model.samples} --seqlen 512"
         command = f"prune --model {self._model.folder} {words} --loss {budget} {text}"
         about["used"] = self._run([*command.split(), "--targets", "all-linear", "--output", out])
