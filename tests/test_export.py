@@ -180,6 +180,17 @@ def test_every_type(kind: str, make: Make, tmp_path: Path) -> None:
     assert (read - stored).norm() <= error[kind] * stored.norm()
 
 
+def test_a_window_bounds_the_context(tmp_path: Path, make: Make) -> None:
+    """llama.cpp's Llama attends to all tokens, which is Mistral within its window."""
+    folder = tmp_path / "window"
+    shutil.copytree(make("mistral"), folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 64}))
+    export(str(folder), output=tmp_path / "window.gguf")
+    fields = gguf.GGUFReader(tmp_path / "window.gguf").fields
+    assert fields["llama.context_length"].contents() == 64
+
+
 def test_a_pruned_model_says_where_it_comes_from(tmp_path: Path) -> None:
     parameters = 2_400_000
     narrow = tmp_path / "narrow"

@@ -289,7 +289,8 @@ class GGUFFile:
     def _is_unused(self, name: str) -> bool:
         """Whether transformers does not load a tensor, or loads it from another name."""
         words = name.split(".")
-        beyond = words[1:2] == ["layers"] and int(words[2]) >= self._layers()
+        numbered = words[1:2] == ["layers"] and words[2].isdecimal()
+        beyond = numbered and int(words[2]) >= self._layers()
         tied = name == "lm_head.weight" and self._config.tie_word_embeddings
         return beyond or tied or name.endswith(_UNUSED)
 
@@ -354,7 +355,12 @@ class GGUFFile:
         writer.add_file_type(gguf.LlamaFileType[kinds[self.kind]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_vocab_size(self._vocabulary)
-        writer.add_context_length(config.max_position_embeddings)
+        context = config.max_position_embeddings
+        windowed = config.model_type in ("gemma2", "phi3")
+        if not windowed and getattr(config, "sliding_window", None):
+            # Others attend to all tokens there, which is the same within the window.
+            context = min(context, config.sliding_window)
+        writer.add_context_length(context)
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(self._layers())
         writer.add_head_count(_one_if_equal(self.widths.heads))
@@ -365,7 +371,7 @@ class GGUFFile:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         self._describe_positions(writer)
         self._describe_experts(writer)
-        if config.model_type in ("gemma2", "phi3"):
+        if windowed:
             writer.add_sliding_window(config.sliding_window or config.max_position_embeddings)
         if config.model_type == "gemma2":
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
