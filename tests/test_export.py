@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm import export, heal, prune, runtime
 from emp_llm.common.errors import UserError
+from emp_llm.records.base import read_record
+from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.push import card_text, find_origin
 from emp_llm.runtime import gguf_file
 
 gguf = pytest.importorskip("gguf")
@@ -268,6 +271,15 @@ def test_own_widths_of_each_layer(own_widths: Path, command: Run, tmp_path: Path
     )
     wanted = [widths[str(layer)][field] for layer in range(6)]
     assert fields[f"deci.{name}"].contents() == wanted
+
+
+def test_the_card_says_what_loads_own_widths(own_widths: Path) -> None:
+    report = read_record(own_widths / "emp_report.json", RunReport)
+    origin = find_origin(report.source)
+    card = card_text("me/own", None, report, origin, [], None, [], [], [])
+    assert "Its layers differ in width (`per_layer_config`)" in card
+    assert 'model = load("me/own")' in card
+    assert "AutoModelForCausalLM" not in card
 
 
 def test_llama_cpp_computes_layers_of_their_own_widths(own_widths: Path, tmp_path: Path) -> None:
