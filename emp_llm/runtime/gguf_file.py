@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,11 +22,9 @@ from emp_llm.checkpoint.matrices import as_tensor, read_words, words_in
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.loading import check_head, read_config
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
 
 # It tells each file's name, and guesses at templates of two texts.
 logging.getLogger("gguf").setLevel(logging.ERROR)
@@ -120,15 +119,11 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
-        import gguf
-
         block, size = gguf.GGML_QUANT_SIZES[_type(self.kind)]
         return int(math.prod(self.shape) // block * size)
 
     def read(self, files: FilePool) -> NDArray[Any]:
         """The bytes as they are written."""
-        import gguf
-
         stacked = [_numbers(source, files) for source in self.sources]
         values = (stacked[0] if len(stacked) == 1 else np.stack(stacked)).reshape(self.shape)
         if self.heads:
@@ -143,8 +138,6 @@ class Part:
 
 
 def _type(kind: str) -> Any:
-    import gguf
-
     return gguf.GGMLQuantizationType[kind.upper()]
 
 
@@ -170,13 +163,12 @@ class GGUFFile:
     """
 
     def __init__(self, checkpoint: Checkpoint, kind: str | None, name: str) -> None:
-        import gguf
-        from transformers import AutoConfig
-
+        check_head(checkpoint.folder)
         self.checkpoint = checkpoint
         self._name = name
         self._family = family_of(checkpoint)
-        self._config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        self._config, _ = read_config(checkpoint.folder)
+        check_computes_the_same(checkpoint.folder, self._config)
         self.kind = kind or _own_kind(checkpoint)
         self._tokenizer = Tokenizer(checkpoint.folder, self._vocabulary)
         self.widths = self._widths()
@@ -219,7 +211,13 @@ class GGUFFile:
 
     @property
     def _vocabulary(self) -> int:
-        return self.checkpoint.tensors["model.embed_tokens.weight"].shape[0]
+        embeddings = self.checkpoint.tensors.get("model.embed_tokens.weight")
+        if embeddings is None:
+            raise UserError(
+                f"{self.checkpoint.folder}: it holds no model.embed_tokens.weight. Get the "
+                "complete checkpoint."
+            )
+        return embeddings.shape[0]
 
     @property
     def _config_of_layers(self) -> Sequence[Any]:
@@ -263,8 +261,6 @@ class GGUFFile:
 
     def _parts(self) -> list[Part]:
         """All tensors of the file, in the order of the checkpoint."""
-        import gguf
-
         names = gguf.get_tensor_name_map(self._architecture, self._layers())
         experts: dict[str, dict[int, StoredTensor]] = {}
         found: dict[str, Part] = {}
@@ -316,8 +312,6 @@ class GGUFFile:
 
     def write(self, path: Path) -> None:
         """Write the file. Memory holds one tensor in float32."""
-        import gguf
-
         writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self._architecture])
         try:
             self._describe(writer)
@@ -344,10 +338,8 @@ class GGUFFile:
             writer.close()
         self.checkpoint.check_unchanged()
 
-    def _describe(self, writer: "GGUFWriter") -> None:
+    def _describe(self, writer: gguf.GGUFWriter) -> None:
         """The model's sizes, and where it comes from."""
-        import gguf
-
         config = self._config
         writer.add_type("model")
         writer.add_name(self._name)
@@ -381,9 +373,7 @@ class GGUFFile:
             writer.add_base_model_name(0, Path(self.report.source.model).name)
             writer.add_string("emp_llm.report", self.report.encoded().decode())
 
-    def _describe_positions(self, writer: "GGUFWriter") -> None:
-        import gguf
-
+    def _describe_positions(self, writer: gguf.GGUFWriter) -> None:
         rope = _rope(self._config)
         kind = rope.get("rope_type", "default")
         writer.add_rope_freq_base(rope["rope_theta"])
@@ -400,7 +390,7 @@ class GGUFFile:
             usual = math.sqrt(1 + math.log(longer) / math.log(original))
             writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or usual)
 
-    def _describe_experts(self, writer: "GGUFWriter") -> None:
+    def _describe_experts(self, writer: gguf.GGUFWriter) -> None:
         config = self._config
         count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         if not count:
@@ -429,6 +419,27 @@ def family_of(checkpoint: Checkpoint) -> Family:
             "bits that it was made from."
         )
     return family
+
+
+def check_computes_the_same(folder: Path, config: Any) -> None:
+    """Raise UserError for numbers of a config that llama.cpp takes to be others."""
+    kind = config.model_type
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    usual = ("gelu", "gelu_pytorch_tanh") if kind.startswith("gemma") else ("silu", "swish")
+    wanted: dict[str, tuple[Any, tuple[Any, ...]]] = {"hidden_act": (activation, usual)}
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        wanted["norm_topk_prob"] = (config.norm_topk_prob, (kind == "qwen3_moe",))
+    if kind == "gemma2":
+        wanted["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, (config.head_dim,))
+    if FAMILIES[kind].interleaved:
+        rotated = _rope(config).get("partial_rotary_factor", 1.0)
+        wanted["partial_rotary_factor"] = (rotated, (1.0,))
+    for name, (value, allowed) in wanted.items():
+        if value not in allowed:
+            raise UserError(
+                f"{folder}: {name} is {value!r} in config.json, and llama.cpp computes {kind} "
+                f"with {allowed[0]!r}."
+            )
 
 
 def _own_kind(checkpoint: Checkpoint) -> str:
@@ -525,10 +536,8 @@ class Tokenizer:
                 "convert_hf_to_gguf.py may know it."
             )
 
-    def describe(self, writer: "GGUFWriter") -> None:
+    def describe(self, writer: gguf.GGUFWriter) -> None:
         """Add the tokens, merges, special tokens and the chat template."""
-        import gguf
-
         texts = [f"[PAD{number}]" for number in range(self._count)]
         kinds = [gguf.TokenType.UNUSED] * self._count
         for text, number in self._json["model"]["vocab"].items():
