@@ -4,6 +4,7 @@ llama.cpp (if it is installed); and its errors.
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.push import card_text, find_origin
-from emp_llm.runtime import gguf_file
 
 gguf = pytest.importorskip("gguf")
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 BASE = {
     "vocab_size": 1536,
@@ -45,11 +46,29 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + place / 10 for place in range(8)],
+    "long_factor": [2.0 + place / 5 for place in range(8)],
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama, long": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama, linear": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama, biases": ("LlamaConfig", {"attention_bias": True}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 12, "sliding_window": None}),
@@ -74,6 +93,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": None}),
+    "phi3, long": (
+        "Phi3Config",
+        {
+            "sliding_window": None,
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 64,
+        },
+    ),
 }
 # transformers reads others too, without their sizes.
 READ_BY_TRANSFORMERS = ("llama", "llama, tied", "qwen2", "phi3")
@@ -162,7 +189,7 @@ def test_llama_cpp_reads_the_tokenizer_and_writes_the_same_text(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("kind", gguf_file.TYPES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_every_type(kind: str, make: Make, tmp_path: Path) -> None:
     """Matrices have the type; norms are exact; in four bits, embeddings have eight."""
     folder = make("llama")
@@ -362,6 +389,7 @@ def changed(make: Make, tmp_path: Path, file: str, **values: Any) -> Path:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "llama.cpp has no name for the rope_type dynamic of config.json",
         ),
+        ("config.json", {"hidden_act": "relu"}, "hidden_act is 'relu' in config.json"),
         ("tokenizer.json", {}, "it has no tokenizer.json"),
         ("tokenizer.json", {"model": {"type": "Unigram"}}, "a tokenizer of the type Unigram"),
         (
@@ -386,6 +414,12 @@ def test_other_errors(
     make: Make, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make("llama")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        patch.delitem(sys.modules, "emp_llm.runtime.gguf_file")
+        missing = command("export", folder)
+        assert missing.returncode == 2
+        assert "pip install 'emp-llm[gguf]'" in missing.stderr
     packed = command("pack", folder, "packed")
     assert packed.returncode == 0, packed.stderr
     result = command("export", "packed")
