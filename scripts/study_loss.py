@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from bench_helpers import used_by
 from study_counts import Model, models_of
+from study_smollm2 import TASKS, TELLING, read_points
 
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import Value, change_of, losses_of, values_of
@@ -41,8 +42,6 @@ column = "text"
 join = "\\n\\n"
 seqlen = {seqlen}
 """
-TASKS = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
-TELLING = ("hellaswag", "arc_easy")  # the dense model is far above chance
 
 
 def main(line: list[str] | None = None) -> None:
@@ -73,13 +72,6 @@ def main(line: list[str] | None = None) -> None:
     if options.write is not None:
         options.write.mkdir(parents=True, exist_ok=True)
         (options.write / "tables.md").write_text(text + "\n", encoding="utf-8")
-
-
-def read_points(path: Path) -> list[dict[str, Any]]:
-    """The points that are measured."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class LossStudy:

@@ -146,6 +146,14 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return model(tokens, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 
+def logits_in_llama_cpp(path: Path) -> Tensor:
+    """The logits of `TOKENS`; skips where llama-cpp-python is not installed."""
+    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model = engine.Llama(str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1)
+    model.eval(TOKENS[0].tolist())
+    return torch.from_numpy(model.scores[: TOKENS.shape[1]])
+
+
 TOKENS = torch.randint(2, 1536, (1, 100), generator=torch.Generator().manual_seed(1))
 
 
@@ -160,15 +168,10 @@ def test_transformers_reads_the_same_model(name: str, make: Make, tmp_path: Path
 
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_the_same(name: str, make: Make, tmp_path: Path) -> None:
-    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     folder = make(name)
     export(str(folder), type="f32", output=tmp_path / "model.gguf")
     wanted = logits_of(load(folder), TOKENS)
-    read = engine.Llama(
-        str(tmp_path / "model.gguf"), n_ctx=256, logits_all=True, verbose=False, n_threads=1
-    )
-    read.eval(TOKENS[0].tolist())
-    found = torch.from_numpy(read.scores[: TOKENS.shape[1]])
+    found = logits_in_llama_cpp(tmp_path / "model.gguf")
     torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
 
 
@@ -310,14 +313,9 @@ def test_the_card_says_what_loads_own_widths(own_widths: Path) -> None:
 
 
 def test_llama_cpp_computes_layers_of_their_own_widths(own_widths: Path, tmp_path: Path) -> None:
-    engine = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     export(str(own_widths), type="f32", output=tmp_path / "own.gguf")
     wanted = logits_of(runtime.load(own_widths, dtype="float32"), TOKENS)
-    read = engine.Llama(
-        str(tmp_path / "own.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=1
-    )
-    read.eval(TOKENS[0].tolist())
-    found = torch.from_numpy(read.scores[: TOKENS.shape[1]])
+    found = logits_in_llama_cpp(tmp_path / "own.gguf")
     torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
 
 
