@@ -189,7 +189,7 @@ def collect(
     quiet: bool = ...,
 ) -> CollectSummary:
     """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
-    and the HTML report.
+    and a report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is
     missing. The same results give the same bytes, wherever the jobs ran.
@@ -913,11 +913,10 @@ def report(
     against its baselines.
 
     Each model and choice of targets has its own section; they never share a curve. The output
-    folder holds report.html, which needs no other file; report.md with figures/*.svg and *.png; and
-    CSV tables with all digits. The same input gives the same bytes.
+    folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
+    input gives the same bytes.
 
-    Returns the content of report.json, the names of the files, and the comparison of EMP with its
-    baselines.
+    Returns the names of the files, and the comparison of EMP with its baselines.
 
     Args:
         runs: Outputs of prune, sweep, measure, bench and evaluate.

@@ -62,7 +62,7 @@ def collect(
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
 ) -> CollectSummary:
     """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
-    and the HTML report.
+    and a report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is
     missing. The same results give the same bytes, wherever the jobs ran.
@@ -99,7 +99,7 @@ def collect(
         from emp_llm.reporting.page import report_content
         from emp_llm.reporting.studies import read_inputs
 
-        _, report, _ = report_content(
+        report, _ = report_content(
             *read_inputs(paths), f"Study {study.resolve().name}", not no_plots
         )
         files |= {f"report/{name}": content for name, content in report.items()}
@@ -132,8 +132,8 @@ def show(summary: CollectSummary) -> None:
     if record.missing:
         names = shortened_list([f"{name} ({status})" for name, status in record.missing.items()], 6)
         print(f"partial: {names} {'is' if len(record.missing) == 1 else 'are'} missing")
-    report = summary.output / "report" / "report.html"
-    where = f"; open {report}" if "report/report.html" in record.files else ""
+    report = summary.output / "report" / "report.md"
+    where = f"; open {report}" if "report/report.md" in record.files else ""
     print(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")
 
 

@@ -1,15 +1,12 @@
-"""`emp-llm report`: runs, sweeps, measures and results files -> tables, figures and a page."""
+"""`emp-llm report`: runs, sweeps, measures and results files -> a page, figures and tables."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of
 from emp_llm.options.base import Opt
-
-if TYPE_CHECKING:
-    from emp_llm.records.report_page import ReportPage
 
 
 @dataclass(frozen=True)
@@ -17,12 +14,11 @@ class ReportSummary:
     """The summary of a written report.
 
     Attributes:
-        page: the content of report.json.
-        output: its folder; files: the names of its files.
+        output: its folder.
+        files: the names of its files.
         text: the comparison of EMP with its baselines, for a terminal.
     """
 
-    page: "ReportPage"
     output: Path
     files: list[str]
     text: str
@@ -43,16 +39,15 @@ def report(
     overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
     title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
-) -> "ReportSummary":
+) -> ReportSummary:
     """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP
     against its baselines.
 
     Each model and choice of targets has its own section; they never share a curve. The output
-    folder holds report.html, which needs no other file; report.md with figures/*.svg and *.png; and
-    CSV tables with all digits. The same input gives the same bytes.
+    folder holds report.md with figures/*.svg and *.png, and CSV tables with all digits. The same
+    input gives the same bytes.
 
-    Returns the content of report.json, the names of the files, and the comparison of EMP with its
-    baselines.
+    Returns the names of the files, and the comparison of EMP with its baselines.
     """
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.reporting.page import SUMMARY, report_content
@@ -60,9 +55,9 @@ def report(
 
     points, benches = read_inputs(runs)
     check_folder(output, overwrite, SUMMARY)
-    page, files, text = report_content(points, benches, title, not no_plots)
+    files, text = report_content(points, benches, title, not no_plots)
     write_folder(output, files, overwrite, SUMMARY)
-    return ReportSummary(page, output, sorted(files), text)
+    return ReportSummary(output, sorted(files), text)
 
 
 def show(summary: ReportSummary) -> None:
@@ -70,7 +65,7 @@ def show(summary: ReportSummary) -> None:
     print(summary.text)
     print(
         f"{count_of(len(summary.files), 'file')} in {summary.output}; open "
-        f"{summary.output / 'report.html'}"
+        f"{summary.output / 'report.md'}"
     )
 
 

@@ -230,7 +230,7 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
         == 0
     )
     assert ("rows.jsonl, 5 rows with images, of up to 24 tokens") in (
-        tmp_path / "page" / "report.html"
+        tmp_path / "page" / "report.md"
     ).read_text()
     report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
     assert report["calibration"]["text"]["image"] == "picture"

@@ -658,7 +658,7 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     lines = (folder / "tables" / "tables.csv").read_text().splitlines()
     assert len(lines) == 4
     assert repr(result["perplexity"]["perplexity"]) in lines[-1]
-    assert {"report.html", "report.md", "points.csv"} <= {
+    assert {"report.md", "points.csv"} <= {
         path.name for path in (folder / "tables" / "report").iterdir()
     }
 

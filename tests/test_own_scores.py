@@ -262,7 +262,7 @@ def test_sweep_measure_and_report_know_the_criterion(
         output=tmp_path / "page",
         no_plots=True,
     )
-    assert "my_ria" in (tmp_path / "page" / "report.html").read_text()
+    assert "my_ria" in (tmp_path / "page" / "report.md").read_text()
 
 
 def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str], Path]) -> None:

@@ -7,7 +7,6 @@ import csv
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,16 +30,6 @@ from emp_llm.report import report
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
 
-def check_page(page: Path) -> str:
-    """Tags are balanced, and nothing would be fetched or run."""
-    text = page.read_text(encoding="utf-8")
-    ElementTree.fromstring(re.sub(r"<(meta|br|img|link|hr|!)[^>]*>", "", text))
-    assert not re.search(
-        r'(src|href)="(?!data:image/svg\+xml;base64,)|<[^>]*\son\w+=|<script', text
-    )
-    return text
-
-
 def markdown(runs: list[Path], output: Path) -> str:
     report(runs, output=output, no_plots=True)
     return (output / "report.md").read_text()
@@ -58,7 +47,7 @@ def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) -> None:
+def test_files_are_valid(page: Path, runs: Path) -> None:
     figures = {path.stem for path in (page / "figures").iterdir()}
     assert figures == {"llama-perplexity-blocks-of-64", "llama-n-eff", "llama-kept", "llama-s-eff"}
     for name in figures:
@@ -71,26 +60,15 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
         for file in (page / "figures").glob(f"{name}.*"):
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
-    text = check_page(page / "report.html")
-    assert [len(re.findall(f"<{tag}\\b", text)) for tag in ("h1", "figure", "img", "table")] == [
-        1,
-        4,
-        4,
-        4,
-    ]
-    html = (page / "report.html").read_text()
-    assert (
-        html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8
-    )  # tables and figures scroll in a box
-    assert base64.b64encode((page / "figures" / "llama-kept.svg").read_bytes()).decode() in html
-    assert (page / "report.html").stat().st_size < 1_000_000
+    text = (page / "report.md").read_text()
+    assert [text.count(mark) for mark in ("\n# ", "\n![", "\n|---|")] == [0, 4, 4]
+    assert text.startswith("# Effective Model Pruning\n")
     rows = csv_rows(page / "points.csv")
     assert len(rows) == 7
     for row in rows[1:]:
         values = report_of(runs / row["point"])
         assert float(row["value"]) == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
         assert float(row["sparsity_of_targets"]) == values["targets"]["sparsity_of_targets"]
-    assert len(csv_rows(page / "matrices.csv")) == 6 * 6
     gaps = csv_rows(page / "differences.csv")
     assert [(row["point"], row["baseline"]) for row in gaps] == [
         ("emp-0.5", "uniform-0.5"),
@@ -181,9 +159,9 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     folders = with_accuracies(runs, tmp_path, answers=False)
     summary = report(folders, output=tmp_path / "out", no_plots=True)
     assert "\n‡ unpaired standard error" in summary.text
-    (verdict,) = (each for study in summary.page.studies for each in study.verdicts if "‡" in each)
+    verdict = next(line for line in summary.text.splitlines() if "clearly ‡" in line)
     assert "t acc" in verdict
-    assert "EMP worse: 1 of 1, 1 clearly ‡" in verdict
+    assert "1 of 1, 1 clearly ‡" in verdict
     text = (tmp_path / "out" / "report.md").read_text()
     points = text.index("### All points")
     differences = text.index("### Differences")
@@ -239,15 +217,13 @@ def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of missing room and unknown letters
         report([folder], output=tmp_path / "out", title=HOSTILE)
-    page = check_page(tmp_path / "out" / "report.html")
-    assert "&lt;script&gt;" in page
-    assert not any(text in page for text in ("\x00", "\u202e"))
     figures = list((tmp_path / "out" / "figures").glob("*.svg"))
     assert len(figures) == 3  # none of the perplexity: there is no curve through one point
     for figure in figures:
         ElementTree.parse(figure)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "<script" not in text.replace("\\<script", "")
+    assert not any(letter in text for letter in ("\x00", "\u202e"))
 
 
 def test_without_matplotlib_the_error_names_the_extra_and_tables_work(
@@ -260,7 +236,7 @@ def test_without_matplotlib_the_error_names_the_extra_and_tables_work(
         report([runs / "emp"], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     report([runs / "emp"], output=tmp_path / "out", no_plots=True)
-    names = ["matrices.csv", "points.csv", "report.html", "report.json", "report.md"]
+    names = ["points.csv", "report.json", "report.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
@@ -294,13 +270,11 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
-    (verdict,) = summary.page.studies[0].verdicts
-    assert verdict.endswith("to +inf %")
+    assert summary.text.rstrip().endswith("to +inf %")
     assert (
         sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv"))
         == 1
     )
-    assert "inf" not in (tmp_path / "out" / "report.json").read_text().replace("+inf %", "")
 
 
 Values = dict[str, Any]
@@ -381,17 +355,13 @@ def test_a_missing_input_is_named_before_the_output(
 
 
 def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:
-    """Names come from checkpoints, and a spreadsheet computes cells that begin with these
+    """Names come from users, and a spreadsheet computes cells that begin with these
     letters; numbers stay numbers.
     """
-    name = '=HYPERLINK("http://x")'
-    values = json.loads(
-        json.dumps(report_of(runs / "wanda")).replace(
-            "model.layers.0.mlp.down_proj", json.dumps(name)[1:-1]
-        )
-    )
-    report([save_run(tmp_path / "run", values)], output=tmp_path / "out", no_plots=True)
-    cells = {cell for row in csv_rows(tmp_path / "out" / "matrices.csv") for cell in row.values()}
+    name = '=HYPERLINK("http:..x")'
+    folder = save_run(tmp_path / name, report_of(runs / "wanda"))
+    report([folder], output=tmp_path / "out", no_plots=True)
+    cells = {cell for row in csv_rows(tmp_path / "out" / "points.csv") for cell in row.values()}
     assert any(cell.startswith(f"'{name}") for cell in cells)
     assert not any(cell.startswith(tuple("=+-@")) for cell in cells)
     numbers = ["-1.5", "+2", "-inf", "-", "1e-3", ""]

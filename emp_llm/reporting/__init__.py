@@ -1,4 +1,4 @@
-"""Reports: runs as points, points as studies, their tables, figures and page; the tables that
+"""Reports: runs as points, points as studies, their tables and figures; the tables that
 commands print; and the push.
 
 May use `evaluation`, `selection` (for the bound on s_eff), `options`, `records`, `hub` and the

@@ -1,16 +1,6 @@
-"""The files of a report: HTML page, Markdown, figures and CSV tables.
+"""The files of a report: a page of Markdown, its figures, and CSV tables."""
 
-The Markdown and the one self-contained HTML page have the same headings, text, tables and figures.
-"""
-
-import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import msgspec
-from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.common.errors import printable
 from emp_llm.common.tables import (
@@ -33,7 +23,7 @@ from emp_llm.evaluation.comparison import (
     value_cell,
 )
 from emp_llm.records.bench import Bench
-from emp_llm.records.report_page import ReportPage, StudySummary
+from emp_llm.records.report_page import ReportPage
 from emp_llm.reporting.figures import Drawing, draw
 from emp_llm.reporting.run_tables import (
     FIT_ERRORS,
@@ -53,7 +43,6 @@ from emp_llm.reporting.studies import (
     MeasuredPoint,
     Study,
     StudySuite,
-    by_role_and_block,
     differences,
     label_of,
     studies,
@@ -110,28 +99,32 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
             "better",
         ]
     ]
-    for each in differences(study, suite):
-        if each.measure in main_measures(suite.measures):
-            values = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
-            baseline = label_of(each.baseline) + (
-                f", {_MATCHES['total']}" if each.match == "total" else ""
-            )
-            start = [
-                label_of(each.point),
-                _short(each.point.recipe.beta),
+    for difference in _main_differences(study, suite):
+        point = difference.point
+        baseline = label_of(difference.baseline)
+        if difference.match == "total":
+            baseline += f", {_MATCHES['total']}"
+        rows.append(
+            [
+                label_of(point),
+                _short(point.recipe.beta),
                 baseline,
-                percent_cell(each.point.sparsity),
+                percent_cell(point.sparsity),
+                difference.measure,
+                value_cell(difference.measure, Value(difference.value)),
+                value_cell(difference.measure, Value(difference.base)),
+                change_text(difference.measure, difference.change),
+                difference.verdict,
             ]
-            rows.append(
-                [
-                    *start,
-                    each.measure,
-                    *values,
-                    change_text(each.measure, each.change),
-                    each.verdict,
-                ]
-            )
+        )
     return rows
+
+
+def _main_differences(study: Study, suite: StudySuite) -> list[Difference]:
+    measures = main_measures(suite.measures)
+    return [
+        difference for difference in differences(study, suite) if difference.measure in measures
+    ]
 
 
 def verdict_rows(study: Study) -> Rows:
@@ -143,27 +136,26 @@ def verdict_rows(study: Study) -> Rows:
     ]
     for suite in study.suites:
         groups: dict[tuple[str, str, str], list[Difference]] = {}
-        for each in differences(study, suite):
-            if each.measure in main_measures(suite.measures) and each.better is not None:
-                groups.setdefault((label_of(each.point), each.match, each.measure), []).append(each)
+        for difference in _main_differences(study, suite):
+            if difference.better is not None:
+                key = (label_of(difference.point), difference.match, difference.measure)
+                groups.setdefault(key, []).append(difference)
         for (method, match, measure), members in groups.items():
-            better = [each for each in members if each.better]
-            worse = [each for each in members if not each.better and each.change.value]
-            least, most = (signed(end(each.change.value for each in members)) for end in (min, max))
-            span = f"{least} to {most}" if len(members) > 1 else least
-            unit = "points" if in_percent(measure) else "%"
-            counts = [
-                _counted(better, members),
-                _counted(worse, members),
-                str(len(members) - len(better) - len(worse)),
-            ]
+            changes = [member.change.value for member in members]
+            better = [member for member in members if member.better]
+            worse = [member for member in members if not member.better and member.change.value]
+            span = signed(min(changes))
+            if len(members) > 1:
+                span += f" to {signed(max(changes))}"
             rows.append(
                 [
                     method,
                     _MATCHES[match],
                     _of_suite(study, suite, measure),
-                    *counts,
-                    f"{span} {unit}",
+                    _counted(better, members),
+                    _counted(worse, members),
+                    str(len(members) - len(better) - len(worse)),
+                    f"{span} {'points' if in_percent(measure) else '%'}",
                 ]
             )
     return rows
@@ -172,10 +164,10 @@ def verdict_rows(study: Study) -> Rows:
 def _counted(chosen: list[Difference], members: list[Difference]) -> str:
     """ "2 of 3, 1 clearly": by more than two standard errors, if these are known of all."""
     text = f"{len(chosen)} of {len(members)}"
-    if not chosen or any(each.clear is None for each in members):
+    if not chosen or any(member.clear is None for member in members):
         return text
-    mark = "" if all(each.change.paired for each in members) else f" {UNPAIRED}"
-    return f"{text}, {sum(1 for each in chosen if each.clear)} clearly{mark}"
+    mark = "" if all(member.change.paired for member in members) else f" {UNPAIRED}"
+    return f"{text}, {sum(1 for member in chosen if member.clear)} clearly{mark}"
 
 
 def role_rows(study: Study) -> Rows:
@@ -266,113 +258,99 @@ def _short(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-# CSV files: a dictionary for each row, from column to value.
+# CSV files, with all digits.
 
-Record = dict[str, Any]
+CsvRow = list[object]
+_VALUE_COLUMNS: CsvRow = [
+    "study",
+    "suite",
+    "point",
+    "method",
+    "beta",
+    "order",
+    "match",
+    "baseline_of",
+    "sparsity_of_targets",
+    "sparsity_of_all_parameters",
+    "measure",
+    "value",
+    "stderr",
+    "partial",
+]
+_DIFFERENCE_COLUMNS: CsvRow = [
+    "study",
+    "suite",
+    "point",
+    "baseline",
+    "method",
+    "beta",
+    "order",
+    "match",
+    "sparsity_of_targets",
+    "measure",
+    "value",
+    "baseline_value",
+    "change",
+    "unit",
+    "stderr",
+    "paired",
+    "better",
+]
 
 
-def value_records(study: Study) -> list[Record]:
-    """All measures of every point and of the dense model."""
+def value_lines(study: Study) -> list[CsvRow]:
+    """The lines of points.csv: all measures of every point and of the dense model."""
     names = {point.id: point.name for point in study.points}
-    records = []
+    lines = []
     for suite in study.suites:
-        dense: Record = {
-            "point": "dense",
-            "method": "dense",
-            "sparsity_of_targets": 0,
-            "sparsity_of_all_parameters": 0,
-        }
-        results = [(dense, suite.dense)]
+        models: list[tuple[CsvRow, dict[str, Value]]] = [
+            (["dense", "dense", None, None, None, None, 0, 0], suite.dense)
+        ]
         for point in study.pruned:
-            recipe: Record = {
-                "point": point.name,
-                "method": point.recipe.method,
-                "beta": point.recipe.beta,
-                "order": point.recipe.order,
-            }
-            recipe |= {"match": point.match, "baseline_of": names.get(point.baseline_of or "")}
-            recipe |= {
-                "sparsity_of_targets": point.sparsity,
-                "sparsity_of_all_parameters": point.sparsity_of_all,
-            }
-            results.append((recipe, point.values_of(suite.key)))
-        for start, values in results:
+            recipe = point.recipe
+            about: CsvRow = [
+                point.name,
+                recipe.method,
+                recipe.beta,
+                recipe.order,
+                point.match,
+                names.get(point.baseline_of or ""),
+                point.sparsity,
+                point.sparsity_of_all,
+            ]
+            models.append((about, point.values_of(suite.key)))
+        for about, values in models:
             for measure, value in values.items():
-                numbers = {
-                    "measure": measure,
-                    "value": value.value,
-                    "stderr": value.stderr,
-                    "partial": value.partial,
-                }
-                records.append({"study": study.title, "suite": suite.name} | start | numbers)
-    return records
+                numbers: CsvRow = [value.value, value.stderr, value.partial]
+                lines.append([study.title, suite.name, *about, measure, *numbers])
+    return lines
 
 
-def difference_records(study: Study) -> list[Record]:
-    """All differences between EMP and its baselines."""
+def difference_lines(study: Study) -> list[CsvRow]:
+    """The lines of differences.csv: all differences between EMP and its baselines."""
     return [
-        {
-            "study": study.title,
-            "suite": suite.name,
-            "point": each.point.name,
-            "baseline": each.baseline.name,
-            "method": each.point.recipe.method,
-            "beta": each.point.recipe.beta,
-            "order": each.point.recipe.order,
-            "match": each.match,
-            "sparsity_of_targets": each.point.sparsity,
-            "measure": each.measure,
-            "value": each.value,
-            "baseline_value": each.base,
-            "change": each.change.value,
-            "unit": "points" if in_percent(each.measure) else "percent",
-            "stderr": each.change.stderr,
-            "paired": each.change.paired if each.change.stderr is not None else None,
-            "better": each.verdict,
-        }
+        [
+            study.title,
+            suite.name,
+            difference.point.name,
+            difference.baseline.name,
+            difference.point.recipe.method,
+            difference.point.recipe.beta,
+            difference.point.recipe.order,
+            difference.match,
+            difference.point.sparsity,
+            difference.measure,
+            difference.value,
+            difference.base,
+            difference.change.value,
+            "points" if in_percent(difference.measure) else "percent",
+            difference.change.stderr,
+            difference.change.paired if difference.change.stderr is not None else None,
+            difference.verdict,
+        ]
         for suite in study.suites
-        for each in differences(study, suite)
+        for difference in differences(study, suite)
     ]
-
-
-def matrix_records(study: Study) -> list[Record]:
-    """The figures of every role and block of every point."""
-    return [
-        {
-            "study": study.title,
-            "point": point.name,
-            "method": point.recipe.method,
-            "beta": point.recipe.beta,
-        }
-        | {"order": point.recipe.order, "n_eff_over_n": effective_share(cell)}
-        | flat(msgspec.to_builtins(cell))
-        for point in study.points
-        for cell in by_role_and_block(point.matrices).values()
-    ]
-
-
-def fit_records(study: Study) -> list[Record]:
-    """The output errors of every fitted layer."""
-    return [
-        {"study": study.title, "point": point.name, "method": point.recipe.method, "layer": name}
-        | msgspec.structs.asdict(fit)
-        for point in study.points
-        for name, fit in point.fits.items()
-    ]
-
-
-def flat(values: Record, prefix: str = "") -> Record:
-    """A nested dictionary as one: the key of an inner value is the outer key, an underscore and
-    its own.
-    """
-    flattened: Record = {}
-    for name, value in values.items():
-        flattened |= (
-            flat(value, f"{prefix}{name}_")
-            if isinstance(value, dict)
-            else {f"{prefix}{name}": value}
-        )
-    return flattened
 
 
 FIGURES = "figures"
@@ -408,87 +386,86 @@ _ERROR = (
 )
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading with what is below it, in this order: facts, a table with its notes, figures. Each
-    of them may be missing.
-
-    Attributes:
-        title, level: the heading.
-        facts: short facts, each with its name.
-        rows: of the table; the first is its heading, and a table with a heading alone is not shown.
-        notes: paragraphs below the table.
-        drawings: figures.
-    """
-
-    title: str
-    level: int = 3
-    facts: Sequence[tuple[str, str]] = ()
-    rows: Rows = field(default_factory=list)
-    notes: Sequence[str] = ()
-    drawings: Sequence[Drawing] = ()
-
-
-def sections(
+def page_text(
     title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches: Sequence[Bench]
-) -> list[Section]:
-    """The sections of a report from top to bottom. A section with an empty table and no figures
-    is left out.
+) -> str:
+    """The page as Markdown; its figures are in a folder beside it.
+
+    Args:
+        title: its heading.
+        studies: with their figures.
+        benches: speeds, for the end of the page.
     """
-    found = [Section(title, 1)]
+    texts = [f"# {markdown_text(title)}"]
     for study, drawings in studies:
-        facts: dict[str, list[str]] = {"model": [study.model]}
-        for point in study.points:
-            for name, fact in point.facts.items():
-                facts.setdefault(name, []).append(fact)
-        # A fact in which the points differ lists all its values.
-        told = [(name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()]
-        found += [Section(study.title, 2, facts=told), _points(study)]
-        compared = [drawing for drawing in drawings if drawing.answers]
-        found.append(
-            Section(
-                "Is EMP better at the same sparsity?",
-                rows=verdict_rows(study),
-                notes=[_CLEARLY],
-                drawings=compared,
-            )
-        )
-        for suite in study.suites:
-            rows = difference_rows(study, suite)
-            found.append(
-                Section(
-                    f"Differences, suite {suite.name}",
-                    rows=rows,
-                    notes=[_DIFFERENCES, *_table_notes(rows)],
-                )
-            )
-        found.append(
-            Section("Output error of the fitted layers", rows=fit_rows(study), notes=[_ERROR])
-        )
-        for name, structure in [
-            (f"{label_of(p)} ({p.name})", p.structure) for p in study.points if p.structure
-        ]:
-            kinds = " and ".join(
-                dict.fromkeys(entry.kind for entry in structure.layers.values())
-            ).capitalize()
-            found.append(Section(f"{kinds}: {name}", rows=structure_rows(structure, by_layer=True)))
-            found.append(
-                Section(
-                    f"Size and speed: {name}",
-                    rows=cost_rows(structure),
-                    notes=speed_notes(structure),
-                )
-            )
-        others = [drawing for drawing in drawings if not drawing.answers]
-        found.append(
-            Section("Where the model is redundant", rows=role_rows(study), drawings=others)
-        )
+        texts += _study_texts(study, drawings)
     if benches:
-        found.append(Section("Speed and memory", 2, rows=speed_rows(benches), notes=[SPEED_NOTE]))
-    return [each for each in found if len(each.rows) != 1 or each.drawings]
+        texts += ["## Speed and memory", *_table_texts(speed_rows(benches), [SPEED_NOTE])]
+    return "\n\n".join(texts) + "\n"
 
 
-def _points(study: Study) -> Section:
+def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
+    facts: dict[str, list[str]] = {"model": [study.model]}
+    for point in study.points:
+        for name, fact in point.facts.items():
+            facts.setdefault(name, []).append(fact)
+    # A fact in which the points differ lists all its values.
+    lines = [
+        f"- {markdown_text(name)}: {markdown_text('; '.join(dict.fromkeys(values)))}"
+        for name, values in facts.items()
+    ]
+    texts = [f"## {markdown_text(study.title)}", "\n".join(lines), *_points_texts(study)]
+    texts += _section(
+        "Is EMP better at the same sparsity?",
+        verdict_rows(study),
+        [_CLEARLY],
+        [drawing for drawing in drawings if drawing.answers],
+    )
+    for suite in study.suites:
+        rows = difference_rows(study, suite)
+        texts += _section(
+            f"Differences, suite {suite.name}", rows, [_DIFFERENCES, *_table_notes(rows)]
+        )
+    texts += _section("Output error of the fitted layers", fit_rows(study), [_ERROR])
+    for point in study.points:
+        structure = point.structure
+        if structure is not None:
+            name = f"{label_of(point)} ({point.name})"
+            kinds = dict.fromkeys(units.kind for units in structure.layers.values())
+            texts += _section(
+                f"{' and '.join(kinds).capitalize()}: {name}",
+                structure_rows(structure, by_layer=True),
+            )
+            texts += _section(
+                f"Size and speed: {name}", cost_rows(structure), speed_notes(structure)
+            )
+    others = [drawing for drawing in drawings if not drawing.answers]
+    return texts + _section("Where the model is redundant", role_rows(study), drawings=others)
+
+
+def _section(
+    title: str, rows: Rows, notes: Sequence[str] = (), drawings: Sequence[Drawing] = ()
+) -> list[str]:
+    """A heading, a table with its notes, and figures; nothing if the table is empty and there
+    are no figures.
+    """
+    if len(rows) == 1 and not drawings:
+        return []
+    texts = [f"### {markdown_text(title)}", *_table_texts(rows, notes)]
+    for drawing in drawings:
+        texts += [
+            f"![{markdown_text(drawing.title)}]({FIGURES}/{drawing.name}.svg)",
+            markdown_text(drawing.caption),
+        ]
+    return texts
+
+
+def _table_texts(rows: Rows, notes: Sequence[str]) -> list[str]:
+    """A table and its notes; nothing if it has only its heading."""
+    return [markdown_table(rows), *map(markdown_text, notes)] if len(rows) > 1 else []
+
+
+def _points_texts(study: Study) -> list[str]:
     """All points, with what to do if they were not evaluated, or cannot be compared."""
     rows = point_rows(study)
     notes = []
@@ -501,7 +478,7 @@ def _points(study: Study) -> Section:
         if p.recipe.adaptive and p.structure is None and p.id not in baselines
     }
     notes += [_NO_BASELINE.format(name, criterion) for criterion, name in alone.items()]
-    return Section("All points", rows=rows, notes=[*notes, *_table_notes(rows)])
+    return _section("All points", rows, [*notes, *_table_notes(rows)])
 
 
 def _table_notes(rows: Rows) -> list[str]:
@@ -513,46 +490,6 @@ def _table_notes(rows: Rows) -> list[str]:
     return notes + ([_PARTIAL] if any(cell.endswith(" *") for cell in cells) else [])
 
 
-def markdown_page(parts: Sequence[Section]) -> str:
-    """The page as Markdown; its figures are in a folder beside it."""
-    texts = []
-    for part in parts:
-        texts.append(f"{'#' * part.level} {markdown_text(part.title)}")
-        if part.facts:
-            texts.append(
-                "\n".join(
-                    f"- {markdown_text(name)}: {markdown_text(fact)}" for name, fact in part.facts
-                )
-            )
-        if len(part.rows) > 1:
-            texts.append(markdown_table(part.rows))
-            texts += map(markdown_text, part.notes)
-        for drawing in part.drawings:
-            texts += [
-                f"![{markdown_text(drawing.title)}]({FIGURES}/{drawing.name}.svg)",
-                markdown_text(drawing.caption),
-            ]
-    return "\n\n".join(texts) + "\n"
-
-
-def html_page(title: str, parts: Sequence[Section]) -> str:
-    """The page as HTML by the template page.html.j2: figures inside it, no scripts, no requests,
-    all texts escaped.
-    """
-
-    def safe(value: Any) -> Any:
-        return printable(value, 1000) if type(value) is str else value
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        keep_trailing_newline=True,
-        finalize=safe,
-    )
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    return environment.get_template("page.html.j2").render(title=title, parts=parts)
-
-
 SUMMARY = "report.json"
 NOTHING_EQUAL = (
     "no emp point and baseline have equally many zeros, so none are compared; the page "
@@ -562,7 +499,7 @@ NOTHING_EQUAL = (
 
 def report_content(
     points: Sequence[MeasuredPoint], benches: Sequence[Bench], title: str, plots: bool
-) -> tuple[ReportPage, dict[str, bytes], str]:
+) -> tuple[dict[str, bytes], str]:
     """A report in memory.
 
     Args:
@@ -571,10 +508,9 @@ def report_content(
         plots: whether to draw figures; UserError if matplotlib is missing.
 
     Returns:
-        The content of report.json; all files by their relative names; the comparison of EMP with
-        its baselines, for a terminal.
+        All files by their relative names; the comparison of EMP with its baselines, for a
+        terminal.
     """
-    page = ReportPage(title=printable(title))
     files: dict[str, bytes] = {}
     drawn = []
     lines = []
@@ -588,57 +524,24 @@ def report_content(
                 f"{FIGURES}/{drawing.name}.svg": drawing.svg,
                 f"{FIGURES}/{drawing.name}.png": drawing.png,
             }
-        heading, *verdicts = verdict_rows(study)
-        page.studies.append(
-            StudySummary(
-                title=study.title,
-                model=study.model,
-                targets=study.scope,
-                points=[point.name for point in study.pruned],
-                suites=[suite.name for suite in study.suites],
-                verdicts=[
-                    "; ".join(f"{name}: {cell}" for name, cell in zip(heading, row, strict=True))
-                    for row in verdicts
-                ],
-                figures=[drawing.name for drawing in drawings],
-            )
-        )
-        tables: list[Rows] = [
-            *(difference_rows(study, suite) for suite in study.suites),
-            [heading, *verdicts],
-        ]
-        compared = [table(rows) for rows in tables if len(rows) > 1] or [NOTHING_EQUAL]
-        lines += [
-            study.title,
-            *compared,
-            *([UNPAIRED_NOTE] if any(UNPAIRED in text for text in compared) else []),
-        ]
-    parts = sections(page.title, drawn, benches)
-    files["report.html"] = html_page(page.title, parts).encode()
-    files["report.md"] = markdown_page(parts).encode()
-    for name, records in (
-        ("points.csv", [record for study in found for record in value_records(study)]),
-        ("differences.csv", [record for study in found for record in difference_records(study)]),
-        ("matrices.csv", [record for study in found for record in matrix_records(study)]),
-        ("fits.csv", [record for study in found for record in fit_records(study)]),
-        (
-            "speeds.csv",
-            [
-                flat(values | batch)
-                for values in map(Bench.as_dict, benches)
-                for batch in values.pop("batches")
-            ],
-        ),
+        lines += [study.title, *_comparison_lines(study)]
+    title = printable(title)
+    files["report.md"] = page_text(title, drawn, benches).encode()
+    for name, columns, lines_of in (
+        ("points.csv", _VALUE_COLUMNS, value_lines),
+        ("differences.csv", _DIFFERENCE_COLUMNS, difference_lines),
     ):
-        if records:
-            files[name] = _csv(records)
-    page.files = sorted(files)
-    files[SUMMARY] = page.encoded()
-    return page, files, "\n".join(lines)
+        csv_lines = [line for study in found for line in lines_of(study)]
+        if csv_lines:
+            files[name] = f"{csv_table([columns, *csv_lines])}\n".encode()
+    files[SUMMARY] = ReportPage(title=title, files=sorted(files)).encoded()
+    return files, "\n".join(lines)
 
 
-def _csv(records: list[Record]) -> bytes:
-    """Rows with all digits, under the names of their columns; what a row lacks is empty."""
-    columns = list(dict.fromkeys(name for record in records for name in record))
-    rows = [[record.get(name) for name in columns] for record in records]
-    return f"{csv_table([columns, *rows])}\n".encode()
+def _comparison_lines(study: Study) -> list[str]:
+    """EMP and its baselines in tables for a terminal."""
+    tables = [*(difference_rows(study, suite) for suite in study.suites), verdict_rows(study)]
+    lines = [table(rows) for rows in tables if len(rows) > 1]
+    if not lines:
+        return [NOTHING_EQUAL]
+    return lines + [UNPAIRED_NOTE] * any(UNPAIRED in text for text in lines)
