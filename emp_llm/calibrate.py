@@ -81,8 +81,8 @@ def calibrate(
         )
         if ranks().main:
             norms.save(output)
-            keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
-            out.complete()
+        keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
+        out.complete()
     told = [each.name for each in norms.about.all_texts]
     counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
     logger.info(

@@ -162,8 +162,7 @@ def evaluate(
             engine: Runtime = "dense",
         ) -> Subject:
             path = file.with_name(f"{file.stem}{mark}.json") if mark else file
-            if ranks().main:  # before its earlier results are read
-                stack.enter_context(locked(path))
+            stack.enter_context(locked(path))  # before its earlier results are read
             results = new_results(
                 source, suite, size, loading.dtype, loading.device_map, bits, engine
             )

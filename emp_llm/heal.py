@@ -4,7 +4,6 @@ weights that were trained.
 
 import logging
 import shutil
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -117,21 +116,19 @@ def heal(
     # Train, and write.
     output = options.output or folder.with_name(f"{folder.name}-healed")
     out = OutputFolder(output, [folder, source.folder], pruned.output_bytes, options.overwrite)
-    ranks().share(None)  # all ranks check the output before the first rank creates it
-    with out if ranks().main else nullcontext():
-        if ranks().main:
-            out.begin(signature, machine_name())
-            if out.get("copied") is None:
+    with out:
+        out.begin(signature, machine_name())
+        if out.get("copied") is None:
+            if ranks().main:
                 shards = [Path(shard.name) for shard in pruned.shards]
-                for relative in dict.fromkeys(
-                    [*shards, *pruned.side_files(), *_extras(folder, manifest)]
-                ):
-                    copy = out.files / relative
+                names = [*shards, *pruned.side_files(), *_extras(folder, manifest)]
+                for name in dict.fromkeys(names):
+                    copy = out.files / name
                     copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(folder / relative, copy)
+                    shutil.copyfile(folder / name, copy)
                 keep_generated(out.files / SELF_NAME, data)
                 sync_tree(out.files)
-                out.note(copied=True)
+            out.note(copied=True)
         with stopwatch("heal"):
             healing = heal_folder(
                 out,
@@ -141,21 +138,20 @@ def heal(
                 options,
                 model_origin(source.name, source.revision, dense),
             )
+        healing.command = command_line()
+        report.recipe = recipe
+        report.healing = healing
+        report.evaluation = None
+        report.stages |= stage_records(stopwatch.record)
+        report.warnings += healing_warnings(healing)
+        if report.sizes is not None:
+            report.sizes.mask = 0
         if ranks().main:
-            healing.command = command_line()
-            report.recipe = recipe
-            report.healing = healing
-            report.evaluation = None
-            report.stages |= stage_records(stopwatch.record)
-            report.warnings += healing_warnings(healing)
-            if report.sizes is not None:
-                report.sizes.mask = 0
             report.save(out.files / REPORT_NAME)
             norms = None if manifest.activations is None else manifest.activations.norms
             write_manifest(out.files, dense, manifest.source.identity, recipe, norms, {})
-            out.complete()
-            log_warnings(report.warnings)
-        ranks().share(None)
+        out.complete()
+    log_warnings(report.warnings)
     logger.info("written to %s (%.1f s)", output, report.stages["heal"].seconds)
     return report
 

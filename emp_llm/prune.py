@@ -1,7 +1,6 @@
 """`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and a report."""
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,9 +163,7 @@ def _pruned(
     # What is needed later is checked now: the output, the text, the suite.
     if suite is None or not path.exists():  # else `pending_matches` decides
         out = OutputFolder(path, [source.folder], checkpoint.output_bytes, options.overwrite)
-        if ranks().main and out.work.is_dir():
-            with out:
-                out.check_leftover(run_signature(checkpoint, recipe, None))
+        out.check_leftover(run_signature(checkpoint, recipe, None))
     quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
     calibrates = norms is None
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
@@ -255,17 +252,14 @@ def _pruned(
         out = OutputFolder(
             path, [source.folder], checkpoint.output_bytes + moved_bytes, options.overwrite
         )
-        ranks().share(None)  # all ranks check the output before the first rank creates it
-        with out if ranks().main else nullcontext():
-            if ranks().main:
-                out.begin(signature, "" if data is None else machine_name())
-                if data is not None and any(corpus.generate for corpus in data.corpora):
-                    keep_generated(out.files / SELF_NAME, data)
+        with out:
+            out.begin(signature, "" if data is None else machine_name())
+            if data is not None and any(corpus.generate for corpus in data.corpora):
+                keep_generated(out.files / SELF_NAME, data)
+            if judged is not None and norms is not None and options.activations is None:
+                from emp_llm.calibration.activations import keep_norms
 
-                if judged is not None and norms is not None and options.activations is None:
-                    from emp_llm.calibration.activations import keep_norms
-
-                    keep_norms(out, norms, stopwatch)  # what decided the masks lies beside them
+                keep_norms(out, norms, stopwatch)  # what decided the masks lies beside them
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before
             # the next is calibrated.
@@ -278,7 +272,7 @@ def _pruned(
                 assert data is not None
                 with stage("calibrate"):
                     # Of an interrupted run.
-                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
+                    norms = kept_norms(out, stopwatch)
                     if norms is None:
                         pruned_by = None if propagated is None else recorded(recipe)
                         origin = model_origin(
@@ -299,8 +293,7 @@ def _pruned(
                         del dense
                         if quantization is not None:
                             models.free()
-                        if ranks().main:
-                            keep_norms(out, norms, stopwatch)
+                        keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
                 if recipe.needs_activations:
                     scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
@@ -411,7 +404,7 @@ def _pruned(
                 )
                 if prepared is not None:
                     mark_pending(out.files, signature)
-                out.complete()
+            out.complete()
             report = ranks().share(report)
         assert report is not None
         log_warnings([each for each in report.warnings if each != starving])

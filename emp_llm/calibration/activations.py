@@ -8,6 +8,7 @@ that every token counts by its share of that output; each layer has its own.
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import ACTIVATIONS_NAME
+from emp_llm.common.ranks import ranks
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
 
@@ -131,18 +133,19 @@ class Activations:
 
 def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:
     """Save norms in an unfinished output, as a part of it and for resuming an interrupted run."""
-    norms.save(out.files / ACTIVATIONS_NAME)
+    if ranks().main:
+        norms.save(out.files / ACTIVATIONS_NAME)
     out.note(calibrated={"norms": norms.digest, "stages": dict(stopwatch.record)})
 
 
 def kept_norms(out: OutputFolder, stopwatch: Stopwatch) -> Activations | None:
     """The norms that an interrupted run of the same command collected; None if it did not finish
-    its calibration.
+    its calibration. A collective call.
     """
     noted = out.get("calibrated")
     if noted is None:
         return None
-    norms = Activations.load(out.files / ACTIVATIONS_NAME)
+    norms = ranks().first(partial(Activations.load, out.files / ACTIVATIONS_NAME))
     if norms.digest != noted["norms"]:
         raise UserError(
             f"{out.files / ACTIVATIONS_NAME}: it has changed since it was written. "

@@ -466,14 +466,12 @@ def written_ids(
     prompts = _prompts(corpus, tokenizer, how.seed)
     new = max(1, seqlen - max(map(len, prompts)))
     wanted = samples * seqlen
-    identity = ranks().share(identity_of(checkpoint) if ranks().main else None)
+    identity = ranks().first(lambda: identity_of(checkpoint))
     made_of = json.dumps([_WRITING, identity, models.dtype, bits, prompts, new, how.seed])
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-    documents = ranks().share(
-        json.loads(path.read_bytes()) if ranks().main and path.is_file() else []
-    )
+    documents = ranks().first(lambda: json.loads(path.read_bytes()) if path.is_file() else [])
     missing = wanted - sum(map(len, documents))
-    one_writer = locked(path, str(path)) if ranks().main and missing > 0 else nullcontext()
+    one_writer = locked(path, str(path)) if missing > 0 else nullcontext()
     with one_writer, progress_bar(missing, "write text", "tok") as bar:
         while missing > 0:
             first = len(documents) + ranks().index * how.batch_size

@@ -205,11 +205,10 @@ def model_origin(
         quantization: of the loaded model.
         pruned_by: the recipe of a pruned propagation.
     """
-    identity = identity_of(checkpoint) if ranks().main else None
     return CalibrationRecord(
         model=name if revision is not None else checkpoint.folder.name,
         revision=revision,
-        identity=ranks().share(identity),
+        identity=ranks().first(lambda: identity_of(checkpoint)),
         quantization=quantization_record(quantization),
         pruned_by=pruned_by,
     )
@@ -498,7 +497,7 @@ class CalibrationProgress:
         Raises:
             UserError: the hidden states are damaged.
         """
-        state = ranks().share(self._read_state() if ranks().main else None)
+        state = ranks().first(self._read_state)
         if state is None:
             return 0
         done, sums, input_of, tokens = state

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
 _TICK = 0.05  # seconds between two tries
@@ -23,8 +24,8 @@ _UNKNOWN = "an unknown process"
 
 @contextmanager
 def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Iterator[None]:
-    """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is
-    created if missing.
+    """Hold the lock of an output file, `.NAME.lock` beside it, in this context; only the first rank
+    holds it. The folder is created if missing.
 
     Args:
         path: the output.
@@ -34,6 +35,9 @@ def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Ite
     Raises:
         UserError: another run holds the lock, or the folder cannot be written.
     """
+    if not ranks().main:
+        yield
+        return
     subject = subject or f"--output {path}"
     path = Path(os.path.abspath(path))
     lock = FileLock(path.with_name(f".{path.name}.lock"), subject)

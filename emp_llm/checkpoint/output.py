@@ -33,6 +33,7 @@ from emp_llm.checkpoint.files import (
     read_json,
     sync_path,
     sync_tree,
+    write_bytes,
     write_json,
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
@@ -70,7 +71,8 @@ CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
 
 class OutputFolder:
-    """A folder that is written under another name, and renamed when it is complete.
+    """A folder that is written under another name, and renamed when it is complete. Only the first
+    of several ranks writes; all of them make the same calls.
 
         with OutputFolder(...) as out:
             out.begin(signature)
@@ -135,6 +137,14 @@ class OutputFolder:
         self.check_space(needed)
 
     def __enter__(self) -> Self:
+        """A collective call: all ranks have checked the path before the first one creates it."""
+        ranks().share(None)
+        if ranks().main:
+            self._enter()
+        return self
+
+    def _enter(self) -> None:
+        """Create the work folder and lock it."""
         try:
             for folder in reversed([folder for folder in self.path.parents if not folder.exists()]):
                 folder.mkdir()
@@ -153,7 +163,6 @@ class OutputFolder:
             raise UserError(
                 f"--output {self.path}: cannot be written there ({reason(error)})."
             ) from error
-        return self
 
     def __exit__(
         self,
@@ -161,6 +170,8 @@ class OutputFolder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not ranks().main:
+            return
         with contextlib.suppress(OSError):
             self._close()
         if not self.path.exists():
@@ -170,7 +181,8 @@ class OutputFolder:
         _explain(error, self.path, (self.work, self.calibration))
 
     def begin(self, signature: dict[str, Any], machine: str = "") -> None:
-        """Resume the work of an earlier run with this signature, or start with no work.
+        """Resume the work of an earlier run with this signature, or start with no work. A
+        collective call: all ranks know what is finished.
 
         Args:
             signature: everything that the result depends on, as JSON.
@@ -180,8 +192,12 @@ class OutputFolder:
         Raises:
             UserError: an unfinished run with another signature left work, and `overwrite` is false.
         """
-        signature = {"format": _FORMAT} | signature
-        if self.started and self.files.is_dir():
+        if ranks().main:
+            self._begin({"format": _FORMAT} | signature, machine)
+        self._state = ranks().share(self._state)
+
+    def _begin(self, signature: dict[str, Any], machine: str) -> None:
+        if self._holds_work:
             difference = describe_difference(self._state.get("signature", {}), signature)
             if difference is None:
                 logger.info("%s: resuming the work of an earlier run.", self.work)
@@ -203,13 +219,18 @@ class OutputFolder:
 
     def check_leftover(self, known: dict[str, Any]) -> None:
         """Raise the error of `begin` for the part of a signature that is known before the text
-        is read; None is unknown.
+        is read; None is unknown. Not in the context of the folder.
         """
-        older = self._state.get("signature", {})
-        known = {key: value for key, value in known.items() if value is not None}
-        difference = describe_difference({key: older.get(key) for key in known}, known)
-        if self.started and self.files.is_dir() and difference is not None and not self._overwrite:
-            raise self._unfinished(difference)
+        if not ranks().main or not self.work.is_dir():
+            return
+        with contextlib.ExitStack() as stack:
+            self._enter()
+            stack.push(self)
+            older = self._state.get("signature", {})
+            known = {key: value for key, value in known.items() if value is not None}
+            difference = describe_difference({key: older.get(key) for key in known}, known)
+            if self._holds_work and difference is not None and not self._overwrite:
+                raise self._unfinished(difference)
 
     def _unfinished(self, difference: str) -> UserError:
         return UserError(
@@ -222,6 +243,10 @@ class OutputFolder:
         """Whether there is finished work."""
         return bool(self._state.keys() - {"signature", "machine"})
 
+    @property
+    def _holds_work(self) -> bool:
+        return self.started and self.files.is_dir()
+
     def get(self, part: str) -> Any:
         """What is noted of a part of the work; None if it is not finished."""
         return self._state.get(part)
@@ -229,7 +254,13 @@ class OutputFolder:
     def note(self, **parts: Any) -> None:
         """Note finished parts of the work, as JSON. The work itself must already be on disk."""
         self._state = self._state | parts
-        write_json(self._manifest, self._state)
+        if ranks().main:
+            write_json(self._manifest, self._state)
+
+    def write(self, name: Path | str, content: bytes) -> None:
+        """Write a file into the folder, atomically."""
+        if ranks().main:
+            write_bytes(self.files / name, content)
 
     def forget(self) -> None:
         """Discard the notes of finished work, because the work is not valid."""
@@ -237,7 +268,14 @@ class OutputFolder:
         self._state = {}
 
     def complete(self) -> None:
-        """Rename the folder to its final name, replacing an older output."""
+        """Rename the folder to its final name, replacing an older output. A collective call: on
+        return, all ranks find it there.
+        """
+        if ranks().main:
+            self._complete()
+        ranks().share(None)
+
+    def _complete(self) -> None:
         if self._readers != _ANYBODY:
             for path in (self.files, *self.files.rglob("*")):
                 enter = self._readers >> 2 if path.is_dir() else 0
@@ -364,9 +402,8 @@ class OutputFile(contextlib.ExitStack):
         self.progress = self.path.with_name(f".{self.path.name}.progress")
 
     def __enter__(self) -> Self:
-        if ranks().main:
-            check_own(self.progress, CALIBRATION_FILES)
-            self.enter_context(locked(self.path))
+        check_own(self.progress, CALIBRATION_FILES)
+        self.enter_context(locked(self.path))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -374,7 +411,11 @@ class OutputFile(contextlib.ExitStack):
         _explain(exception[1], self.path, (self.progress,))
 
     def complete(self) -> None:
-        """Flush the written file to disk, and delete the work kept beside it."""
+        """Flush the file that the first rank has written to disk, and delete the work kept beside
+        it.
+        """
+        if not ranks().main:
+            return
         sync_path(self.path)
         sync_path(self.path.parent)
         shutil.rmtree(self.progress, ignore_errors=True)

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,6 +110,16 @@ class Ranks:
             _state()
             distributed.broadcast_object_list(values, src=0)
         return values[0]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """What a function returns on the first rank, on all ranks; no other rank calls it. A
+        collective call.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
+        result: T = self.share(function() if self.main else None)
+        return result
 
 
 @cache

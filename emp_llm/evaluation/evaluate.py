@@ -14,7 +14,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,7 +244,7 @@ def evaluate_checkpoint(
     """
     folder = output / EVALUATION_FOLDER
     try:
-        with locked(folder / "results", f"--output {output}") if ranks().main else nullcontext():
+        with locked(folder / "results", f"--output {output}"):
             measured = [] if dense is None else [dense]
             models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
             for name in ("dense", "pruned")[len(measured) :]:

@@ -8,6 +8,7 @@ must be of the same suite.
 import hashlib
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
@@ -56,14 +57,9 @@ def new_results(
     import torch  # a data-free prune prints its table without it
 
     record = suite.record()
-    identity = None
-    if ranks().main:  # `Checkpoint` refuses a packed folder, which only the sparse runtime runs
-        identity = (
-            folder_identity(source.folder)
-            if runtime == "sparse"
-            else identity_of(Checkpoint(source.folder))
-        )
-    identity = ranks().share(identity)
+    # `Checkpoint` refuses a packed folder, which only the sparse runtime runs.
+    read = folder_identity if runtime == "sparse" else _identity_of_checkpoint
+    identity = ranks().first(partial(read, source.folder))
     digest = _files_digest(source.folder)
     try:
         pruned = pruned_by(read_report(source.folder))
@@ -91,6 +87,10 @@ def new_results(
         made_by=made_by,
         command=command_line(),
     )
+
+
+def _identity_of_checkpoint(folder: Path) -> str:
+    return identity_of(Checkpoint(folder))
 
 
 def folder_identity(folder: Path) -> str | None:

@@ -18,6 +18,7 @@ from emp_llm.checkpoint.matrices import mask_bytes, packed_bytes, word_bytes, wo
 from emp_llm.common.errors import shortened_list
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Recipe
 from emp_llm.options.words import RecipeOptions
@@ -150,7 +151,11 @@ def pruned_before(name: str, recipe: Recipe) -> str:
 
 
 def log_warnings(warnings: list[str]) -> None:
-    """Log the first few warnings of a report. A large model may have one for every matrix."""
+    """Log the first few warnings of a report, on the first rank. A large model may have one for
+    every matrix.
+    """
+    if not ranks().main:
+        return
     for sentence in warnings[:_LOGGED]:
         logger.warning("warning: %s", sentence)
     if len(warnings) > _LOGGED:

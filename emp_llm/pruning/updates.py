@@ -16,7 +16,6 @@ from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.progress import stage
-from emp_llm.common.ranks import ranks
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
@@ -114,13 +113,12 @@ def moved_weights(
     """
     with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        done = ranks().share(out.get("refitted") if ranks().main else None)
+        done = out.get("refitted")
         if done is not None:
             stopwatch.record |= done
             return moved
         model = models.get(dense)
         with stopwatch(name):
             update(model, moved)
-        if ranks().main:
-            out.note(refitted=dict(stopwatch.record))
+        out.note(refitted=dict(stopwatch.record))
     return moved

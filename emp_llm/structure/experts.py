@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -620,16 +621,16 @@ def refit_experts(
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
             with closed_routers(model, {} if units is None else {units: kept[units]}):
                 if ranks().share(moved.has(step.index)):
-                    found = ranks().share(moved.block(step.index) if ranks().main else None)
+                    found = ranks().first(partial(moved.block, step.index))
                     for target in targets:
-                        if found[target.name].weight is not None:
-                            weight_of(model, target.layer).copy_(found[target.name].weight)
+                        weight = found[target.name].weight
+                        if weight is not None:
+                            weight_of(model, target.layer).copy_(weight)
                 elif units is not None:
                     found = _refit_block(
                         model, units, targets, step, walk, pruned, update, min_expert_tokens
                     )
-                    if ranks().main:
-                        moved.put(step.index, found)
+                    moved.put(step.index, found)
                 for number in range(len(batches)):
                     pruned.put(number, step.output(number, pruned))
             for target in targets:

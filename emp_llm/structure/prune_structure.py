@@ -5,7 +5,6 @@ decoder layers.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,11 +226,9 @@ def prune_structure(
         report = read_report(path)
     else:
         out = OutputFolder(path, [source.folder], checkpoint.output_bytes, options.overwrite)
-        ranks().share(None)  # all ranks check the output before the first rank creates it
-        with out if ranks().main else nullcontext():
-            if ranks().main:
-                out.begin(signature, "" if data is None else machine_name())
-                keep_generated(out.files / SELF_NAME, data)
+        with out:
+            out.begin(signature, "" if data is None else machine_name())
+            keep_generated(out.files / SELF_NAME, data)
 
             # What the scores need: sums over the text, or the norms of the inputs of last layers.
             sums: dict[str, Tensor] | None = None
@@ -239,7 +236,7 @@ def prune_structure(
                 assert data is not None
                 with stage("score"):
                     # Of an interrupted run.
-                    sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)
+                    sums = _kept_sums(out, stopwatch)
                     if sums is None:
                         runner = BlockwiseModel(
                             models.get(source.folder), recipe.targets.blocks, options.hidden_states
@@ -247,13 +244,12 @@ def prune_structure(
                         with stopwatch("score"):
                             sums = unit_sums(runner, plan.units, data.tokens, options.batch_size)
                         del runner
-                        if ranks().main:
-                            write_bytes(out.files / SUMS_NAME, save(sums))
-                            out.note(sums=dict(stopwatch.record))
+                        out.write(SUMS_NAME, save(sums))
+                        out.note(sums=dict(stopwatch.record))
             if calibrates:
                 assert data is not None
                 with stage("calibrate"):
-                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
+                    norms = kept_norms(out, stopwatch)
                     if norms is None:
                         dense = models.get(source.folder)
                         outputs = [
@@ -270,8 +266,7 @@ def prune_structure(
                                 resume=out.calibration,
                             )
                         del dense
-                        if ranks().main:
-                            keep_norms(out, norms, stopwatch)
+                        keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
 
             # Which units stay, and the values of the last layers.
@@ -434,7 +429,7 @@ def prune_structure(
                 )
                 if prepared is not None:
                     mark_pending(out.files, signature)
-                out.complete()
+            out.complete()
             report = ranks().share(report if ranks().main else None)
         log_warnings(report.warnings)
 
@@ -461,7 +456,7 @@ def _kept_sums(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | N
     if out.get("sums") is None:
         return None
     stopwatch.record |= out.get("sums")
-    sums: dict[str, Tensor] = load_file(out.files / SUMS_NAME)
+    sums: dict[str, Tensor] = ranks().first(lambda: load_file(out.files / SUMS_NAME))
     return sums
 
 

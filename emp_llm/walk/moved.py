@@ -16,6 +16,7 @@ from torch import Tensor
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.matrices import Words, torch_dtype
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rows import words_of
@@ -81,7 +82,9 @@ class MovedWeights:
         return block in self._blocks or (self.folder is not None and self._path(block).is_file())
 
     def put(self, block: int, moved: dict[str, Moved]) -> None:
-        """Keep what became of the targets of a block, by name."""
+        """Keep what became of the targets of a block, by name; the first rank does."""
+        if not ranks().main:
+            return
         if self.folder is None:
             self._blocks[block] = moved
             return

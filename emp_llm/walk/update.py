@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,10 +112,9 @@ def update_model(
                 found = _update_block(
                     block, update, seen, held_out, mask_of, allowed_of, min_expert_tokens
                 )
-                if ranks().main:
-                    moved.put(step.index, found)
+                moved.put(step.index, found)
             else:
-                found = ranks().share(moved.block(step.index) if members and ranks().main else {})
+                found = ranks().first(partial(moved.block, step.index)) if members else {}
                 for target in members:
                     weight = found[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
