@@ -15,7 +15,7 @@ TOKENS = 254_000
 FILES = 168
 FOLDERS = 18
 ENTERED = {
-    "prune": (56, 440),
+    "prune": (56, 448),
     "data-free prune": (38, 280),
     "prune_model": (43, 291),
     "perplexity": (34, 164),
