@@ -6,8 +6,7 @@ the published best.
 
 A study is a folder with a plan of board.toml or board_refit.toml that `emp-llm run` has finished,
 here or in part. Its rows are added to docs/board.jsonl, in place of older ones, and the page is
-written from that file alone. Models of the literature that nobody has run have empty rows with
-commands.
+written from that file alone.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import json
 import math
 import shlex
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.env import env
 from emp_llm.evaluation.comparison import Value, shown_change
-from emp_llm.plan import plan
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
@@ -34,15 +31,11 @@ from emp_llm.reporting.studies import short_model_name
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "docs" / "board.jsonl"
 PAGE = ROOT / "docs" / "board.md"
-TABLES = [ROOT / "scripts" / "paper" / name for name in ("board.toml", "board_refit.toml")]
-# Any local model: a plan of a model on the Hub would download its config.
-DEMO = ROOT / "scripts" / "demo" / "model"
 Row = dict[str, Any]
 
 ALPS = "[ALPS](https://arxiv.org/abs/2406.07831), Tables 11 and 16"
 ROTATED = "[DenoiseRotator](https://arxiv.org/abs/2505.23049), Table "
-# method, perplexity at 50 % and at 2:4, source; the last two of a model are the best without and
-# with rotations.
+# method, perplexity at 50 % and at 2:4, source.
 PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": [
         ("dense", 5.472, 5.472, f"{ROTATED}19"),
@@ -67,24 +60,18 @@ _NAMES = {"wanda": "Wanda", "sparsegpt": "SparseGPT"}
 
 INTRO = """# Board of results
 
-All linear layers of the decoder blocks are pruned. The perplexity is per token; its change from the dense model has a paired
-standard error. Seconds and peak memory are those of the prune, on machines that did other work too. The best of each
-sparsity is bold.
+Each method beside Wanda and SparseGPT: all linear layers of the decoder blocks, perplexity per token, its change from the dense model with a paired
+standard error. Seconds and peak memory are those of the prune, on machines that did other work too. The best of each sparsity is bold. The command of
+a row is `emp-llm prune --model MODEL --targets all-linear` with the options in its last column.
 
-Wanda calibrates each block on the outputs of the pruned blocks before it, as in its code: `--propagate pruned`. SparseGPT and
-ADMM always do. Wanda removes 50 % of each row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together: EMP
-says how many weights of each row stay.
+Wanda calibrates on the outputs of the pruned blocks, as in its code (`--propagate pruned`); SparseGPT and ADMM always do. Wanda removes 50 % of each
+row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of ours is [healed](heal.md) or [rotated](rotate.md).
 
-[Which method?](methods.md) has more points of the same models, with Wanda by the default, `--propagate dense`, by an older
-version on another processor, and wiki-llama-5m on other blocks of WikiText-2. ADMM's search depends on the rounding of sums:
-with `--batch-size 16`, the same command gives +87.8 % in place of +91.4 % on stories260K; the study found +87.0 %.
-
-No row of ours is healed. After [healing](heal.md), the mask is worth little: at 50 % Wanda and `emp-admm` with a refit come to
-−2.9 and −2.9 % on the demo model, +38.7 and +36.3 % on stories260K, +1.5 and +0.5 % on wiki-llama-5m; at 2:4 to −1.8 and −2.1,
-+72 and +77, +3.7 and +2.9 %. Nor is any [rotated](rotate.md)."""
+[Which method?](methods.md) has more points of the same models, by an older version on another processor, and wiki-llama-5m on other blocks of
+WikiText-2. ADMM's search depends on the rounding of sums: with `--batch-size 16`, the same command gives +87.8 % in place of +91.4 % on stories260K."""
 FILL = """## Models of the literature
 
-These rows are empty: nobody has run them yet. They need a GPU and access to the models:
+Nobody has run emp-llm on these models yet; the published numbers are those to beat. It needs a GPU and access to the models:
 
 <!-- not run: needs a GPU -->
 ```bash
@@ -94,16 +81,13 @@ emp-llm run board && emp-llm run board-refit
 python scripts/paper/board.py board board-refit
 ```
 
-The last command writes the rows into `docs/board.jsonl` and into this page. With [a site file](clusters.md), `submit` takes
-the place of `run`. The protocol is that of the literature: calibration on 128 sequences of 2048 tokens of C4, perplexity of
-WikiText-2 in blocks of 2048 tokens."""
+The last command adds rows to `docs/board.jsonl` and to this page. On a cluster, [`submit`](clusters.md) takes the place of `run`. The protocol is that
+of the literature: calibration on 128 sequences of 2048 tokens of C4, perplexity of WikiText-2 in blocks of 2048 tokens."""
 SOURCES = """## Sources
 
-The published numbers stand in the tables named beside them. Those of ALPS are means of five runs. "SparseGPT, rotated" is
-DenoiseRotator: it puts a dense matrix between the blocks, 6.7 % more parameters for LLaMA-3-8B. ALPS is the best without one.
-The [code of Wanda](https://github.com/locuslab/wanda) (its [paper](https://arxiv.org/abs/2306.11695)) gives LLaMA-2-7B in
-blocks of 4096 tokens: Wanda 6.42 and 11.02, SparseGPT 6.51 and 10.17 at 50 % and 2:4, dense 5.12. These do not compare with
-ours. [SparseGPT's paper](https://arxiv.org/abs/2301.00774) is older than these models."""
+ALPS' numbers are means of five runs, and ALPS is the best without a dense matrix between the blocks. DenoiseRotator ("SparseGPT, rotated") has one,
+6.7 % more parameters for LLaMA-3-8B. The [code of Wanda](https://github.com/locuslab/wanda) gives numbers in blocks of 4096 tokens (LLaMA-2-7B: Wanda
+6.42 and 11.02, SparseGPT 6.51 and 10.17, dense 5.12), which do not compare with these."""
 
 
 def shown_command(command: str) -> str:
@@ -171,18 +155,6 @@ def rows_of(study: Path, commit: str) -> list[Row]:
     return found
 
 
-def planned_commands(model: str) -> list[str]:
-    """The commands of the rows of a model, by the tables."""
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [
-            job
-            for table in TABLES
-            for job in plan(table, models=f"{DEMO}", output=Path(folder), overwrite=True).jobs
-        ]
-    commands = [shown_command(job.command) for job in jobs if job.kind == "prune"]
-    return [command.replace(_shown(DEMO), model) for command in commands]
-
-
 def value_of(row: Row) -> Value:
     """The perplexity of a row, with the losses of the blocks."""
     losses = tuple(zip(row["losses"], row["tokens"], strict=True))
@@ -205,12 +177,19 @@ def cells_of(command: str) -> tuple[str, str]:
     )
 
 
-def table_of(model: str, commands: list[str], rows: dict[tuple[str, str], Row]) -> Rows:
-    """One row for each command; those that were not run are empty."""
+def options_of(command: str) -> str:
+    """The options of a command that the page does not say of all rows."""
+    words = shlex.split(command)
+    options = words[words.index("--model") + 2 :]
+    return shlex.join(options).replace("--targets all-linear ", "")
+
+
+def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
+    """One row for each command that was run on a model."""
     dense = rows.get((model, ""))
     base = None if dense is None else value_of(dense)
     measured = {
-        command: value_of(row) for command in commands if (row := rows.get((model, command)))
+        command: value_of(row) for (name, command), row in rows.items() if name == model and command
     }
     lines = [
         [
@@ -221,31 +200,30 @@ def table_of(model: str, commands: list[str], rows: dict[tuple[str, str], Row]) 
             "seconds",
             "peak memory",
             "commit",
-            "command",
+            "options",
         ]
     ]
-    for command in sorted(commands, key=lambda each: "--pattern" in each):
+    for command in sorted(measured, key=lambda each: "--pattern" in each):
         method, sparsity = cells_of(command)
-        row = rows.get((model, command))
-        value = measured.get(command)
-        cells = [method, sparsity, "", "", "", "", "", f"`{command}`"]
-        if row is not None and value is not None:
-            best = min(
-                other.value for each, other in measured.items() if cells_of(each)[1] == sparsity
-            )
-            mark = "**" if value.value == best else ""
-            memory = f"{row['bytes'] / 1e9:.2f} GB" + (
-                f", GPU {row['gpu_bytes'] / 1e9:.1f} GB" if row["gpu_bytes"] else ""
-            )
-            change = shown_change("perplexity", base, value)
-            cells[2:7] = [
+        row = rows[model, command]
+        value = measured[command]
+        best = min(other.value for each, other in measured.items() if cells_of(each)[1] == sparsity)
+        mark = "**" if value.value == best else ""
+        memory = f"{row['bytes'] / 1e9:.2f} GB"
+        if row["gpu_bytes"]:
+            memory += f", GPU {row['gpu_bytes'] / 1e9:.1f} GB"
+        lines.append(
+            [
+                method,
+                sparsity,
                 f"{mark}{value.value:.3f}{mark}",
-                change,
+                shown_change("perplexity", base, value),
                 f"{row['seconds']:.0f}",
                 memory,
                 row["commit"],
+                f"`{options_of(command)}`",
             ]
-        lines.append(cells)
+        )
     return lines
 
 
@@ -269,31 +247,28 @@ def heading(marks: str, model: str, rows: dict[tuple[str, str], Row]) -> str:
 def page_of(rows: dict[tuple[str, str], Row]) -> str:
     """The page."""
     parts = [INTRO]
-    for model in dict.fromkeys(model for model, _ in rows if model not in PUBLISHED):
-        commands = [command for name, command in rows if name == model and command]
-        parts += [
-            heading("##", model, rows),
-            markdown_table(table_of(model, commands, rows), as_markdown=True),
-        ]
+    models = dict.fromkeys(model for model, _ in rows)
+    for model in models:
+        if model not in PUBLISHED:
+            parts += section("##", model, rows)
     parts.append(FILL)
     for model, published in PUBLISHED.items():
-        lines = table_of(model, planned_commands(model), rows)
-        numbers = {
-            "50 %": [row[1] for row in published[1:]],
-            "2:4": [row[2] for row in published[1:]],
-        }
-        lines[0].insert(3, "published best")
-        for line in lines[1:]:
-            line.insert(3, f"{numbers[line[1]][-2]:.2f}; rotated {numbers[line[1]][-1]:.2f}")
+        parts += section("###", model, rows)
         printed = [
             [name, f"{half:.2f}", f"{pattern:.2f}", source]
             for name, half, pattern, source in published
         ]
-        parts += [heading("###", model, rows), markdown_table(lines, as_markdown=True)]
         parts.append(
             markdown_table([["published", "50 %", "2:4", "source"], *printed], as_markdown=True)
         )
     return "\n\n".join([*parts, SOURCES]) + "\n"
+
+
+def section(marks: str, model: str, rows: dict[tuple[str, str], Row]) -> list[str]:
+    """The heading of a model, and the table of its rows if it has any."""
+    table = table_of(model, rows)
+    heads = [heading(marks, model, rows)]
+    return heads if len(table) == 1 else [*heads, markdown_table(table, as_markdown=True)]
 
 
 def main(line: list[str] | None = None) -> None:

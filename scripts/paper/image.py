@@ -39,7 +39,7 @@ _WIDTH = 1100  # of the figure in pixels
 _PAGE = """# Pixels
 
 EMP on photographs: the most distinct pixels of each channel are kept, or of each 4 × 4 patch of a channel, and the others
-become the mean ([images](../image.md)).
+become the mean ([images](../paper.md#images)).
 
 {table}
 

@@ -1,7 +1,7 @@
 """Whole neurons and filters of any torch model: scored, selected by the rule of the weights, zeroed
 or removed.
 
-    from prune_units import prune_units  # with scripts/paper on sys.path; docs/structured.md has
+    from prune_units import prune_units  # with scripts/paper on sys.path; docs/paper.md has
     examples
 
 The mathematics is that of `emp_llm.selection`. Layers that belong together are found by
