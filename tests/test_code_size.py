@@ -16,9 +16,9 @@ FILES = 168
 FOLDERS = 18
 ENTERED = {
     "prune": (56, 448),
-    "data-free prune": (38, 280),
+    "data-free prune": (38, 284),
     "prune_model": (43, 291),
-    "perplexity": (34, 164),
+    "perplexity": (34, 166),
 }
 
 
