@@ -45,7 +45,6 @@ def calibrate(
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibrated, model_origin
-    from emp_llm.calibration.texts import has_images
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.ranks import ranks
@@ -65,11 +64,7 @@ def calibrate(
     selected = architecture.select(targets, layers.ignore, layers.tower)
     chosen = [target for target in selected if target.layer.kind != "embedding"]
     check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
-    images = has_images(text.text_name) and architecture.reads_images
-    # Images reach the vision tower too.
-    if images and (targets, layers.tower) == ("all-linear", "language"):
-        chosen += architecture.select("all-linear", layers.ignore, "vision")
-    check_calibrated([target.layer for target in chosen], images)
+    check_calibrated([target.layer for target in chosen])
     models = OneModel(loading.device_map, loading.dtype, trust)
     data = calibration_data(text, architecture, trust, models=models, quantization=quantization)
     with OutputFile(output) as out:

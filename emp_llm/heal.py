@@ -59,7 +59,7 @@ def heal(
     load_packages()
     import torch
 
-    from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+    from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
     from emp_llm.checkpoint.files import sync_tree
@@ -102,7 +102,6 @@ def heal(
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
     data = calibration_data(options, architecture, options.trust_remote_code, models=models)
     check_healable(dense.config, data, architecture.targets_of(recipe.tree.targets))
-    assert isinstance(data, CalibrationText)
     models.free()
     signature = {
         "heals": {name: list(state) for name, state in pruned.states.items()},

@@ -81,7 +81,7 @@ def measure(
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
         Effective(beta=beta)
-    from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import command_line, versions
@@ -139,8 +139,9 @@ def measure(
             record.save(path)
             out.complete()
         return record
-    images = leading.needs_activations and may_reach_images(text)
-    chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
+    chosen = targets_of_folder(
+        source.folder, source.name, leading, model.trust_remote_code, calibrates=norms is None
+    )
     checkpoint = chosen.checkpoint
     targets = chosen.targets
     calibrates = leading.needs_activations and norms is None
@@ -161,7 +162,7 @@ def measure(
             further=HELD_OUT if budgets else 0,
         )
         if budgets:
-            held_out = deciding(getattr(data, "further", None), text.text_name)
+            held_out = deciding(data.further, text.text_name)
     with OutputFile(path) as out:
         if calibrates and data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin

@@ -72,7 +72,7 @@ def _pruned(
     Args:
         judged: of a run whose sparsity --loss has found.
     """
-    from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
@@ -134,9 +134,8 @@ def _pruned(
         )
 
     # Which weights, by which scores.
-    images = recipe.needs_activations and may_reach_images(options)
     chosen = targets_of_folder(
-        source.folder, source.name, recipe, options.trust_remote_code, images
+        source.folder, source.name, recipe, options.trust_remote_code, calibrates=norms is None
     )
     targets = chosen.targets
     checkpoint = chosen.checkpoint
@@ -173,12 +172,7 @@ def _pruned(
     if recipe.moves or by_cost or (scored and calibrates):
         load_packages()
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import (
-            FURTHER,
-            CalibrationText,
-            calibration_data,
-            keep_generated,
-        )
+        from emp_llm.calibration.data import FURTHER, calibration_data, keep_generated
         from emp_llm.calibration.passes import (
             calibrated,
             calibration_signature,
@@ -210,10 +204,11 @@ def _pruned(
     if update is not None:
         from emp_llm.pruning.updates import check_updatable, move_weights, moved_weights
 
-        check_updatable(recipe, chosen, data)
+        check_updatable(recipe, chosen)
     if recipe.heal is not None:
         from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
 
+        assert data is not None
         check_healable(checkpoint.config, data, targets)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
@@ -321,7 +316,7 @@ def _pruned(
             pruner = Pruner(scores, counts, options.mask_device)
             moved = None
             if update is not None:
-                assert isinstance(data, CalibrationText)
+                assert data is not None
                 tokens = data.tokens
 
                 def move(dense: "PreTrainedModel", moved: "MovedWeights") -> None:
@@ -360,7 +355,7 @@ def _pruned(
                 if starving is not None:  # said at once: healing may take hours
                     logger.warning("warning: %s", starving)
             if recipe.heal is not None:
-                assert isinstance(data, CalibrationText)
+                assert data is not None
                 ranks().share(None)
                 origin = model_origin(source.name, source.revision, checkpoint)
                 with stopwatch("heal"):

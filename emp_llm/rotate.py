@@ -61,7 +61,7 @@ def rotate(
     Returns N_eff/N before and after, and the difference of the logits.
     """
     load_packages()
-    from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+    from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import fit_origin, model_origin
     from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
@@ -100,8 +100,6 @@ def rotate(
             )
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)
         data = calibration_data(text, architecture, model.trust_remote_code, models=models)
-        if not isinstance(data, CalibrationText):
-            raise UserError("rotate reads text alone; leave out image= in --calibration.")
         turned = models.get(source.folder)
         with stage("rotate"):
             record = rotate_model(

@@ -117,7 +117,7 @@ def sweep(
     points = plan_points(how, shared)
     load_packages()
     from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
     from emp_llm.calibration.texts import self_notes
     from emp_llm.evaluation.evaluate import (
         evaluate_model,
@@ -163,8 +163,9 @@ def sweep(
         model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run
     )
     stopwatch = Stopwatch()
-    images = leading.needs_activations and may_reach_images(text)
-    chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
+    chosen = targets_of_folder(
+        source.folder, source.name, leading, model.trust_remote_code, calibrates=norms is None
+    )
     checkpoint = chosen.checkpoint
     targets = chosen.targets
     calibrates = bool(scored) and norms is None
@@ -189,7 +190,7 @@ def sweep(
         data = None
         made_of = None if norms is None else {"norms": norms.digest}
         if calibrates or moving:
-            from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+            from emp_llm.calibration.data import calibration_data, keep_generated
             from emp_llm.calibration.passes import (
                 calibrated,
                 calibration_signature,
@@ -202,7 +203,7 @@ def sweep(
                 text, chosen.architecture, model.trust_remote_code, models=models
             )
             if moving:
-                check_updatable(moving[0], chosen, data)
+                check_updatable(moving[0], chosen)
             made_of = (made_of or {}) | calibration_signature(data, text)
         prepared = prepare_suite(
             suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code)
@@ -295,7 +296,7 @@ def sweep(
                 moved = None
                 update = recipe.update
                 if update is not None:
-                    assert isinstance(data, CalibrationText)
+                    assert data is not None
                     moved = MovedWeights(folder.moved / point.name)
                     with stage(update.name), watch(update.name):
                         move_weights(

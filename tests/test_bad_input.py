@@ -23,7 +23,6 @@ import tiny
 import torch
 import transformers
 from conftest import Run
-from pictures import make_llava, make_pictures
 from safetensors.torch import save_file
 from test_fp8 import make_fp8
 
@@ -273,7 +272,6 @@ def test_models_that_cannot_be_refitted(
     refused: Refused, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     t5 = tmp_path / "t5"
-    rows = make_pictures(tmp_path)
     config = transformers.T5Config(
         vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
     )
@@ -285,13 +283,6 @@ def test_models_that_cannot_be_refitted(
     )
     refused(says, model=str(t5), method="wanda", refit=True)
     refused("--heal is for decoders", model=str(t5), method="wanda", heal=True)
-    says = (
-        r"^--method sparsegpt runs block by block, on text alone\. Use --method wanda, or leave "
-        r"out image= in --calibration"
-    )
-    llava = make_llava(tmp_path / "llava")
-    source = f"{rows}/rows.jsonl,image=picture"
-    refused(says, model=str(llava), calibration=source, seqlen=24, method="sparsegpt")
     fp8 = make_fp8(models("llama"), tmp_path / "fp8")
     says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
     refused(says, model=str(fp8), method="wanda", refit=True)

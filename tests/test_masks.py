@@ -331,7 +331,7 @@ def test_masks_in_any_order_are_the_same(
             {"format": "pt"},
         )
     recipe = recipe_of(method="magnitude", sparsity=0.001, group=group)
-    chosen = targets_of_folder(source, "coarse", recipe, False, False)
+    chosen = targets_of_folder(source, "coarse", recipe)
     scores = Scores(chosen.checkpoint, chosen.targets, recipe)
     pruner = Pruner(scores, counts_of(scores))
     wanted: dict[str, Tensor] = {

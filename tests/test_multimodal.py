@@ -21,7 +21,7 @@ from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_mul
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from emp_llm import prune_model, reapply_mask
+from emp_llm import prune_model, reapply_mask, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
@@ -241,6 +241,49 @@ def test_the_vision_tower_alone(towers: Towers, pruned: Pruned, name: str) -> No
     assert {entry["role"].partition(".")[0] for entry in report["matrices"].values()} == {"vision"}
     assert verify(out, source=str(towers(name))).differences == []
     assert reapply_mask(load_own(towers(name), name), out) > 0
+
+
+def test_batches_with_images_reach_both_towers(towers: Towers, tmp_path: Path, text: Path) -> None:
+    """The masks are those of the oracle for norms of plain hooks. The command prunes the vision
+    tower by the norms, and text alone does not reach it.
+    """
+    random = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.full((3, 4), 260), torch.randint(256, (3, 20), generator=random)], 1)
+    pixels = torch.randn(3, 3, 16, 16, generator=random)
+    batches = [
+        {"input_ids": row[None], "pixel_values": image[None]}
+        for row, image in zip(ids, pixels, strict=True)
+    ]
+    model = load_own(towers("llava"), "llava").float()
+    recipe = recipe_of(method="wanda", tower="all")
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".mlp." in name
+    ]
+    sums: dict[str, torch.Tensor] = {}
+    handles = mixtures.watch(model, names, sums)
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for handle in handles:
+        handle.remove()
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in names}
+    report = prune_model(model, recipe, batches)
+    assert {name.split(".")[1] for name in names} == {"vision_tower", "language_model"}
+    for name, weight in weights.items():
+        scores = oracle.scores(weight.numpy(), sums[name].sqrt().float().numpy())
+        mask = oracle.row_masks(scores, adaptive=False)
+        assert (report.masks[f"{name}.weight"].numpy() == mask).mean() > 0.999, name
+    assert report.activations is not None
+    report.activations.save(tmp_path / "norms")
+    how: dict[str, Any] = {"model": towers("llava"), "tower": "vision", "method": "wanda"}
+    pruned = prune(**how, activations=tmp_path / "norms", output=tmp_path / "out")
+    assert len(pruned.matrices) == 6
+    with pytest.raises(UserError, match=r"vision tower.*batches with images to prune_model"):
+        prune(**how, calibration=str(text), output=tmp_path / "text")
+    with pytest.raises(UserError, match=r"vision tower.*batches with images to prune_model"):
+        prune_model(model, recipe, ids, samples=3, seqlen=24)
 
 
 def test_all_towers(towers: Towers, pruned: Pruned) -> None:

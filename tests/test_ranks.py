@@ -14,7 +14,6 @@ import tiny
 import torch
 import transformers
 from launch import Launched, launch
-from pictures import make_llava, make_pictures
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
@@ -146,35 +145,6 @@ def test_calibrating_with_ranks(
         assert torch.equal(norm, several.norms[name])
     assert one.relative.keys() == several.relative.keys() == one.input_of.keys()
     assert all(torch.equal(norm, several.relative[name]) for name, norm in one.relative.items())
-
-
-def test_calibrating_on_images_with_ranks(tmp_path: Path, launched: Launch) -> None:
-    """Each rank runs every second row."""
-    model = make_llava(tmp_path / "model")
-    data = make_pictures(tmp_path)
-    source = f"{data}/rows.jsonl,image=picture"
-    one = calibrate(model, output=tmp_path / "one", calibration=source, samples=5, seqlen=24)
-    options = [
-        "calibrate",
-        "--model",
-        model,
-        "--calibration",
-        source,
-        "--samples",
-        5,
-        "--seqlen",
-        24,
-    ]
-    done = launched(2, *options, "--output", "all.safetensors")
-    assert done.codes == [0, 0], done.error
-    several = Activations.load(tmp_path / "all.safetensors")
-    assert isinstance(one, Activations)
-    assert (one.input_of, one.tokens) == (several.input_of, several.tokens)
-    assert several.about.ranks == 2
-    assert all(torch.equal(norm, several.norms[name]) for name, norm in one.norms.items())
-    done = launched(2, *options, "--samples", 1, "--output", "few.safetensors")
-    assert done.codes == [2, 2]
-    assert "1 row with images for 2 ranks" in done.error
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])

@@ -9,12 +9,10 @@ import pytest
 import torch
 from hub_client import Client, card_of, contents
 from hub_server import Hub
-from pictures import make_llava, make_pictures
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
 )
@@ -152,12 +150,6 @@ def test_wrong_input_in_memory(
             recipe_of(method=method, refit=method != "sparsegpt", targets=".*"),
             torch.randn(4, 8),
         )
-    folder = make_llava(tmp_path / "llava")
-    source = f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
-    with pytest.raises(
-        UserError, match="runs block by block, on text alone; give data without images"
-    ):
-        prune_model(AutoModelForImageTextToText.from_pretrained(folder), recipe, source, folder)
     move_weights = in_memory.move_weights
 
     def fail(*arguments: Any, **options: Any) -> None:

@@ -255,10 +255,6 @@ def test_documents_end_at_an_end_token(
         ),
         (["--calibration", "self:long.jsonl", "--seqlen", 1], "no prompt of 1 to 0 tokens"),
         (
-            ["--calibration", "self,image=x"],
-            "cannot be continued by the model; leave out self or image",
-        ),
-        (
             ["--calibration", "self", "--activations", "n.safetensors"],
             "--activations holds the norms of a text already",
         ),

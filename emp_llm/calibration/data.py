@@ -1,19 +1,17 @@
-"""Calibration data: text as token ids, and rows with images as the inputs that a model's processor
-makes of them.
+"""Calibration data: text as token ids.
 
-The data comes from the recipes and files of `calibration.texts`, from Python (texts, conversations,
-rows, token ids), or from the model itself. An image is opened when its row is used.
+The text comes from the recipes and files of `calibration.texts`, from Python (texts, conversations,
+rows, token ids), or from the model itself.
 """
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -28,23 +26,21 @@ from emp_llm.calibration.texts import (
     chat_text,
     for_model,
     generates,
-    has_images,
     messages_in,
-    open_data_set,
     text_in,
     text_rows,
 )
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
-from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import locked
-from emp_llm.common.errors import UserError, count_of, quotable, reason
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
-from emp_llm.models.loading import check_head, load_processor, load_tokenizer
+from emp_llm.models.loading import check_head, load_tokenizer
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, max_context
@@ -52,19 +48,12 @@ from emp_llm.options.base import check_type, check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 IN_MEMORY = "data in memory"  # the name of the text in records
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
 FURTHER = 8  # sequences behind those of a calibration, which a run is checked on
 _MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
-_IMAGE_COLUMNS = ("image", "images")  # of rows in memory
-_MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
-# How the names of inputs begin that are not one value for each token.
-_OF_IMAGES = ("pixel", "image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -109,32 +98,6 @@ class CalibrationText:
         return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
 
 
-@dataclass(frozen=True)
-class CalibrationRows:
-    """The rows of a calibration with images. Inputs are made again for the forward pass, so that
-    memory holds one row's.
-
-    Attributes:
-        corpora: the sources of the data, in order; all have one `seqlen`.
-        rows: of all corpora: rows with images, and token ids of texts, int64, shape (tokens,).
-        processor: the model's; it makes the inputs.
-        seed: of shuffled corpora; None for others.
-        number: of tokens.
-        signature: SHA-256 of everything that the model is called with.
-    """
-
-    corpora: list[Corpus]
-    rows: list["ImageRow | Tensor"]
-    processor: Any
-    seed: int | None
-    number: int
-    signature: str
-
-    def inputs(self, row: "ImageRow | Tensor") -> dict[str, Any]:
-        """The keyword arguments of a forward pass on a row, as `inputs_of` makes them."""
-        return inputs_of(row, self.processor, self.corpora[0].seqlen or 0)
-
-
 def calibration_data(
     options: CalibrationOptions,
     architecture: Architecture,
@@ -143,13 +106,13 @@ def calibration_data(
     models: OneModel | None = None,
     quantization: Quantization | None = None,
     further: int = FURTHER,
-) -> CalibrationText | CalibrationRows:
+) -> CalibrationText:
     """Read and tokenise calibration data, so that problems with it are reported before a model is
     loaded.
 
     Args:
         options: the name of the data, the number and length of samples, and the execution.
-        architecture: of the model, whose folder holds a tokenizer or a processor.
+        architecture: of the model, whose folder holds a tokenizer.
         trust_remote_code: run code from that folder.
         propagate: the inputs of each block.
         models, quantization: load the dense model, which is to write a text of its own.
@@ -165,56 +128,21 @@ def calibration_data(
         options.execution == "blocks" or propagate == "pruned"
     ):
         raise UserError(NOT_BY_BLOCKS.format(folder))
-    if not has_images(options.text_name):
-        if config.get("is_encoder_decoder") and generates(options.text_name):
-            raise UserError(
-                f"{folder}: --calibration self is for decoders, and this model has an "
-                "encoder too. Name a text."
-            )
-        how = None if models is None else (options, architecture.checkpoint, models, quantization)
-        tokenizer = load_tokenizer(folder, trust_remote_code)
-        text = read_text(options, tokenizer, config, how, further)
-        vocabulary = (config.get("text_config") or config).get("vocab_size")
-        if (
-            isinstance(vocabulary, int)
-            and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary
-        ):
-            raise UserError(
-                f"--calibration {options.text_name}: its token ids are not of this "
-                f"model's {vocabulary} tokens."
-            )
-        return text
-    check_images(architecture, options, propagate)
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
+    if config.get("is_encoder_decoder") and generates(options.text_name):
         raise UserError(
-            "Calibration on images needs Pillow. Install it: pip install pillow"
-        ) from error
-    return read_rows(options, load_processor(folder, trust_remote_code), config)
-
-
-def check_images(
-    architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense"
-) -> None:
-    """Raise UserError if a model cannot be calibrated on images in the way that the options ask
-    for.
-    """
-    if not architecture.reads_images:
-        raise UserError(
-            f"{architecture.checkpoint.folder}: the model reads only text. Leave out "
-            "image= of --calibration."
+            f"{folder}: --calibration self is for decoders, and this model has an "
+            "encoder too. Name a text."
         )
-    flag = None
-    if options.execution == "blocks":
-        flag = "--execution blocks"
-    elif propagate == "pruned":
-        flag = "--propagate pruned"
-    if flag is not None:
+    how = None if models is None else (options, architecture.checkpoint, models, quantization)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    text = read_text(options, tokenizer, config, how, further)
+    vocabulary = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(vocabulary, int) and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary:
         raise UserError(
-            f"{flag}: a calibration on images runs the whole model at once. Leave it "
-            "out, or leave out image=."
+            f"--calibration {options.text_name}: its token ids are not of this "
+            f"model's {vocabulary} tokens."
         )
+    return text
 
 
 def read_text(
@@ -249,47 +177,6 @@ def read_text(
     return CalibrationText(corpora, tokens, seed, torch.cat(rest) if rest else None)
 
 
-def read_rows(options: CalibrationOptions, processor: Any, config: Any) -> CalibrationRows:
-    """The rows that options name, of which at least one part has images.
-
-    Raises:
-        UserError: the data cannot be read, has too few rows, or the processor refuses a row.
-    """
-    rows: list[ImageRow | Tensor] = []
-    tokenizer = processor.tokenizer
-    corpora = calibration_corpora(options, max_context(config))
-    corpora = [
-        corpus if corpus.image else for_model(corpus, config, tokenizer) for corpus in corpora
-    ]
-    for corpus in corpora:
-        if corpus.image is None:
-            rows += list(token_ids(corpus, tokenizer, options.seed))
-            continue
-        data, column = open_data_set(corpus, options.seed)
-        folder = Path(corpus.file or "").parent
-        before = len(rows)
-        for number, row in enumerate(islice(_undecoded(data, corpus.image), corpus.samples), 1):
-            name = f"{corpus.source}, row {number}"
-            text = text_in(row[column], f"{name}: column {column!r}")
-            rows.append(
-                ImageRow(
-                    name,
-                    text,
-                    stored_images(row[corpus.image], f"{name}: column {corpus.image!r}", folder),
-                )
-            )
-        _check_number(corpus.source, len(rows) - before, corpus.samples)
-    return _with_inputs(corpora, rows, processor, _seed(corpora, options))
-
-
-def _check_number(source: str, rows: int, samples: int | None) -> None:
-    if rows < (samples or 1):
-        raise UserError(
-            f"{source}: {count_of(rows, 'row')}, too few for {samples or 1} samples; a row with "
-            "images is one sequence. Lower --samples, or use more data."
-        )
-
-
 def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
     return options.seed if any(corpus.shuffle or corpus.generate for corpus in corpora) else None
 
@@ -319,8 +206,7 @@ def token_ids(
         return written_ids(corpus, tokenizer, *how)
     if corpus.generate:
         raise UserError(
-            f"{corpus.source}: only --calibration lets the model write a text, without "
-            "images. Give a self.jsonl."
+            f"{corpus.source}: only --calibration lets the model write a text. Give a self.jsonl."
         )
     samples = corpus.samples
     seqlen = corpus.seqlen
@@ -487,9 +373,9 @@ def written_ids(
     return torch.stack(sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples])
 
 
-def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -> None:
+def keep_generated(path: Path, data: CalibrationText | None) -> None:
     """Write the text that the model itself wrote, if there is one, to a file for --calibration."""
-    if isinstance(data, CalibrationText) and data.generated and ranks().main:
+    if data is not None and data.generated and ranks().main:
         write_bytes(path, data.generated)
 
 
@@ -588,33 +474,27 @@ def _random(seed: int, number: int) -> torch.Generator:
 
 def data_in_memory(
     data: Any, tokenizer: Any, options: CalibrationOptions, config: Any
-) -> CalibrationText | CalibrationRows | None:
+) -> CalibrationText | None:
     """Calibration data as a user has it in Python.
 
     Args:
         data: the name of a recipe, or the path of a text file; texts, conversations, or rows of a
-            data set, with images if `holds_images`; token ids of shape (samples, length) or
-            (length,).
-        tokenizer: the model's, or its folder; a processor for images; None is for token ids.
+            data set; token ids of shape (samples, length) or (length,).
+        tokenizer: the model's, its processor, or its folder; None is for token ids.
         options: samples, seqlen and seed.
         config: of `read_text`.
 
     Returns:
-        The text or the rows; None for batches, such as a DataLoader.
+        The text; None for batches, such as a DataLoader.
 
     Raises:
         UserError: an option has a wrong value, there is no such recipe, the tokenizer is missing,
             or the data is too short or cannot be used.
     """
     check_values(options)
-    images = holds_images(data, tokenizer)
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))
-        return (
-            read_rows(named, _processor(tokenizer), config)
-            if images
-            else read_text(named, _tokenizer(tokenizer), config)
-        )
+        return read_text(named, _tokenizer(tokenizer), config)
     if isinstance(data, Tensor):
         return _text_of_ids(data, options)
     if isinstance(data, Mapping):
@@ -624,18 +504,6 @@ def data_in_memory(
     if _text_of_row(_first_row(data)) is None:
         return None
     length = min(options.seqlen or 2048, max_context(config) or 2048)
-    if images:
-        found: list[ImageRow | Tensor] = []
-        for number, row in enumerate(islice(data, options.samples), 1):
-            name = f"data, row {number}"
-            text = text_in(_text_of_row(row), name)
-            cells = next(
-                (row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None
-            )
-            found.append(ImageRow(name, text, stored_images(cells, name)))
-        _check_number("data", len(found), options.samples)
-        of_rows = msgspec.structs.replace(_IN_MEMORY, samples=len(found), seqlen=length)
-        return _with_inputs([of_rows], found, _processor(tokenizer), None)
     wanted = None if options.samples is None else options.samples * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
     words = _tokenizer(tokenizer)
@@ -649,25 +517,6 @@ def data_in_memory(
             f"{length} tokens."
         )
     return _text_of_ids(torch.stack(whole), options, corpus)
-
-
-def holds_images(data: Any, tokenizer: Any) -> bool:
-    """Whether data is the name of a text with a column of images, or rows with images and
-    `tokenizer` a processor.
-    """
-    if isinstance(data, str | Path):
-        return has_images(str(data))
-    row = _first_row(data)
-    if (
-        not isinstance(row, Mapping)
-        or _text_of_row(row) is None
-        or not any(name in row for name in _IMAGE_COLUMNS)
-    ):
-        return False
-    if isinstance(tokenizer, str | Path):
-        names = ("processor_config.json", "preprocessor_config.json")
-        return any((Path(tokenizer) / name).is_file() for name in names)
-    return hasattr(tokenizer, "image_processor")
 
 
 def _first_row(data: Any) -> Any:
@@ -687,15 +536,6 @@ def _text_of_row(row: Any) -> str | Messages | None:
     if isinstance(row, Mapping):
         row = next((row[name] for name in ("text", *CHAT_COLUMNS) if name in row), None)
     return row if isinstance(row, str) else messages_in(row)
-
-
-def _processor(given: Any) -> Any:
-    processor = load_processor(Path(given)) if isinstance(given, str | Path) else given
-    if not hasattr(processor, "image_processor"):
-        raise UserError(
-            "data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...)."
-        )
-    return processor
 
 
 def _tokenizer(given: Any) -> Any:
@@ -723,254 +563,3 @@ def _text_of_ids(
     ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
     corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
-
-
-# Rows with images.
-
-
-@dataclass(frozen=True)
-class ImageRow:
-    """A row of a data set that holds a text and images.
-
-    Attributes:
-        name: of the data set and the row, for errors.
-        text: a text, or the messages of a conversation.
-        images: from `stored_images`.
-    """
-
-    name: str
-    text: str | Messages
-    images: list[Any]
-
-    def opened(self) -> list["Image"]:
-        """The images, in RGB; UserError if one cannot be opened."""
-        import datasets
-        from PIL import Image, ImageOps
-
-        images = []
-        for stored in self.images:
-            try:
-                image = (
-                    datasets.Image().decode_example(stored) if isinstance(stored, dict) else stored
-                )
-                images.append(ImageOps.exif_transpose(image).convert("RGB"))
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-                path = stored["path"] if isinstance(stored, dict) else None
-                shown = "" if path is None else f" {quotable(path)}"
-                raise UserError(
-                    f"{self.name}: its image{shown} cannot be opened ({reason(error)}). Mend the "
-                    "row, or leave it out."
-                ) from error
-        return images
-
-
-def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
-    """The images of a row, each as `datasets` stores it, {"bytes", "path"}, or as an image of
-    Pillow.
-
-    Args:
-        value: one image or a list: paths, bytes, {"bytes", "path"}, or images of Pillow. None: no
-            images.
-        where: the beginning of the error.
-        folder: where relative paths start.
-
-    Raises:
-        UserError: the value holds something else.
-    """
-    from PIL.Image import Image
-
-    images: list[Any] = []
-    cells: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
-    if value is None:
-        cells = []
-    for cell in cells:
-        content = path = None
-        if isinstance(cell, Mapping):
-            content = cell.get("bytes")
-            path = cell.get("path")
-        elif isinstance(cell, bytes):
-            content = cell
-        elif isinstance(cell, str | Path):
-            path = cell
-        if isinstance(cell, Image):
-            images.append(cell)
-        elif content is not None or path is not None:
-            # Else it is in an archive, or on the Hub.
-            local = path is not None and "://" not in str(path)
-            images.append({"bytes": content, "path": str(folder / str(path)) if local else path})
-        else:
-            raise UserError(
-                f"{where} does not hold images. Name a column of images, or of the "
-                "paths of image files."
-            )
-    return images
-
-
-def _undecoded(data: Any, column: str) -> Any:
-    """The data set with its images as stored, so that one that cannot be opened is found with
-    its row.
-    """
-    import datasets
-
-    stored = datasets.Image(decode=False)
-    feature = (data.features or {}).get(column)
-    if isinstance(feature, datasets.Image):
-        return data.cast_column(column, stored)
-    if isinstance(getattr(feature, "feature", None), datasets.Image):
-        return data.cast_column(column, datasets.List(stored))
-    return data
-
-
-def _with_inputs(
-    corpora: list[Corpus], rows: list[ImageRow | Tensor], processor: Any, seed: int | None
-) -> CalibrationRows:
-    """The rows of corpora; all inputs are made once, so that what is wrong is said before a
-    model runs.
-    """
-    digest = hashlib.sha256()
-    number = 0
-    with progress_bar(len(rows), "images", "row") as bar:
-        for row in rows:
-            arguments = inputs_of(row, processor, corpora[0].seqlen or 0)
-            for name, value in sorted(arguments.items()):
-                if isinstance(value, Tensor):
-                    digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-                    digest.update(tensor_bytes(value.contiguous()))
-                else:
-                    digest.update(f"{name} {value!r}\n".encode())
-            number += arguments["input_ids"].numel()
-            bar.update(1)
-    return CalibrationRows(corpora, rows, processor, seed, number, digest.hexdigest())
-
-
-def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, Any]:
-    """The keyword arguments of a forward pass on a row, made by the model's processor.
-
-    A plain text is the message of a user after its images; without a chat template, it follows the
-    processor's placeholders.
-
-    Args:
-        row: a row with images, or the token ids of a text, int64, shape (tokens,).
-        processor: of the model.
-        seqlen: longest sequence in tokens; the text of longer ones is cut at its end.
-
-    Returns:
-        The arguments, `input_ids` first: int64, shape (1, tokens).
-
-    Raises:
-        UserError: an image cannot be opened, the processor refuses the row, or its images are too
-            long.
-    """
-    from jinja2 import TemplateError
-
-    if isinstance(row, Tensor):
-        return {"input_ids": row.reshape(1, -1)}
-    images = row.opened()
-    placeholder = getattr(processor, "image_token", None) or getattr(
-        processor.tokenizer, "image_token", None
-    )
-    try:
-        if getattr(processor, "chat_template", None):
-            conversation = _conversation(row, images)
-            made = processor.apply_chat_template(
-                conversation, tokenize=True, return_dict=True, return_tensors="pt"
-            )
-        elif not isinstance(row.text, str):
-            raise UserError(
-                f"{row.name}: it is a conversation, and the model's processor has no chat "
-                "template. Name a column of text with ,column=NAME, or add chat_template.jinja to "
-                "the model's folder."
-            )
-        elif placeholder is None:
-            raise UserError(
-                f"{type(processor).__name__}: it has neither a chat template nor an image_token, "
-                "so the place of an image in a text is unknown. Add chat_template.jinja to the "
-                "model's folder."
-            )
-        else:
-            text = placeholder * (len(images) - row.text.count(placeholder)) + row.text
-            made = processor(text=[text], images=[images] if images else None, return_tensors="pt")
-    except UserError:
-        raise
-    except (TemplateError, TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-        raise UserError(
-            f"{row.name}: the model's processor refuses it ({reason(error)})."
-        ) from error
-    ids: Tensor = made["input_ids"]
-    arguments = {
-        "input_ids": ids,
-        **{name: value for name, value in made.items() if value is not None},
-    }
-    if ids.shape[1] <= seqlen:
-        return arguments
-    known = getattr(processor, "image_token_ids", None) or [
-        getattr(processor, "image_token_id", None)
-    ]
-    if known == [None]:
-        known = (
-            [] if placeholder is None else [processor.tokenizer.convert_tokens_to_ids(placeholder)]
-        )
-    places = torch.isin(ids[0], torch.tensor(known, dtype=ids.dtype)).nonzero()
-    end = int(places.max()) + 1 if len(places) else 0
-    if end > seqlen:
-        raise UserError(
-            f"{row.name}: the tokens of its images end after {end} tokens, and a sequence has at "
-            f"most {seqlen}. Raise --seqlen to {end} or more, or use smaller images."
-        )
-    # Those with one value for each token: shape (1, tokens, ...).
-    for name, value in arguments.items():
-        if (
-            isinstance(value, Tensor)
-            and value.shape[:2] == ids.shape
-            and not name.startswith(_OF_IMAGES)
-        ):
-            arguments[name] = value[:, :seqlen]
-    return arguments
-
-
-def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
-    """The messages of a row in parts, each image at its place.
-
-    Places are parts of the type "image", and "<image>" in a text; without both, the images come
-    first in the first message of the user.
-
-    Raises:
-        UserError: the numbers of places and of images differ.
-    """
-    messages: Messages = (
-        [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
-    )
-    filled = [message | {"content": _parts_of(message.get("content"))} for message in messages]
-    places = [part for message in filled for part in message["content"] if part["type"] == "image"]
-    if not places and images:
-        first = next((message for message in filled if message.get("role") == "user"), filled[0])
-        places = [{"type": "image"} for _ in images]
-        first["content"] = places + first["content"]
-    if len(places) != len(images):
-        raise UserError(
-            f"{row.name}: its conversation has {count_of(len(places), 'place')} for images, and "
-            f"its column {count_of(len(images), 'image')}; the numbers must be equal. Mend the "
-            "row, or leave it out."
-        )
-    for place, image in zip(places, images, strict=True):
-        place.clear()
-        place.update(type="image", image=image)
-    return filled
-
-
-def _parts_of(content: Any) -> Messages:
-    """The parts of a message: of a text, divided at the places of images, or of a list that a
-    data set has padded with None.
-    """
-    if isinstance(content, list):
-        parts = [
-            {key: value for key, value in part.items() if value is not None} for part in content
-        ]
-        return [
-            part | {"type": "image"} if part.get("type") == "image_url" else part for part in parts
-        ]
-    pieces = [piece for piece in _MARK.split(content or "") if piece.strip()]
-    return [
-        {"type": "image"} if piece == "<image>" else {"type": "text", "text": piece}
-        for piece in pieces
-    ]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.calibration.texts import generates, has_images
+from emp_llm.calibration.texts import generates
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Given
 from emp_llm.options.calibration import NormOptions
@@ -67,13 +67,6 @@ def _flags(options: NormOptions, names: Set[str]) -> list[str]:
         f"--{'no-' if getattr(options, name) is False else ''}{name.replace('_', '-')}"
         for name in ordered
     ]
-
-
-def may_reach_images(options: NormOptions) -> bool:
-    """Whether the norms may cover the vision tower: they come from a file, or from data with
-    images.
-    """
-    return options.activations is not None or has_images(options.text_name)
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:

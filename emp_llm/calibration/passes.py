@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
+from emp_llm.calibration.data import IN_MEMORY, CalibrationText
 from emp_llm.calibration.input_norms import InputSums, input_hooks
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import write_bytes
@@ -59,7 +59,6 @@ from emp_llm.options.words import RecipeOptions
 from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)
-Data = CalibrationText | CalibrationRows
 # A context around the call with a batch, given its first argument.
 Guard = Callable[[Any], AbstractContextManager[None]]
 
@@ -89,7 +88,7 @@ class Masker(Protocol):
 
 def calibrated(
     model: PreTrainedModel,
-    data: Data,
+    data: CalibrationText,
     layers: list[Layer],
     how: CalibrationOptions,
     about: CalibrationRecord,
@@ -103,9 +102,7 @@ def calibrated(
 
     Args:
         model: dense, on any devices.
-        data: from `calibration_data` or `data_in_memory`. Rows with images pass through the whole
-            model, one at a time: they differ in length, and padding would count in the experts of a
-            mixture.
+        data: from `calibration_data` or `data_in_memory`.
         layers: linear layers, and matrices of experts.
         how: batch size, execution, and the place of the hidden states.
         about: the model and, for pruned propagation, the recipe: from `model_origin`.
@@ -121,47 +118,39 @@ def calibrated(
     record = msgspec.structs.replace(
         fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch.")
     )
-    if isinstance(data, CalibrationRows) and how.batch_size != CalibrationOptions.batch_size:
-        logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
     with in_evaluation_mode(model):
-        if isinstance(data, CalibrationRows):
-            norms = _calibrate_rows(model, layers, data)
-            by_blocks = False
-        else:
-            by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
-            by_blocks = how.execution == "blocks" or masker is not None or by_itself
-            runner = BlockwiseModel(model, blocks, how.hidden_states) if by_blocks else None
-            if runner is not None and by_itself and masker is None:
-                try:
-                    runner.prepare(data.tokens[: how.batch_size])
-                except InseparableError as error:
-                    logger.warning(
-                        "warning: %s. It runs as a whole, and reads its weights for each batch.",
-                        error.problem,
-                    )
-                    by_blocks = False
-            logger.debug(
-                "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
-                count_of(len(layers), "layer"),
-                *data.tokens.shape,
-                how.batch_size,
-                "block by block" if by_blocks else "the whole model at once",
-            )
-            if runner is not None and by_blocks:
-                progress = None
-                if resume is not None and how.resumable_calibration:
-                    made_of = {
-                        "layers": [layer.name for layer in layers],
-                        "config": model.config.to_json_string(),
-                    }
-                    progress = CalibrationProgress(
-                        resume, record.as_dict() | made_of | {"ids": data.signature}
-                    )
-                norms = calibrate_blocks(
-                    runner, layers, data.tokens, how.batch_size, masker, progress
+        by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
+        by_blocks = how.execution == "blocks" or masker is not None or by_itself
+        runner = BlockwiseModel(model, blocks, how.hidden_states) if by_blocks else None
+        if runner is not None and by_itself and masker is None:
+            try:
+                runner.prepare(data.tokens[: how.batch_size])
+            except InseparableError as error:
+                logger.warning(
+                    "warning: %s. It runs as a whole, and reads its weights for each batch.",
+                    error.problem,
                 )
-            else:
-                norms = calibrate_model(model, layers, data.tokens, how.batch_size)
+                by_blocks = False
+        logger.debug(
+            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+            count_of(len(layers), "layer"),
+            *data.tokens.shape,
+            how.batch_size,
+            "block by block" if by_blocks else "the whole model at once",
+        )
+        if runner is not None and by_blocks:
+            progress = None
+            if resume is not None and how.resumable_calibration:
+                made_of = {
+                    "layers": [layer.name for layer in layers],
+                    "config": model.config.to_json_string(),
+                }
+                progress = CalibrationProgress(
+                    resume, record.as_dict() | made_of | {"ids": data.signature}
+                )
+            norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+        else:
+            norms = calibrate_model(model, layers, data.tokens, how.batch_size)
     # The file names no folders.
     if record.pruned_by is not None and record.pruned_by.match is not None:
         record.pruned_by = msgspec.structs.replace(
@@ -174,7 +163,7 @@ def calibrated(
 
 
 def calibration_signature(
-    data: Data,
+    data: CalibrationText,
     how: CalibrationOptions,
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
@@ -182,9 +171,10 @@ def calibration_signature(
     """Everything that the norms depend on, except the model, as JSON; known before the model is
     loaded.
     """
-    execution = "model" if isinstance(data, CalibrationRows) else how.execution
     about = CalibrationRecord(
-        execution=execution, propagate=propagate, quantization=quantization_record(quantization)
+        execution=how.execution,
+        propagate=propagate,
+        quantization=quantization_record(quantization),
     )
     return _with_data(about, data, how).as_dict() | {"ids": data.signature}
 
@@ -215,7 +205,10 @@ def model_origin(
 
 
 def fit_origin(
-    data: Data, how: CalibrationOptions, about: CalibrationRecord, execution: str = "blocks"
+    data: CalibrationText,
+    how: CalibrationOptions,
+    about: CalibrationRecord,
+    execution: str = "blocks",
 ) -> CalibrationRecord:
     """The origin of weights that were fitted to calibration data; `about` is the part that
     concerns the model.
@@ -226,19 +219,21 @@ def fit_origin(
     )
 
 
-def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) -> CalibrationRecord:
+def _with_data(
+    about: CalibrationRecord, data: CalibrationText, how: CalibrationOptions
+) -> CalibrationRecord:
     texts = [corpus.record() for corpus in data.corpora]
     if texts[0].file == IN_MEMORY:
         texts[0].sha256 = data.signature
     for text in texts:
-        if text.generate and isinstance(data, CalibrationText):
+        if text.generate:
             text.sha256 = hashlib.sha256(data.generated).hexdigest()
     return msgspec.structs.replace(
         about,
         text=texts[0] if len(texts) == 1 else None,
         texts=texts if len(texts) > 1 else [],
         seed=data.seed,
-        batch_size=1 if isinstance(data, CalibrationRows) else how.batch_size,
+        batch_size=how.batch_size,
     )
 
 
@@ -292,46 +287,23 @@ def calibrate_model(
     hint = (
         "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
     )
-    guard = partial(_explained, model, hint if find_towers(model).others else None, "")
+    guard = partial(_explained, model, hint if find_towers(model).others else None)
     total = sum(batch.numel() for batch in batches), "tok"
     return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
 
 
-def _calibrate_rows(
-    model: PreTrainedModel, layers: list[Layer], data: CalibrationRows
-) -> Activations:
-    """The norms over rows with images. Their inputs are made again, row by row."""
-    rows = ranks().part(data.rows)
-    if len(data.rows) < ranks().count:
-        raise UserError(
-            f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise "
-            "--samples, or use fewer."
-        )
-    hint = (
-        "it does not run on the inputs of its processor ({}). The processor's files may be those "
-        "of another model; copy them from the original."
-    )
-    guard = partial(_explained, model, hint, ", or use smaller images")
-    return norms_of_batches(
-        model, layers, map(data.inputs, rows), shared=True, guard=guard, total=(len(rows), "batch")
-    )[0]
-
-
 @contextmanager
-def _explained(
-    model: PreTrainedModel, hint: str | None, or_else: str, ids: Tensor
-) -> Iterator[None]:
+def _explained(model: PreTrainedModel, hint: str | None, ids: Tensor) -> Iterator[None]:
     """Turn an error of a model that does not take its inputs, or a lack of memory, into a
     UserError.
 
     Args:
         hint: the sentence for inputs that the model does not take; None: their errors are not
             turned.
-        or_else: a further remedy for a lack of memory.
         ids: of the batch.
     """
     try:
-        with enough_memory(lambda: (type(model).__name__, execution_device(model)), ids, or_else):
+        with enough_memory(lambda: (type(model).__name__, execution_device(model)), ids):
             yield
     except (TypeError, ValueError, AttributeError) as error:
         if hint is None or ran_out(error) or isinstance(error, UserError):

@@ -42,7 +42,6 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 # defaults of texts that name none
 _SAMPLES = 128
 _SEQLEN = 512
-_SEQLEN_WITH_IMAGES = 2048  # an image is hundreds of tokens
 _CHANGE = re.compile(r"\s*\w+\s*=")
 # The colon of a path, such as C:\a.txt, has no number behind it.
 _NUMBER = re.compile(r"(.+):([0-9]+)")
@@ -110,10 +109,9 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
 
 def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
     """Tokens per sequence of the recipes, shortened to the context; UserError if they differ."""
-    default = _SEQLEN_WITH_IMAGES if any(corpus.image for corpus in corpora.values()) else _SEQLEN
     wanted = {
         part: corpus.seqlen for part, corpus in corpora.items() if corpus.seqlen is not None
-    } or {"default": default}
+    } or {"default": _SEQLEN}
     lengths = {min(length, context or length) for length in wanted.values()}
     if len(lengths) > 1:
         told = ", ".join(
@@ -131,11 +129,6 @@ def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
             length,
         )
     return length
-
-
-def has_images(calibration: str) -> bool:
-    """Whether a part of a calibration text has a column of images."""
-    return any(find_corpus(part).image is not None for part in _parts(calibration))
 
 
 def generates(calibration: str) -> bool:
@@ -223,6 +216,11 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     values: dict[str, Any] = msgspec.to_builtins(corpus)
     for change in filter(None, changes.split(",")):
         key, equals, value = (word.strip() for word in change.partition("="))
+        if key == "image":
+            raise UserError(
+                f"{change}: calibration on images is no longer there. Leave it out, or give "
+                "batches with images to prune_model."
+            )
         if key not in FIELDS or not equals:
             raise UserError(
                 f"{change!r} after the comma: expected field=value with a field of "
@@ -284,7 +282,7 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     """The data set of a corpus, shuffled if the corpus says so, and the column of its text.
 
     Raises:
-        UserError: the data set cannot be loaded, or has no such column of text or images.
+        UserError: the data set cannot be loaded, or has no such column of text.
     """
     import datasets
 
@@ -309,13 +307,10 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     column = corpus.column
     if column == "text" and column not in columns:
         column = next((name for name in (*CHAT_COLUMNS, IDS_COLUMN) if name in columns), column)
-    for wanted, field in ((column, "column"), (corpus.image, "image")):
-        if wanted is not None and wanted not in columns:
-            what = "" if field == "column" else " of images"
-            raise UserError(
-                f"{corpus.source}: no column{what} {wanted!r}; it has "
-                f"{', '.join(columns)}. Add ,{field}=NAME."
-            )
+    if column not in columns:
+        raise UserError(
+            f"{corpus.source}: no column {column!r}; it has {', '.join(columns)}. Add ,column=NAME."
+        )
     if corpus.shuffle:
         data = (
             data.shuffle(seed=seed, buffer_size=10_000)

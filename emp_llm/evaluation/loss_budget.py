@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import CalibrationText, calibration_data
+from emp_llm.calibration.data import calibration_data
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -456,10 +456,9 @@ class _Search:
             self.models,
             further=HELD_OUT,
         )
-        further = data.further if isinstance(data, CalibrationText) else None
+        further = data.further
         tokens = deciding(further, options.text_name)
         assert further is not None
-        assert isinstance(data, CalibrationText)
         if recipe.heal is not None:
             check_healable(self.checkpoint.config, data, self.targets)
         self._judges = further[2::3]

@@ -168,10 +168,6 @@ def find_suite(name: str) -> Suite:
     corpus = None
     if file.perplexity is not None:
         corpus = with_changes(corpus_of(file.perplexity, path), changes)
-        if corpus.image is not None:
-            raise UserError(
-                f"{path}: a perplexity is of text alone; leave image={corpus.image} out."
-            )
     elif changes:
         raise UserError(
             f"{name!r}: the suite has no text, so no field of one can be changed; "

@@ -85,7 +85,9 @@ _EPSILON = 1e-8
 _HELD_OUT = 16  # one sequence of this many
 
 
-def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = None) -> None:
+def check_healable(
+    config: Any, data: CalibrationText, targets: Sequence[Target] | None = None
+) -> None:
     """Raise UserError if weights cannot be trained: because of the model's config, the text, or
     how targets are stored.
     """
@@ -100,8 +102,6 @@ def check_healable(config: Any, data: Any, targets: Sequence[Target] | None = No
             f"--heal learns the probabilities of tokens, and {name} has no head for "
             "them. Leave out --heal."
         )
-    if not isinstance(data, CalibrationText):
-        raise UserError("--heal trains on text alone; leave out image= in --calibration.")
     if len(data.tokens) <= SEQUENCES:
         raise UserError(
             f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
@@ -182,8 +182,9 @@ def text_to_heal(
 ) -> CalibrationText:
     """The text for models in memory; UserError if one of them cannot be healed by it."""
     text = data_in_memory(data, tokenizer, how, models[0].config)
+    if text is None:
+        raise UserError("data: healing trains on text; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict(), text)
-    assert isinstance(text, CalibrationText)
     if any(is_offloaded(model) for model in models):
         raise UserError(
             "healing needs both models whole in memory, and a part of one is offloaded."

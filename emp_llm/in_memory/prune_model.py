@@ -16,11 +16,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import (
     IN_MEMORY,
-    CalibrationRows,
-    CalibrationText,
-    check_images,
     data_in_memory,
-    holds_images,
 )
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
@@ -85,9 +81,9 @@ def prune_model(
         recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP
             layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a
-            text file, texts, conversations, rows of a data set, also with images, token ids of
+            text file, texts, conversations, rows of a data set, token ids of
             shape (samples, length), or batches (a DataLoader).
-        tokenizer: the model's, or its folder; for texts. Rows with images need the processor.
+        tokenizer: the model's, or its folder; for texts.
         activations: norms to use in place of `data`, or their file.
         samples, seqlen, seed: number and length of the calibration sequences, and the seed of a
             shuffled text.
@@ -216,8 +212,7 @@ def _decide(
     # Which weights, by which scores.
     weights = ModelWeights(model)
     stopwatch = Stopwatch()
-    images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
-    chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe, images)
+    chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe)
     targets = chosen.targets
     recipe = matched(recipe, chosen.targets)
     first = resident_parameter(model, targets[0].layer.parameter)
@@ -228,7 +223,7 @@ def _decide(
     update = recipe.update
     if update is not None:
         flag = f"method {recipe.method}" if update.searches else "update=Refit()"
-        _check_text(model, data, holds_images(data, tokenizer), flag, "block by block")
+        _check_text(model, data, flag, "block by block")
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         check_update(targets, recipe.update_flag, recipe.without_update)
@@ -237,7 +232,7 @@ def _decide(
     if recipe.heal is not None:
         from emp_llm.in_memory.healing import text_to_heal
 
-        _check_text(model, data, holds_images(data, tokenizer), "heal=Heal()", "as a whole")
+        _check_text(model, data, "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")
         text_to_heal(data, tokenizer, text, model)
 
@@ -271,7 +266,7 @@ def _decide(
     moved = None
     if update is not None:
         sequences = data_in_memory(data, tokenizer, text, model.config)
-        if not isinstance(sequences, CalibrationText):
+        if sequences is None:
             raise UserError(
                 "data: batches cannot run block by block, as a fit of weights does; "
                 "give texts or token ids."
@@ -307,7 +302,7 @@ def _decide(
     ]
 
 
-def _check_text(model: nn.Module, data: Any, images: bool, flag: str, runs: str) -> None:
+def _check_text(model: nn.Module, data: Any, flag: str, runs: str) -> None:
     """Raise UserError unless there is a model of transformers, and a text to move its weights
     by.
     """
@@ -320,8 +315,6 @@ def _check_text(model: nn.Module, data: Any, images: bool, flag: str, runs: str)
             f"{flag} fits weights to calibration data; give data=, such as texts or "
             "token ids, or leave it out."
         )
-    if images:
-        raise UserError(f"{flag} runs {runs}, on text alone; give data without images.")
 
 
 def _calibrated(
@@ -348,17 +341,10 @@ def _calibrated(
             "method, or targets without it."
         )
     ours = isinstance(model, PreTrainedModel)
-    if chosen.with_images:
-        if not ours:
-            raise UserError(
-                "data: rows with images are for models of transformers; give batches "
-                "to other modules."
-            )
-        check_images(chosen.architecture, text, "dense" if masker is None else "pruned")
     sequences = data_in_memory(data, tokenizer, text, model.config if ours else None)
     layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
     if sequences is not None:
-        check_calibrated(layers, chosen.with_images)
+        check_calibrated(layers)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
     about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
@@ -369,14 +355,13 @@ def _calibrated(
                 "texts or token ids."
             )
         batches = data
-        if isinstance(sequences, CalibrationText):
+        if sequences is not None:
             batches = list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
         return replace(
             norms,
             about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens),
         )
-    assert isinstance(sequences, CalibrationText | CalibrationRows)
     blocks = recipe.targets.blocks
     return calibrated(model, sequences, layers, text, about, masker=masker, blocks=blocks)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.calibration.data import CalibrationText, data_in_memory
+from emp_llm.calibration.data import data_in_memory
 from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory, out_of_memory
@@ -140,11 +140,8 @@ def rotate_model(
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise _refusal(f"{type(model).__name__} is no model of transformers with a head for tokens")
     text = data_in_memory(data, tokenizer, how, model.config)
-    if not isinstance(text, CalibrationText):
-        raise UserError(
-            "a rotation is found on text: give texts or token ids, without images and "
-            "not in batches."
-        )
+    if text is None:
+        raise UserError("a rotation is found on text: give texts or token ids, not batches.")
     if is_offloaded(model):
         raise UserError(
             "a rotation needs the model whole in memory in float32, and a part of it is offloaded."

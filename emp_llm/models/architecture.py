@@ -345,11 +345,6 @@ class Architecture:
                 found[name] = end
         return found
 
-    @property
-    def reads_images(self) -> bool:
-        """Whether the model has a tower for images."""
-        return any(layer.tower == "vision" for layer in self.layers)
-
     def _in(self, choice: str, tower: Tower) -> bool:
         """Whether a choice of towers includes a tower. "language" means the tower of --blocks,
         if that names another.
@@ -507,27 +502,22 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
 
 
-def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None:
-    """Raise UserError if a layer is in a tower that the calibration data does not reach.
-
-    Args:
-        layers: those that need input activations.
-        with_images: the data holds images besides text, and so reaches the vision tower.
+def check_calibrated(layers: Iterable[Layer]) -> None:
+    """Raise UserError if a layer, which needs input activations, is in a tower that a text does
+    not reach.
     """
-    reached = ("language", "vision") if with_images else ("language",)
-    beside = next((layer for layer in layers if layer.tower not in reached), None)
+    beside = next((layer for layer in layers if layer.tower != "language"), None)
     if beside is None:
         return
     remedy = "Use a magnitude method, which needs none."
     if beside.tower == "vision":
         remedy = (
-            "Calibrate on images too, by --calibration DATA,image=COLUMN, or use a magnitude "
-            "method, which needs none; or in Python, give batches with images to prune_model."
+            "Use a magnitude method, which needs none; or in Python, give batches with images to "
+            "prune_model."
         )
     raise UserError(
-        f"{beside.name} is in the {beside.tower} tower. Calibration runs on "
-        f"text{' and images' if with_images else ''}, so this tower has no input activations. "
-        f"{remedy}"
+        f"{beside.name} is in the {beside.tower} tower. Calibration runs on text, so this tower "
+        f"has no input activations. {remedy}"
     )
 
 

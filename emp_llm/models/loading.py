@@ -439,25 +439,3 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). "
             "Copy the model's tokenizer files into the folder."
         ) from error
-
-
-def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The processor of a multimodal model: its tokenizer and image processor.
-
-    Raises:
-        UserError: there is none for images that transformers can load.
-    """
-    problem = ""
-    try:
-        processor: Any = transformers.AutoProcessor.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
-        if all(hasattr(processor, part) for part in ("image_processor", "tokenizer")):
-            return processor
-    except Exception as error:  # of any kind, by what the files say
-        problem = f" ({reason(error, whole=True)})"
-    raise UserError(
-        f"{folder}: no image processor that transformers can load{problem}. Copy "
-        "processor_config.json and preprocessor_config.json of the original model into the folder, "
-        "or leave out image=."
-    )

@@ -21,13 +21,11 @@ class Chosen:
         architecture: of the model.
         targets: in the model's order.
         coverage: the share of the model that they cover.
-        with_images: calibration data holds images, which reach the vision tower.
     """
 
     architecture: Architecture
     targets: list[Target]
     coverage: TargetsRecord
-    with_images: bool
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -39,12 +37,10 @@ class Chosen:
         targets.
         """
         everything = self.architecture.select("all-linear") + self.targets
-        if self.with_images and self.architecture.reads_images:
-            everything += self.architecture.select("all-linear", tower="vision")
         return list(dict.fromkeys(target.layer for target in everything))
 
 
-def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool = False) -> Chosen:
+def choose_targets(architecture: Architecture, recipe: Recipe) -> Chosen:
     """The layers of a model that a recipe chooses. Nothing is written, and the model is not run.
 
     Raises:
@@ -58,7 +54,7 @@ def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool
         raise UserError(
             f"{no_inputs.name}: an embedding has no input activations; use a magnitude method."
         )
-    return Chosen(architecture, targets, coverage, with_images)
+    return Chosen(architecture, targets, coverage)
 
 
 def targets_of_folder(
@@ -66,13 +62,14 @@ def targets_of_folder(
     name: str,
     recipe: Recipe,
     trust_remote_code: bool = False,
-    with_images: bool = False,
+    calibrates: bool = True,
 ) -> Chosen:
     """The targets of a model in a folder, which a prune can read and a calibration can reach.
 
     Args:
         name: the user's name for the model.
         trust_remote_code: run code from the model's folder.
+        calibrates: the norms that the recipe needs come from a text, not from a file.
 
     Raises:
         UserError: the folder is no checkpoint; the model is quantised (not to FP8, whose weights
@@ -91,7 +88,7 @@ def targets_of_folder(
     architecture = Architecture.of_checkpoint(
         checkpoint, recipe.targets.blocks, trust_remote_code, names_suffice
     )
-    chosen = choose_targets(architecture, recipe, with_images)
-    if recipe.needs_activations:
-        check_calibrated([target.layer for target in chosen.targets], with_images)
+    chosen = choose_targets(architecture, recipe)
+    if recipe.needs_activations and calibrates:
+        check_calibrated([target.layer for target in chosen.targets])
     return chosen

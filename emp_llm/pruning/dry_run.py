@@ -220,7 +220,5 @@ def resume_bytes(options: PruneOptions, checkpoint: Checkpoint) -> int | None:
 
     corpora = calibration_corpora(options, max_context(checkpoint.config))
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
-    if any(corpus.image is not None for corpus in corpora):
-        return None
     tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
     return tokens * int(width) * size

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.calibration.data import CalibrationText
-from emp_llm.calibration.passes import Data
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
@@ -27,19 +25,12 @@ from emp_llm.walk.moved import MovedWeights
 from emp_llm.walk.update import OfTarget, update_model
 
 
-def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
-    """Raise UserError if weights cannot move: because of an encoder, or of calibration data with
-    images.
-    """
-    by_blocks = f"{recipe.update_flag} runs block by block"
-    if not isinstance(data, CalibrationText):
-        raise UserError(
-            f"{by_blocks}, on text alone. {recipe.without_update}, or leave out image= "
-            "in --calibration."
-        )
+def check_updatable(recipe: Recipe, chosen: Chosen) -> None:
+    """Raise UserError if weights cannot move because the model has an encoder."""
     if chosen.checkpoint.config.get("is_encoder_decoder"):
         raise UserError(
-            f"{by_blocks}, which an encoder-decoder model cannot. {recipe.without_update}."
+            f"{recipe.update_flag} runs block by block, which an encoder-decoder model cannot. "
+            f"{recipe.without_update}."
         )
 
 

@@ -14,8 +14,6 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
     Attributes:
         dataset: Hub data set id, or a local folder with the same layout; config, split and column
             select in it.
-        image: the column of images, for models that read them; each row is then a sequence of its
-            own. None: text alone.
         file: a .txt, .jsonl, .json or .parquet file in place of `dataset`; a relative path starts
             at the recipe's folder.
         generate: the model itself writes the text; it continues the rows, or nothing if there is no
@@ -43,40 +41,13 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
         return printable(f"self:{source}".removesuffix(":") if self.generate else source, 400)
 
     def check(self, where: str) -> "Corpus":
-        """Return the corpus; UserError if it names no text, images that it cannot have, or
-        samples or seqlen below 1.
-        """
+        """Return the corpus; UserError if it names no text, or samples or seqlen below 1."""
         if self.file is None and self.dataset is None and not self.generate:
             raise UserError(f"{where}: a corpus needs a dataset or a file; name one.")
         for name in ("samples", "seqlen"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{where}: {name} must be at least 1, got {value}.")
-        if self.image == "":
-            raise UserError(
-                f"{where}: image must name the column of images; write image=COLUMN, "
-                "or leave it out."
-            )
-        if self.image is not None and self.file is not None and self.file.endswith(".txt"):
-            raise UserError(
-                f"{where}: image={self.image} asks for a column of images, and a .txt file has no "
-                "columns. Give a .jsonl or .parquet file, or a Hub data set."
-            )
-        if self.image is not None and self.bos != "auto":
-            raise UserError(
-                f"{where}: rows with images begin as the model's processor writes "
-                "them; leave out bos or image."
-            )
-        if self.image is not None and (self.join is not None or self.generate):
-            what = (
-                "continued by the model; leave out self"
-                if self.generate
-                else "joined; leave out join"
-            )
-            raise UserError(
-                f"{where}: rows with images are sequences of their own and cannot be "
-                f"{what} or image."
-            )
         return self
 
     def record(self) -> TextRecord:

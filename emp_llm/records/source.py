@@ -37,7 +37,6 @@ class TextFields(Part, kw_only=True):
     config: str | None = None
     split: str | None = None
     column: str | None = None
-    image: str | None = None
     file: str | None = None
     generate: bool = False
     join: str | None = None

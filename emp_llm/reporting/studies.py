@@ -306,13 +306,7 @@ def _origin(
         facts["targets"] = f"{scope_of(recipe)}: {targets.weights:,} weights{of_all}"
     texts = record.calibration.all_texts if record.calibration is not None else []
     facts["calibration"] = "; ".join(
-        f"{text.name}{text.bos_note}, {text.samples} "
-        + (
-            f"x {text.seqlen} tokens"
-            if text.image is None
-            else f"rows with images, of up to {text.seqlen} tokens"
-        )
-        for text in texts
+        f"{text.name}{text.bos_note}, {text.samples} x {text.seqlen} tokens" for text in texts
     )
     if isinstance(record, RunReport) and record.healing is not None:
         facts["healed"] = healing_lines(record)[0].removeprefix("healed: ")

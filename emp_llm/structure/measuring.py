@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.passes import calibrated, fit_origin, model_origin
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import stage
@@ -59,10 +59,6 @@ def measure_units(
     if recipe.name != "magnitude":
         models = OneModel(loading.device_map, loading.dtype, trust_remote_code)
         data = calibration_data(text, plan.architecture, trust_remote_code, models=models)
-        if not isinstance(data, CalibrationText):
-            raise UserError(
-                "--structure is scored on text alone; leave out image= in --calibration."
-            )
         keep_generated(kept, data)
         dense = models.get(source.folder)
         origin = model_origin(source.name, source.revision, plan.checkpoint)

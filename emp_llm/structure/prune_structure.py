@@ -185,19 +185,14 @@ def prune_structure(
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if recipe.moves or summed or calibrates:
-        read = calibration_data(
+        data = calibration_data(
             options, plan.architecture, options.trust_remote_code, models=models
         )
-        if not isinstance(read, CalibrationText):
-            raise UserError(
-                "--structure is scored on text alone; leave out image= in --calibration."
-            )
         if options.execution == "model" and summed:
             raise UserError(
                 f"--method {recipe.method} runs the model block by block; leave out "
                 "--execution model."
             )
-        data = read
         if recipe.heal is not None:
             check_healable(checkpoint.config, data, plan.targets)
         made_of |= calibration_signature(data, options) | {
