@@ -183,7 +183,7 @@ def text_to_heal(
     """The text for models in memory; UserError if one of them cannot be healed by it."""
     text = data_in_memory(data, tokenizer, how, models[0].config)
     if text is None:
-        raise UserError("data: healing trains on text; give texts or token ids, not batches.")
+        raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict(), text)
     if any(is_offloaded(model) for model in models):
         raise UserError(
