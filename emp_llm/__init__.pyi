@@ -572,22 +572,18 @@ def plan(
     per: Literal["recipe", "model"] | None = ...,
     prune_options: str | None = ...,
     evaluate_options: str | None = ...,
-    gpu_gb: float | None = ...,
-    processes: int | None = ...,
-    nodes: int | None = ...,
     trust_remote_code: bool = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> PlanSummary:
-    """Plan a study of models x methods as a file: one job a line, with its command, the jobs that
-    come first, and its needs.
+    """Plan a study of models x methods as a file: one job a line, with its command and the jobs
+    that come first.
 
-    Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. The
-    needs (GPUs, memory, disk, hours) are estimated from the models' configs alone; no weights are
-    read or downloaded. The file may be edited. Paths in further options are relative to the study's
-    folder, where the jobs run.
+    Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
+    weights are read or downloaded. The file may be edited. Paths in further options are relative to
+    the study's folder, where the jobs run.
 
-    Returns the jobs, and the assumptions of the estimates.
+    Returns the jobs.
 
     Args:
         table: TOML table with these options; those of the command line replace them.
@@ -610,10 +606,6 @@ def plan(
         per: Jobs for each recipe (prune, evaluate), or one for each model (sweep); default: recipe.
         prune_options: Further options of every prune (or sweep), as one text.
         evaluate_options: Further options of every evaluate, as one text.
-        gpu_gb: Memory of a GPU in GB; 0: the jobs run on CPUs. Default: 80.
-        processes: Processes of a job on each node, each with a whole model on a GPU of its own;
-            default: 1.
-        nodes: Nodes of a job; default: 1.
         trust_remote_code: Run code from the model repositories.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
@@ -996,8 +988,8 @@ def run(
 
     Args:
         study: Folder with plan.jsonl.
-        workers: Jobs at a time, each with its share of the GPUs or cores; default: one for each
-            GPU, or 8 cores.
+        workers: Jobs at a time, which divide the GPUs and cores; default: one for each GPU, else
+            one.
         only: Ids of the jobs to run, separated by commas; default: all.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.

@@ -9,9 +9,9 @@ from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
 from emp_llm.cli import run as run_command
-from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, follow, node_of, read_plan
+from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, read_plan
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
-from emp_llm.common.machine import available_cores, available_memory
+from emp_llm.common.machine import available_cores
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import LOST_CODE
 from emp_llm.options.base import Opt
@@ -20,7 +20,6 @@ from emp_llm.options.jobs import StudyFolder
 logger = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the running jobs
 _LOOK = 5.0  # seconds between two looks at jobs that other processes run
-_CORES = 8  # of a worker, if jobs run on CPUs
 
 
 @dataclass
@@ -53,8 +52,7 @@ def run(
     workers: Annotated[
         int | None,
         Opt(
-            "Jobs at a time, each with its share of the GPUs or cores; default: one for each GPU, "
-            "or 8 cores.",
+            "Jobs at a time, which divide the GPUs and cores; default: one for each GPU, else one.",
             minimum=1,
         ),
     ] = None,
@@ -76,11 +74,6 @@ def run(
     done = [job.id for job in jobs if JobFiles(study, job).status() == "done"]
     summary = RunSummary(list(done))
     left = {job.id: job for job in jobs if job.id not in done}
-    # A node of a job that another one runs.
-    if only is not None and len(jobs) == 1 and node_of(jobs[0])[0] > 0:
-        if left and (code := follow(study, jobs[0])):
-            sys.exit(code)
-        return summary
     if done:
         logger.info("%s of %d done before.", count_of(len(done), "job"), len(jobs))
     running: dict[str, Attempt] = {}
@@ -93,14 +86,8 @@ def run(
     def start(job: Job) -> None:
         """Start a job if there is room, unless it is done by now, or another process runs it."""
         free = [gpu for gpu in machine.gpus or [] if not any(gpu in gpus[name] for name in running)]
-        gpus_of_job = _gpus_of(job, machine.gpus)
-        if len(free) < gpus_of_job:
-            return
-        memory = sum(
-            plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id]
-        )
-        # A job alone always fits.
-        if running and (len(running) >= machine.workers or memory > machine.memory_gb):
+        gpus_of_job = machine.gpus_of(job)
+        if len(free) < gpus_of_job or len(running) >= machine.workers:
             return
         files = JobFiles(study, job)
         status = files.status()
@@ -234,33 +221,39 @@ class Machine(NamedTuple):
         gpus: their numbers; None: a scheduler has divided the machine already, and each job may use
             all of it.
         threads: cores of a job; None: the scheduler has set their number.
-        memory_gb: that is available.
     """
 
     workers: int
     gpus: list[int] | None
     threads: int | None
-    memory_gb: float
+
+    def gpus_of(self, job: Job) -> int:
+        """The number of GPUs that a job gets: those of its plan, or a worker's part of all; none
+        if its processes are more than the machine has.
+        """
+        needs = job.needs
+        count = len(self.gpus or [])
+        if count < needs.processes:
+            return 0
+        wanted = max(needs.processes, count // self.workers) if needs.gpus is None else needs.gpus
+        return min(wanted, count)
 
 
 def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machine:
     """This machine, for some jobs.
 
     Args:
-        workers: number of jobs at the same time; None: the number of GPUs that they can use, or one
-            for each 8 cores.
+        workers: number of jobs at the same time; None: one for each GPU, or one.
         scheduled: a scheduler has chosen the machine for the job.
     """
-    cores = available_cores()
-    memory = available_memory() / 1e9
     if scheduled:
-        return Machine(workers or 1, None, None, memory)
+        return Machine(workers or 1, None, None)
     gpus: list[int] = []
-    if any(job.needs.gpus for job in jobs):
+    if any(job.needs.gpus != 0 for job in jobs):
         import torch
 
         gpus = list(range(torch.cuda.device_count()))
-    short = [job.id for job in jobs if _gpus_of(job, gpus) < job.needs.gpus * job.needs.nodes]
+    short = [job.id for job in jobs if (job.needs.gpus or 0) > len(gpus)]
     if short:
         logger.warning(
             "warning: planned for more GPUs than this machine has (%s), and run on what is there: "
@@ -268,18 +261,8 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
             len(gpus) or "none",
             shortened_list(short),
         )
-    wanted = [number for number in (_gpus_of(job, gpus) for job in jobs) if number]
-    workers = workers or (len(gpus) // min(wanted) if wanted else max(1, cores // _CORES))
-    return Machine(workers, gpus, max(1, cores // workers), memory)
-
-
-def _gpus_of(job: Job, gpus: Sequence[int] | None) -> int:
-    """The number of GPUs that a job gets, of some: those of its plan, or all; none if its
-    processes are more than these.
-    """
-    if gpus is None or len(gpus) < job.needs.processes * job.needs.nodes:
-        return 0
-    return min(job.needs.gpus * job.needs.nodes, len(gpus))
+    workers = workers or max(1, len(gpus))
+    return Machine(workers, gpus, max(1, available_cores() // workers))
 
 
 def show(summary: RunSummary) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-
 from emp_llm.checkpoint.files import write_text
 from emp_llm.checkpoint.locks import locked
 from emp_llm.cli import command, options_from, run
@@ -17,10 +15,10 @@ from emp_llm.cluster.jobs import JobFiles, read_plan
 from emp_llm.cluster.slurm import (
     FOLDER_NAME,
     JobArray,
-    check_fits,
     check_sbatch,
     grouped_jobs,
     list_text,
+    needs_text,
     next_number,
     queued_jobs,
     quotes_well,
@@ -44,12 +42,14 @@ class SubmittedArray:
 
     Attributes:
         array: its jobs.
+        needs: of each of its tasks, in words.
         command: that submitted it, or would.
         script: its text.
         number: of Slurm; None for a dry run.
     """
 
     array: JobArray
+    needs: str
     command: list[str]
     script: str
     number: str | None = None
@@ -119,11 +119,7 @@ def submit(
             sum(status == word for status in statuses.values())
             for word in ("done", "running", "queued")
         )
-        left = [
-            msgspec.structs.replace(job, needs=settings.needs_of(job))
-            for job in plan
-            if statuses[job.id] not in ("done", "running", "queued")
-        ]
+        left = [job for job in plan if statuses[job.id] not in ("done", "running", "queued")]
         running = next(
             (name for job in left for name in job.after if statuses[name] == "running"), None
         )
@@ -132,7 +128,6 @@ def submit(
                 f"{study}: a process without Slurm works on {running}, and other jobs wait for it. "
                 "Submit when it has ended."
             )
-        check_fits(left, settings, site)
         arrays = grouped_jobs(left, settings, queued, next_number(folder))
         if settings.offline and prepare and not dry_run:
             download(
@@ -149,7 +144,8 @@ def submit(
                     if dry_run
                     else _submit_array(array, text, words, folder, len(summary.arrays))
                 )
-                summary.arrays.append(SubmittedArray(array, words, text, number))
+                needs = needs_text(array.needs, settings)
+                summary.arrays.append(SubmittedArray(array, needs, words, text, number))
                 numbers[array.name] = number or array.name
                 bar.update(1)
     return summary
@@ -200,7 +196,7 @@ def show(summary: SubmitSummary) -> None:
             [
                 each.array.name,
                 str(len(each.array.jobs)),
-                str(each.array.request),
+                each.needs,
                 shown,
                 *filter(None, [each.number]),
             ]

@@ -217,8 +217,6 @@ def _overhead(scratch: Path) -> str:
         "2",
         "--calibration",
         "demo",
-        "--gpu-gb",
-        "0",
         "--output",
         study,
     )

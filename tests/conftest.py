@@ -38,7 +38,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 FIRST = (
     "test_on_slurm",
     "test_ranks",
-    "test_nodes",
     "test_triton",
     "test_shared",
     "test_evaluate",

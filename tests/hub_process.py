@@ -18,10 +18,9 @@ import msgspec
 from huggingface_hub.utils import logging as hub_logging
 
 from emp_llm import cli
-from emp_llm.cluster.planning import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.hub.local_model import find_model
+from emp_llm.hub.local_model import find_config, find_model
 from emp_llm.prune import prune
 from emp_llm.push import push
 
@@ -65,8 +64,8 @@ def weights(name: str, revision: str | None = None) -> dict[str, str]:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "command": command,
     "evaluate": evaluate,
+    "find_config": find_config,
     "find_model": find_model,
-    "model_size": model_size,
     "prune": prune,
     "push": push,
     "weights": weights,

@@ -13,11 +13,15 @@ TOKEN = "hf_" + "Qx7" * 11
 
 def job(name: str, *after: str, **needs: Any) -> Job:
     """A job whose output is a file, so that it is done as soon as there is one."""
-    wanted = Needs(**({"memory_gb": 1.0, "disk_gb": 0.0, "hours": 0.001} | needs))
     output = f"activations/{name}"
     command = f"emp-llm calibrate --model /models/m --calibration demo --output {output}"
     return Job(
-        id=name, kind="calibrate", command=command, after=list(after), output=output, needs=wanted
+        id=name,
+        kind="calibrate",
+        command=command,
+        after=list(after),
+        output=output,
+        needs=Needs(**needs),
     )
 
 

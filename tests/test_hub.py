@@ -22,7 +22,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
 from studies import command_job, stand_in, study_of
 
-from emp_llm.cluster.planning import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.hub import client as hub_calls
 from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries
@@ -147,22 +146,21 @@ def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_
 
 
 def test_of_a_planned_model_only_the_config_is_downloaded(
-    hub: Hub, client: Client, offline: Client, models: Any
+    hub: Hub, client: Client, offline: Client
 ) -> None:
-    assert NOT_CACHED in offline.call("model_size", name="user/dense")["error"]
+    assert NOT_CACHED in offline.call("find_config", name="user/dense")["error"]
     before = len(hub.asked)
-    size = client.call("model_size", name="user/dense")["result"]
-    assert size["parameters"] == model_size(str(models("llama"))).parameters
+    folder = client.call("find_config", name="user/dense")["result"]
     fetched = [path for path in hub.asked[before:] if "/resolve/" in path]
     assert fetched
     assert all(path.endswith("/config.json") for path in fetched), fetched
-    assert offline.call("model_size", name="user/dense")["result"] == size
-    assert ("no config.json in this repository") in client.call("model_size", name="someone/gguf")[
+    assert offline.call("find_config", name="user/dense")["result"] == folder
+    assert ("no config.json in this repository") in client.call("find_config", name="someone/gguf")[
         "error"
     ]
-    assert client.call("model_size", name="someone/nothing")["error"] == NOTHING
+    assert client.call("find_config", name="someone/nothing")["error"] == NOTHING
     assert ("no such branch or revision") in client.call(
-        "model_size", name="user/dense", revision="v9"
+        "find_config", name="user/dense", revision="v9"
     )["error"]
 
 

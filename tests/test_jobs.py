@@ -35,7 +35,6 @@ from emp_llm.status import show as show_status
 from emp_llm.status import status
 
 Models = Callable[[str], Path]
-SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)
 
 
 def job(name: str, after: tuple[str, ...] = (), **more: Any) -> Job:
@@ -43,7 +42,6 @@ def job(name: str, after: tuple[str, ...] = (), **more: Any) -> Job:
         "kind": "prune",
         "command": f"emp-llm prune --output runs/{name}",
         "output": f"runs/{name}",
-        "needs": SMALL,
     }
     return Job(id=name, after=list(after), **values | more)
 
@@ -94,7 +92,7 @@ def study_of(folder: Path, *jobs: Job) -> Path:
         ({"command": "rm -rf x"}, 'must begin with "emp-llm prune"'),
         ({"command": "emp-llm prune 'x"}, "a quotation mark must be closed"),
         ({"output": "a/../../b"}, "within the study's folder"),
-        ({"needs": {"memory_gb": -1, "disk_gb": 0, "hours": 1}}, "needs.memory_gb"),
+        ({"needs": {"memory_gb": -1}}, "needs.memory_gb"),
         ({"format": "emp-llm job 9"}, "Upgrade emp-llm"),
     ],
 )
@@ -130,7 +128,7 @@ def test_the_order_of_jobs(tmp_path: Path) -> None:
 
 
 def planned(made: Models, folder: Path, **options: Any) -> list[Job]:
-    values = {"models": str(made("llama")), "suite": "demo", "gpu_gb": 0, "quiet": True}
+    values = {"models": str(made("llama")), "suite": "demo", "quiet": True}
     return plan(output=folder, **values | options).jobs
 
 
@@ -168,26 +166,15 @@ def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
     assert "--samples 4" in jobs[1].command
 
 
-def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
-    """A refit reads the text itself; one who reads activations is one process; every process
-    gets a batch.
-    """
-    jobs = planned(
-        models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2
-    )
-    assert [(each.kind, each.needs.processes) for each in jobs] == [
-        ("evaluate", 2),
-        ("prune", 2),
-        ("evaluate", 2),
-    ]
-    assert jobs[1].command.endswith("--refit")
-    assert "--calibration demo" in jobs[1].command
-    jobs = planned(
-        models, tmp_path, methods="wanda", processes=2, nodes=2, samples=12, overwrite=True
-    )
-    needs = {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs}
-    assert needs == {"evaluate": (2, 2), "calibrate": (2, 2), "prune": (1, 1)}
-    assert "--samples 12 --batch-size 3" in jobs[1].command
+def test_plans_of_version_0_2_are_read(tmp_path: Path) -> None:
+    """Their estimates are numbers of the plan; the number of nodes has no meaning now."""
+    study_of(tmp_path, job("a"))
+    line = json.loads((tmp_path / "plan.jsonl").read_text())
+    line["needs"] = {"nodes": 2, "processes": 2, "gpus": 2, "gpu_gb": 80.0}
+    line["needs"] |= {"memory_gb": 4.0, "disk_gb": 1.0, "hours": 0.1}
+    (tmp_path / "plan.jsonl").write_text(json.dumps(line))
+    (read,) = read_plan(tmp_path)
+    assert read.needs == Needs(processes=2, gpus=2, memory_gb=4.0, hours=0.1)
 
 
 def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
@@ -222,7 +209,7 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text(
         f"models = ['{models('llama')}']\nmethods = ['magnitude']\nsparsities = [0.25, 0.5]\nsuite "
-        "= 'demo'\ngpu_gb = 0\n"
+        "= 'demo'\n"
     )
     jobs = plan(table, output=tmp_path / "a", quiet=True).jobs
     assert [each.id for each in jobs if each.kind == "prune"] == [
@@ -248,9 +235,9 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
         ({"betas": "1", "methods": "wanda"}, "--betas is for emp methods"),
         ({"methods": "wanda", "prune_options": "--beta 1"}, "--beta does not go with method wanda"),
         ({"suite": "none-such"}, "none-such"),
-        ({"per": "model", "processes": 2}, "a sweep runs in one process. Leave out --processes"),
+        ({"models": "no/such/folder"}, "no/such/folder"),
+        ({"calibration": "nowhere"}, "nowhere"),
         ({"per": "models"}, "--per 'models' is not one of recipe, model"),
-        ({"gpu_gb": -1}, "--gpu-gb must be at least 0"),
     ],
 )
 def test_wrong_options_of_a_plan(
@@ -491,18 +478,6 @@ def test_threads_are_the_schedulers(
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete
     assert given == [None, len(os.sched_getaffinity(0))]
-
-
-def test_memory_limits_what_runs_together(scripted: dict[str, str], tmp_path: Path) -> None:
-    large = Needs(memory_gb=1e6, disk_gb=0, hours=1)
-    for name in ("a", "b"):
-        scripted[name] = (
-            "import os; assert not os.path.exists('busy'); open('busy', 'w'); WRITE; "
-            "os.remove('busy')"
-        )
-    assert run_study(
-        study_of(tmp_path, job("a", needs=large), job("b", needs=large)), workers=4
-    ).complete
 
 
 def test_a_full_disk(
@@ -792,9 +767,7 @@ def test_a_plan_for_more_gpus_than_there_are(
     there: int,
     given: dict[str, list[int]],
 ) -> None:
-    """Its estimate is no reason to refuse: a job gets the GPUs that are there, or computes on
-    the CPU.
-    """
+    """It is no reason to refuse: a job gets the GPUs that are there, or computes on the CPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     seen: dict[str, Any] = {}
 
@@ -816,7 +789,7 @@ def test_a_plan_for_more_gpus_than_there_are(
         for name in needs
     ]
     for each in jobs:
-        each.needs = Needs(memory_gb=0.1, disk_gb=0, hours=1, gpu_gb=80, **needs[each.id])
+        each.needs = Needs(**needs[each.id])
     assert run_study(study_of(tmp_path, *jobs), workers=1).complete
     assert {name: seen[name] for name in given} == given
     assert ("planned for more GPUs than this machine has" in caplog.text) == (there < 4)

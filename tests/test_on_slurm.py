@@ -17,10 +17,7 @@ from studies import TOKEN, job, study_of
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONS = (
-    "--methods emp-wanda --calibration demo --samples 8 --seqlen 64 --suite {suite} --limit "
-    "4 --gpu-gb 0"
-)
+OPTIONS = "--methods emp-wanda --calibration demo --samples 8 --seqlen 64 --suite {suite} --limit 4"
 # A sitecustomize.py: if there is the note, the dense evaluation takes it, and waits in the middle
 # of its work for a signal.
 HOLD = """
@@ -41,7 +38,7 @@ if sys.orig_argv[-1] == "results/llama.dense.json" and os.path.exists({note!r}):
 STAND_IN = """#!/bin/bash
 job="$4"
 [ "$job" != after-fails ] || [ -e activations/fails ] || exit 2  # as emp-llm refuses it
-env > "around/$job-$SLURM_NODEID"
+env > "around/$job"
 echo "$job" >> order
 case "$job" in
 fails) [ -e mended ] || exit 1 ;;
@@ -49,7 +46,7 @@ stops) [ -e "around/stopped" ] || { touch around/stopped; exit 143; } ;;
 loses) [ -e "around/lost" ] || { touch around/lost; exit 75; } ;;
 esac
 mkdir -p activations
-[ "$SLURM_NODEID" != 0 ] || touch "activations/$job"
+touch "activations/$job"
 """
 
 
@@ -68,7 +65,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     """
     jobs = [job("a"), job("stops"), job("fails"), job("loses")]
     jobs += [job(f"after-{name}", name, memory_gb=2.0) for name in ("a", "stops", "fails")]
-    jobs += [job("two-nodes", "a", "after-stops", nodes=2)]
+    jobs += [job("last", "a", "after-stops")]
     program = tmp_path / "program"
     program.write_text(STAND_IN)
     program.chmod(0o755)
@@ -112,17 +109,15 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     submit("nothing to submit: 8 done")
     around = {
         path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE))
-        for path in study.glob("around/*-*")
+        for path in study.glob("around/*")
+        if path.name in {each.id for each in jobs}
     }
     for name, restarts in (("a", "0"), ("stops", "1"), ("loses", "1")):
-        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**around[f"{name}-0"])
+        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**around[name])
         assert login.about(task)["Restarts"] == restarts
-    for number in "01":
-        assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
-    alone = around["a-0"]
+    alone = around["a"]
     assert (alone["HF_HUB_OFFLINE"], alone["MINE"], alone["OMP_NUM_THREADS"]) == ("1", "1", "1")
     assert alone["TMPDIR"] == f"{study}/scratch/{alone['SLURM_JOB_ID']}"
-    assert "EMP_LLM_RENDEZVOUS" not in alone
     refuse_secrets(login, study)
 
 
@@ -137,8 +132,8 @@ def plan_of(study: Path, command: Run, model: Path, suite: Path) -> list[str]:
     jobs = [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()]
     for each in jobs:
         short = each["id"] == "llama.dense.evaluate"
-        each["needs"] |= {
-            "hours": 0.001 if short else 0.1,
+        each["needs"] = {
+            "hours": 0.16 if short else 0.25,
             "processes": 2 if each["kind"] == "calibrate" else 1,
         }
     (study / "plan.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
@@ -158,10 +153,7 @@ def test_a_study(
     shutil.copytree(study, local)
     note.touch()
     (tmp_path / "sitecustomize.py").write_text(HOLD.format(note=str(note)))
-    site = (
-        f'prolog = ["export PYTHONPATH={tmp_path}:{ROOT}"]\ncpus = 1\nmin_hours = '
-        "0.2\nsignal_seconds = 170\n"
-    )
+    site = f'prolog = ["export PYTHONPATH={tmp_path}:{ROOT}"]\ncpus = 1\nsignal_seconds = 170\n'
     (tmp_path / "site.toml").write_text(site)
     submit = ("submit", study, "--site", tmp_path / "site.toml")
     done = command(*submit, "--dry-run")

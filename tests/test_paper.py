@@ -167,7 +167,6 @@ def test_the_board(models: Any, tmp_path: Path, monkeypatch: Any) -> None:
         models=f"{models('llama')}",
         methods="wanda",
         output=tmp_path / "study",
-        gpu_gb=0,
         **text,
     ).jobs
     monkeypatch.chdir(tmp_path / "study")

@@ -80,9 +80,7 @@ def written(
     }
     bench(str(folder / "all"), output=folder / "bench.json", **how)
     study = folder / "study"
-    plan(
-        models=str(model), methods="magnitude", suite=str(suite), gpu_gb=0, output=study, quiet=True
-    )
+    plan(models=str(model), methods="magnitude", suite=str(suite), output=study, quiet=True)
     job = read_plan(study)[-2]
     (study / job.output).parent.mkdir()
     (study / job.output).symlink_to(runs / "half")

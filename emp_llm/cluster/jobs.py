@@ -1,8 +1,8 @@
 """Jobs: the plan that names them, the files that tell what became of one, how it is started, and
 one attempt to run it.
 
-plan.jsonl holds the jobs of a study, one a line, each with its command, the jobs that come first,
-and its needs.
+plan.jsonl holds the jobs of a study, one a line, each with its command and the jobs that come
+first.
 """
 
 import os
@@ -37,30 +37,25 @@ PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 
-Gigabytes = Annotated[float, Meta(ge=0)]
 Number = Annotated[int, Meta(ge=1)]
+GpuCount = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
 
 
-class Needs(Part, kw_only=True, omit_defaults=False):
-    """What a job needs of each of its nodes. A GB is 1e9 bytes.
+class Needs(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # as `Quartiles`
+    """What a job needs. A GB is 1e9 bytes; null is the site's number, or the machine's.
 
     Attributes:
-        nodes: number of machines.
-        processes: ranks on a node, each with a whole model.
-        gpus: number of GPUs on a node; 0: it computes on the CPU.
-        gpu_gb: memory of each GPU.
-        memory_gb: memory of the node.
-        disk_gb: written into the study's folder.
+        processes: number of ranks, each with a whole model.
+        gpus: number of GPUs; 0: the job computes on the CPU.
+        memory_gb: main memory.
         hours: time.
     """
 
-    nodes: Number = 1
     processes: Number = 1
-    gpus: Annotated[int, Meta(ge=0)] = 0
-    gpu_gb: Gigabytes = 0.0
-    memory_gb: Gigabytes
-    disk_gb: Gigabytes
-    hours: Annotated[float, Meta(gt=0)]
+    gpus: GpuCount | None = None
+    memory_gb: Positive | None = None
+    hours: Positive | None = None
 
 
 class Job(FileRecord, kw_only=True, omit_defaults=False):
@@ -72,7 +67,7 @@ class Job(FileRecord, kw_only=True, omit_defaults=False):
         command: for a shell in the study's folder; it begins with "emp-llm".
         after: ids of the jobs that must be done first.
         output: file or folder that the command writes, relative to the study's folder.
-        needs: of the job.
+        needs: where they are not the site's.
     """
 
     KIND: ClassVar[str] = "job"
@@ -83,7 +78,7 @@ class Job(FileRecord, kw_only=True, omit_defaults=False):
     command: str
     after: list[str] = msgspec.field(default_factory=list)
     output: str
-    needs: Needs
+    needs: Needs = Needs()
 
     @property
     def arguments(self) -> list[str]:
@@ -195,8 +190,6 @@ def option_of(job: Job, flag: str) -> str:
 
 
 JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
-RENDEZVOUS = "EMP_LLM_RENDEZVOUS"
-NODE = "EMP_LLM_NODE"
 BEAT = 20.0  # seconds between two signs of life
 # Seconds after which a job on another machine, without a lock that can be seen here, has died.
 _SILENT = 120.0
@@ -358,32 +351,29 @@ def launches(
     threads: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """The words and the environment of each process of a job on this node, for the study's folder.
+    """The words and the environment of each process of a job, for the study's folder.
 
     Args:
         gpus: numbers of the GPUs that the job may use, counted among those that the environment
             shows; None: as the environment says. A job that needs no GPU sees none.
-        threads: number of cores for all processes of this node; None: OMP_NUM_THREADS of the
-            environment, or all cores.
+        threads: number of cores for all processes; None: OMP_NUM_THREADS of the environment, or
+            all cores.
         environment: of this process.
 
     Raises:
-        UserError: a job of several nodes does not say which node this is; fewer GPUs than
-            processes.
+        UserError: the job has fewer GPUs than processes.
     """
     needs = job.needs
-    node, nodes = node_of(job, environment)
-    # Without a rendezvous, all nodes are this machine.
-    here = needs.processes * (needs.nodes // nodes)
+    processes = needs.processes
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
     common = dict(environment)
     if needs.gpus == 0:
         common["CUDA_VISIBLE_DEVICES"] = ""
-    elif needs.gpus < needs.processes:
+    elif needs.gpus is not None and needs.gpus < processes:
         raise UserError(
-            f"{job.id} has {count_of(needs.processes, 'process', 'processes')} and "
-            f"{count_of(needs.gpus, 'GPU')} on a node. Each process holds the whole model on a GPU "
-            "of its own; change processes or gpus in the plan."
+            f"{job.id} has {count_of(processes, 'process', 'processes')} and "
+            f"{count_of(needs.gpus, 'GPU')}. Each process holds the whole model on a GPU of its "
+            "own; change processes or gpus in the plan."
         )
     elif gpus is not None:  # each rank takes the one with its local number
         shown = environment.get("CUDA_VISIBLE_DEVICES")
@@ -391,85 +381,28 @@ def launches(
         common["CUDA_VISIBLE_DEVICES"] = ",".join(
             str(number) if names is None else names[number] for number in gpus
         )
-    if threads is not None or (here > 1 and not environment.get("OMP_NUM_THREADS")):
-        common["OMP_NUM_THREADS"] = str(max(1, (threads or available_cores()) // here))
-    if here * nodes == 1:
+    if threads is not None or (processes > 1 and not environment.get("OMP_NUM_THREADS")):
+        common["OMP_NUM_THREADS"] = str(max(1, (threads or available_cores()) // processes))
+    if processes == 1:
         return [(words, common)]
     host = "127.0.0.1"
-    port = "0"
-    if nodes > 1:
-        host, _, port = environment[RENDEZVOUS].rpartition(":")
-        host = host.strip("[]")
-        common = _interface_to(host, int(port)) | common
-    else:
-        with socket.create_server((host, 0)) as free:
-            port = str(free.getsockname()[1])
+    with socket.create_server((host, 0)) as free:
+        port = str(free.getsockname()[1])
     common |= {
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "WORLD_SIZE": str(here * nodes),
-        "LOCAL_WORLD_SIZE": str(here),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
     }
     # Else it warns of every address without a name.
     common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return [
-        (words, common | {"RANK": str(node * here + local), "LOCAL_RANK": str(local)})
-        for local in range(here)
+        (words, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)
     ]
-
-
-def node_of(job: Job, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """The number of this node, from 0, and the number of nodes on which the job runs: (0, 1) if it
-    runs on this one only.
-
-    Raises:
-        UserError: EMP_LLM_RENDEZVOUS is not HOST:PORT; the number of the node is missing, or too
-            large.
-    """
-    nodes = job.needs.nodes
-    meeting = environment.get(RENDEZVOUS, "")
-    if nodes == 1 or not meeting:
-        return 0, 1
-    host, _, port = meeting.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and "
-            "a free port on it."
-        )
-    name = NODE if environment.get(NODE) else "SLURM_NODEID"
-    number = environment.get(name, "")
-    if not number.isdecimal() or int(number) >= nodes:
-        raise UserError(
-            f"{job.id} runs on {count_of(nodes, 'node')}, and {name} is {quotable(number)}. Set "
-            f"{NODE} to the number of this node, from 0 to {nodes - 1}, or unset {RENDEZVOUS} to "
-            "run all processes here."
-        )
-    return int(number), nodes
-
-
-def _interface_to(host: str, port: int) -> dict[str, str]:
-    """The network interface that leads to the first node, for gloo. It would take that of the
-    host's name, often loopback.
-    """
-    import psutil  # type: ignore[import-untyped]
-
-    try:
-        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return {}  # the ranks report it
-    found = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if own in [each.address for each in addresses]
-    ]
-    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
 class Processes:
-    """The processes of a job on this node. If one fails, the others are asked to end.
+    """The processes of a job. If one fails, the others are asked to end.
 
     Args:
         study: folder in which they run.
@@ -564,8 +497,8 @@ class Attempt:
     Args:
         study: folder of the study.
         job: of its plan.
-        gpus: numbers of the GPUs for it; threads: cores for its processes on this node; None: all
-            of them.
+        gpus: numbers of the GPUs for it; None: as the environment says.
+        threads: cores for its processes; None: all of them.
 
     Attributes:
         files: of the job.
@@ -690,19 +623,3 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}).") from error
-
-
-def follow(study: Path, job: Job) -> int:
-    """Run the processes of a node that is not the job's first; returns their exit code. Lock,
-    log and state are the first's.
-    """
-    processes = Processes(study, launches(job))
-    try:
-        code = processes.wait()
-    except BaseException:
-        processes.stop()
-        processes.wait()
-        raise
-    if processes.cause:
-        print(f"error: {processes.cause}", file=sys.stderr)
-    return code

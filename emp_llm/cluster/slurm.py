@@ -15,19 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.cluster.jobs import Job, JobKind, Needs, Number
+from emp_llm.cluster.jobs import GpuCount, Job, JobKind, Needs, Number, Positive
 from emp_llm.common.errors import UserError, count_of, printable, quotable
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import converted
 
 Hours = Annotated[float, Meta(gt=0, le=8760)]
-Size = Annotated[float, Meta(gt=0)]
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 _SECRET = re.compile(
     r"(?i)\b(\w*(?:token|secret|password|passwd|api_?key))\s*=\s*\\?[\"']?[^\s\"'$\\]"
@@ -65,32 +64,19 @@ _OWN_OPTIONS = {
 }
 
 
-class LargestNode(
-    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """The largest node that a job can get. A GB is 1e9 bytes.
-
-    Attributes:
-        cpus: cores. memory_gb: memory. gpus: number of GPUs. gpu_gb: memory of each.
-    """
-
-    cpus: Number
-    memory_gb: Size
-    gpus: Annotated[int, Meta(ge=0)] = 0
-    gpu_gb: Annotated[float, Meta(ge=0)] = 0.0
-
-
 class SiteNeeds(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Numbers of the site for jobs of one kind, in place of the plan's; null: the plan's.
+    """What jobs of one kind need, where their plan does not say it. A GB is 1e9 bytes.
 
     Attributes:
-        gpus: number of GPUs of a node. memory_gb: memory of a node. hours: time.
+        gpus: number of GPUs; null: none.
+        memory_gb: main memory; null: the cluster's default.
+        hours: time; null: the longest.
     """
 
-    gpus: Annotated[int, Meta(ge=0)] | None = None
-    memory_gb: Size | None = None
+    gpus: GpuCount | None = None
+    memory_gb: Positive | None = None
     hours: Hours | None = None
 
 
@@ -103,20 +89,17 @@ class Site(
         about: a description in one sentence.
         partition, account, qos, constraint: as for sbatch; null: its default.
         cpu_partition: partition of jobs without GPUs; null: `partition`.
-        gpus: the option that asks for GPUs, with {gpus} for their number on a node.
-        memory: the option that asks for memory, with {megabytes} for MiB on a node; empty: no such
-            option.
+        gpus: the option that asks for GPUs, with {gpus} for their number.
+        memory: the option that asks for memory, with {megabytes} for MiB; empty: no such option.
         cpus: cores for each process of a job.
         options: further options of sbatch.
         max_hours: longest time limit. A job that needs more is stopped and queued again, and
             resumes.
-        min_hours: shortest time limit.
         signal_seconds: SIGTERM is sent so long before the time limit.
         requeues: a task is queued again at most so often.
         at_once: so many tasks of an array run at once; null: as many as fit.
         largest_array: number of tasks; the cluster's MaxArraySize may demand fewer.
-        largest_node: jobs that need more are refused; null: nothing is refused.
-        needs: kind of jobs -> numbers in place of the plan's.
+        needs: kind of jobs -> what they need; "all": of jobs of every kind.
         modules: loaded in this order, in a login shell.
         prolog: lines of shell at the start of each task, after the modules.
         container: words before the command, such as "apptainer exec --nv image.sif".
@@ -138,13 +121,11 @@ class Site(
     cpus: Number = 4
     options: list[str] = []
     max_hours: Hours = 24.0
-    min_hours: Hours = 0.25
     signal_seconds: Annotated[int, Meta(ge=1, le=65535)] = 180
     requeues: Annotated[int, Meta(ge=0)] = 50
     at_once: Number | None = None
     largest_array: Number = 1000
-    largest_node: LargestNode | None = None
-    needs: dict[JobKind, SiteNeeds] = {}
+    needs: dict[Literal["all"] | JobKind, SiteNeeds] = {}
     modules: list[str] = []
     prolog: list[str] = []
     container: str = ""
@@ -154,10 +135,20 @@ class Site(
     offline: bool = True
 
     def needs_of(self, job: Job) -> Needs:
-        """The needs of a job: the site's numbers, and the plan's for the others."""
-        own = self.needs.get(job.kind, SiteNeeds())
-        # Which leaves out null.
-        return msgspec.structs.replace(job.needs, **msgspec.to_builtins(own))
+        """The needs of a job: the plan's numbers, then the site's for its kind, then those for all
+        kinds.
+        """
+        values: dict[str, Any] = {}
+        for needs in (self.needs.get("all"), self.needs.get(job.kind), job.needs):
+            values |= {} if needs is None else msgspec.to_builtins(needs)  # without nulls
+        return Needs(**values)
+
+    def minutes_of(self, needs: Needs) -> int:
+        """The time limit of a task: its hours and the seconds after SIGTERM, or the longest."""
+        most = int(self.max_hours * 60)
+        if needs.hours is None:
+            return most
+        return min(most, math.ceil(needs.hours * 60 + self.signal_seconds / 60))
 
 
 def quotes_well(text: str) -> bool:
@@ -204,14 +195,10 @@ def read_site(path: Path) -> Site:
             f"{path}: memory must be empty, or an option such as "
             f'"--mem={{megabytes}}M", got "{site.memory}".'
         )
-    if site.min_hours > site.max_hours:
+    if site.signal_seconds >= site.max_hours * 3600:
         raise UserError(
-            f"{path}: min_hours {site.min_hours:g} must not be above max_hours {site.max_hours:g}."
-        )
-    if site.signal_seconds >= site.min_hours * 3600:
-        raise UserError(
-            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, "
-            f"{site.min_hours * 3600:g} seconds."
+            f"{path}: signal_seconds {site.signal_seconds} must be less than max_hours, "
+            f"{site.max_hours * 3600:g} seconds."
         )
     for option in site.options:
         name = option.lstrip("-").partition("=")[0].partition(" ")[0]
@@ -236,31 +223,6 @@ def read_site(path: Path) -> Site:
 
 
 FOLDER_NAME = "slurm"  # in the study
-# Needs are rounded up to these steps, so that jobs with almost equal needs share an array.
-_MINUTES = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    20,
-    30,
-    45,
-    60,
-    90,
-    120,
-    180,
-    240,
-    360,
-    480,
-    720,
-    960,
-    1440,
-    2160,
-    2880,
-    4320,
-)
-_MEBIBYTE = 2**20
 _ANSWER_SECONDS = 300  # for a command of Slurm
 # Variables of the login node that tasks get. No other goes to Slurm, because any might hold a
 # secret.
@@ -295,36 +257,12 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF
 
 
 @dataclass(frozen=True)
-class Request:
-    """What each task of an array asks for.
-
-    Attributes:
-        nodes: their number.
-        cpus, gpus, megabytes: of each node; a megabyte is 2**20 bytes, as Slurm has it.
-        minutes: time limit.
-    """
-
-    nodes: int
-    cpus: int
-    gpus: int
-    megabytes: int
-    minutes: int
-
-    def __str__(self) -> str:
-        gpus = f"{count_of(self.gpus, 'GPU')}, " if self.gpus else ""
-        nodes = f"{self.nodes} nodes with " if self.nodes > 1 else ""
-        gigabytes = self.megabytes * _MEBIBYTE / 1e9
-        hours = f"{self.minutes // 60}:{self.minutes % 60:02d}"
-        return f"{nodes}{gpus}{count_of(self.cpus, 'core')}, {gigabytes:.3g} GB, {hours} h"
-
-
-@dataclass(frozen=True)
 class JobArray:
-    """An array of tasks: the jobs of one kind, depth and request.
+    """An array of tasks: the jobs of one kind, depth and needs.
 
     Attributes:
         name: unique in the study.
-        request: of each task.
+        needs: of each task.
         jobs: index of the task -> its job.
         after: arrays that come first, by their names or their numbers in Slurm.
         task_by_task: each task waits only for the task of the same index in the one array that
@@ -333,7 +271,7 @@ class JobArray:
     """
 
     name: str
-    request: Request
+    needs: Needs
     jobs: dict[int, Job]
     after: tuple[str, ...] = ()
     task_by_task: bool = False
@@ -348,62 +286,21 @@ class JobArray:
         return ",".join(runs)
 
 
-def request_of(needs: Needs, site: Site) -> Request:
-    """What a job asks of a site, whose largest node it fits; its needs are rounded up: memory to
-    1, 1.5, 2, 3, 4, 6 ... GB.
-    """
-    power = 2 ** math.floor(math.log2(max(1.0, needs.memory_gb)))
-    gigabytes = next(size for size in (power, 1.5 * power, 2 * power) if size >= needs.memory_gb)
-    megabytes = math.ceil(gigabytes * 1e9 / _MEBIBYTE)
-    if site.largest_node is not None:
-        megabytes = min(megabytes, int(site.largest_node.memory_gb * 1e9 / _MEBIBYTE))
-    least = math.ceil(site.min_hours * 60)
-    most = max(1, int(site.max_hours * 60))
-    wanted = math.ceil(needs.hours * 60 + site.signal_seconds / 60)
-    minutes = next((step for step in _MINUTES if step >= wanted), wanted)
-    return Request(
-        needs.nodes,
-        site.cpus * needs.processes,
-        needs.gpus,
-        megabytes,
-        min(max(minutes, least), most),
-    )
-
-
-def check_fits(jobs: Sequence[Job], site: Site, path: Path) -> None:
-    """Raise UserError if a job needs more than the largest node has of a site, whose file is at
-    `path`.
-    """
-    node = site.largest_node
-    if node is None:
-        return
-    held = (node.cpus, node.memory_gb, node.gpus, node.gpu_gb)
-    for job in jobs:
-        needs = job.needs
-        wanted = (
-            site.cpus * needs.processes,
-            needs.memory_gb,
-            needs.gpus,
-            needs.gpu_gb if needs.gpus else 0.0,
-        )
-        if any(need > most for need, most in zip(wanted, held, strict=True)):
-            raise UserError(
-                f"{job.id} needs {_size(*wanted)} on a node, and the largest node of {path} has "
-                f"{_size(*held)}. Plan with needs that fit (a smaller model, fewer processes, "
-                "--gpu-gb), or correct largest_node."
-            )
-
-
-def _size(cpus: int, memory_gb: float, gpus: int, gpu_gb: float) -> str:
-    of_gpus = f" and {count_of(gpus, 'GPU')} of {gpu_gb:.3g} GB" if gpus else ""
-    return f"{count_of(cpus, 'core')}, {memory_gb:.3g} GB{of_gpus}"
+def needs_text(needs: Needs, site: Site) -> str:
+    """What each task of an array asks for, in words."""
+    cores = count_of(site.cpus * needs.processes, "core")
+    words = [count_of(needs.gpus, "GPU"), cores] if needs.gpus else [cores]
+    if needs.memory_gb is not None:
+        words.append(f"{needs.memory_gb:g} GB")
+    minutes = site.minutes_of(needs)
+    return ", ".join([*words, f"{minutes // 60}:{minutes % 60:02d} h"])
 
 
 def grouped_jobs(
     jobs: Sequence[Job], site: Site, queued: Mapping[str, str], first: int
 ) -> list[JobArray]:
     """The arrays for jobs, in an order in which they can be submitted: one for each kind, depth and
-    request.
+    needs.
 
     Args:
         jobs: that are neither done nor queued, those that come first before the others.
@@ -412,14 +309,14 @@ def grouped_jobs(
         first: number of the first array.
     """
     depth: dict[str, int] = {}
-    groups: dict[tuple[int, str, Request], list[Job]] = defaultdict(list)
+    groups: dict[tuple[int, str, Needs], list[Job]] = defaultdict(list)
     for job in jobs:
         depth[job.id] = 1 + max((depth[name] for name in job.after if name in depth), default=0)
-        groups[depth[job.id], job.kind, request_of(job.needs, site)].append(job)
+        groups[depth[job.id], job.kind, site.needs_of(job)].append(job)
     arrays: list[JobArray] = []
     places: dict[str, tuple[str, int]] = {}  # id -> its array and index
-    for level, kind, request in sorted(groups, key=lambda group: group[0]):
-        members = groups[level, kind, request]
+    for level, kind, needs in sorted(groups, key=lambda group: group[0]):
+        members = groups[level, kind, needs]
         for start in range(0, len(members), site.largest_array):
             part = members[start : start + site.largest_array]
             before = [
@@ -433,7 +330,7 @@ def grouped_jobs(
             task_by_task = len(after) == 1 and len(indexed) == len(part) == len(before)
             indexed = indexed if task_by_task else dict(enumerate(part))
             name = f"{first + len(arrays):03d}-{kind}"
-            arrays.append(JobArray(name, request, indexed, tuple(sorted(after)), task_by_task))
+            arrays.append(JobArray(name, needs, indexed, tuple(sorted(after)), task_by_task))
             places |= {job.id: (name, index) for index, job in indexed.items()}
     return arrays
 
@@ -445,7 +342,8 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     """The batch script of an array: its options and environment, then scripts/slurm/job.sh.
     `study` is an absolute path.
     """
-    request = array.request
+    needs = array.needs
+    minutes = site.minutes_of(needs)
     environment = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     environment.append(f"export OMP_NUM_THREADS={site.cpus}")
     environment += [f"export HF_HOME={shlex.quote(site.cache)}"] if site.cache is not None else []
@@ -464,15 +362,15 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
         "chdir": str(study),
         "output": f"{FOLDER_NAME}/{array.name}-%a.log",
         "partition": site.partition
-        if request.gpus or site.cpu_partition is None
+        if needs.gpus or site.cpu_partition is None
         else site.cpu_partition,
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint,
-        "nodes": str(request.nodes),
-        "ntasks-per-node": "1",
-        "cpus-per-task": str(request.cpus),
-        "time": f"{request.minutes // 60}:{request.minutes % 60:02d}:00",
+        "nodes": "1",
+        "ntasks": "1",
+        "cpus-per-task": str(site.cpus * needs.processes),
+        "time": f"{minutes // 60}:{minutes % 60:02d}:00",
         "signal": f"TERM@{site.signal_seconds}",
     }
     options = []
@@ -481,8 +379,11 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
             options.append(
                 f"--{name}={value}" if shlex.quote(value) == value else f'--{name}="{value}"'
             )
-    options += [site.gpus.replace("{gpus}", str(request.gpus))] if request.gpus else []
-    options += [site.memory.replace("{megabytes}", str(request.megabytes))] if site.memory else []
+    if needs.gpus:
+        options.append(site.gpus.replace("{gpus}", str(needs.gpus)))
+    if site.memory and needs.memory_gb is not None:
+        megabytes = math.ceil(needs.memory_gb * 1e9 / 2**20)  # as Slurm has them
+        options.append(site.memory.replace("{megabytes}", str(megabytes)))
     options += ["--requeue", "--open-mode=append", "--kill-on-invalid-dep=yes", *site.options]
     lines = [
         "#!/bin/bash -l" if site.modules else "#!/bin/bash",

@@ -10,7 +10,6 @@ from emp_llm.options.sweep import PointOptions
 
 StudyFolder = Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")]
 DEFAULT_SUITE = "paper"
-DEFAULT_GPU_GB = 80.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +57,4 @@ class PlanOptions(PointOptions):
     evaluate_options: Annotated[
         str | None, Opt("Further options of every evaluate, as one text.")
     ] = None
-    gpu_gb: Annotated[
-        float | None,
-        Opt(
-            f"Memory of a GPU in GB; 0: the jobs run on CPUs. Default: {DEFAULT_GPU_GB:g}.",
-            minimum=0,
-        ),
-    ] = None
-    processes: Annotated[
-        int | None,
-        Opt(
-            "Processes of a job on each node, each with a whole model on a GPU of its "
-            "own; default: 1.",
-            minimum=1,
-        ),
-    ] = None
-    nodes: Annotated[int | None, Opt("Nodes of a job; default: 1.", minimum=1)] = None
     trust_remote_code: Annotated[bool, Opt("Run code from the model repositories.")] = False

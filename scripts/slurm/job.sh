@@ -15,12 +15,6 @@ if [ -z "$job" ]; then
     exit 2
 fi
 
-# On several nodes, all processes meet at the first.
-if [ "$SLURM_NNODES" -gt 1 ]; then
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    export EMP_LLM_RENDEZVOUS="$first:$((20000 + SLURM_JOB_ID % 20000))"
-fi
-
 # While Slurm's controller does not answer, nothing can be started.
 answered() {
     for _ in $(seq 60); do
@@ -31,8 +25,7 @@ answered() {
 }
 answered scontrol show job "$SLURM_JOB_ID" > /dev/null
 
-srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --overlap --kill-on-bad-exit=1 \
-    --export=ALL \
+srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --overlap --kill-on-bad-exit=1 --export=ALL \
     "${command[@]}" run . --only "$job"
 code=$?
 
