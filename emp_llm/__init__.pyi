@@ -429,12 +429,6 @@ def measure(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
-    structure_group: Literal["layer", "all"] = ...,
-    head_unit: Literal["group", "query"] | None = ...,
-    keep_shapes: bool = ...,
-    width_multiple: int | None = ...,
-    per_layer: bool = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -465,9 +459,6 @@ def measure(
     With --loss, a table shows how much each criterion removes within each rise of the perplexity of
     held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
 
-    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
-    each layer at each beta, and the size of the model that is left.
-
     Returns the content of the output.
 
     Args:
@@ -486,15 +477,6 @@ def measure(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
-            layers, in place of weights.
-        structure_group: Units that compete: of a layer, or of all layers.
-        head_unit: With shared keys and values: whole groups of query heads, or query heads within
-            groups; default: group.
-        keep_shapes: With --structure, set units to zero and keep every shape and the config.
-        width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
-        per_layer: Give each layer its own number of heads or neurons. emp-llm and llama.cpp run
-            such a model; transformers reads its config alone.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.

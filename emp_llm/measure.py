@@ -15,8 +15,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.prune import OF_WEIGHTS, STRUCTURE_CRITERIA, check_for_units, structured
-from emp_llm.options.recipe import Effective, Recipe, Share, StructureRecipe
+from emp_llm.options.recipe import Effective, Recipe, Share
 from emp_llm.options.words import METHODS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
@@ -30,7 +29,6 @@ CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 def measure(
     model: ModelOptions,
     shared: Annotated[RecipeOptions, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
-    structure: StructureRecipe,
     text: NormOptions,
     loading: LoadingOptions,
     given: Given,
@@ -61,23 +59,14 @@ def measure(
     With --loss, a table shows how much each criterion removes within each rise of the perplexity of
     held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
 
-    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in
-    each layer at each beta, and the size of the model that is left.
-
     Returns the content of the output.
     """
-    structure.check(given)
-    units = structure.structure is not None
-    if units:
-        check_for_units(given, (*OF_WEIGHTS, "activations"))
-        if loss is not None:
-            raise UserError("--loss measures weights; leave it out, or --structure.")
     if loss is not None and text.activations is not None and text.calibration is None:
         raise UserError(
             "--loss measures held-out text, and --activations holds only norms. Name the text with "
             "--calibration."
         )
-    recipes = _recipes(criteria, orders, shared, structure)
+    recipes = _recipes(criteria, orders, shared)
     curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
         Effective(beta=beta)
@@ -111,34 +100,10 @@ def measure(
             "file as --activations."
         )
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
-    norms = None if units else given_norms(text, leading, given)
+    norms = given_norms(text, leading, given)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     path = output or Path(f"{source.short_name}-measure.json")
     check_output_file(path, overwrite)
-    if units:
-        load_packages()
-        from emp_llm.structure.measuring import measure_units
-
-        with OutputFile(path) as out:
-            shared_by_all = (
-                text,
-                loading,
-                model.trust_remote_code,
-                curve,
-                path.with_suffix(f".{SELF_NAME.name}"),
-            )
-            of_units = [measure_units(source, recipe, *shared_by_all) for recipe in recipes]
-            record = Measure(
-                source=ModelSource(model=source.name, revision=source.revision, identity=None),
-                command=command_line(),
-                recipe=recorded(recipes[-1]),
-                calibration=next((about for _, about in of_units if about is not None), None),
-                versions=versions(),
-                measures=[entry for entry, _ in of_units],
-            )
-            record.save(path)
-            out.complete()
-        return record
     chosen = targets_of_folder(
         source.folder, source.name, leading, model.trust_remote_code, calibrates=norms is None
     )
@@ -237,25 +202,10 @@ def measure(
     return record
 
 
-def _recipes(
-    given: str | None, orders: str, shared: RecipeOptions, structure: StructureRecipe
-) -> list[Recipe]:
+def _recipes(given: str | None, orders: str, shared: RecipeOptions) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
     scores: set[str | None] = set()
-    if structure.structure is not None:
-        known = STRUCTURE_CRITERIA[structure.structure]
-        for criterion in parse_words(given or known[0], "--criteria"):
-            if criterion not in known:
-                raise UserError(
-                    f"--criteria: {criterion!r} does not score {structure.structure}. Use "
-                    f"{', '.join(known)}.{did_you_mean(criterion, known)}"
-                )
-            recipes += [
-                structured(RecipeOptions(method=f"emp-{criterion}", order=order), structure).tree
-                for order in parse_numbers(orders, "--orders")
-            ]
-        return recipes
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
     criteria = parse_words(
         ",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given,

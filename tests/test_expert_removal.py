@@ -2,7 +2,6 @@
 computes what it should.
 """
 
-import json
 import re
 import shutil
 from functools import cache
@@ -22,7 +21,6 @@ from torch import Tensor
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
-from emp_llm.measure import measure
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
@@ -138,6 +136,7 @@ def test_the_smaller_mixture_has_the_tensors_of_its_experts(
         make(family), output=out, structure="experts", method="mass", sparsity=0.5, **SHORT
     )
     record = structure_of(report)
+    assert json.loads((out / "emp_llm/experts.json").read_text())["num_experts"] == 8
     kept = load_file(out / "emp_llm" / "structure.safetensors")
     dense = loaded(make(family)).state_dict()
     small = loaded(out).state_dict()
@@ -425,21 +424,6 @@ def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -
         )
         kept = report.targets.parameters - report.targets.zeros
         assert 0.97 * 30_000 < kept <= 30_000
-
-
-def test_measure_shows_the_curve(make: Any, tmp_path: Path) -> None:
-    (entry,) = measure(
-        make("mixtral"), structure="experts", output=tmp_path / "m.json", **SHORT
-    ).measures
-    assert [point.parameters for point in entry.unit_curve] == sorted(
-        point.parameters for point in entry.unit_curve
-    )
-    at_one = next(point for point in entry.unit_curve if point.beta == 1)
-    report = prune(make("mixtral"), output=tmp_path / "out", structure="experts", **SHORT)
-    assert at_one.kept == [each.rule for each in structure_of(report).layers.values()]
-    assert at_one.parameters == structure_of(report).pruned.parameters
-    assert at_one.active_parameters == structure_of(report).pruned.active_parameters
-    assert json.loads((tmp_path / "out/emp_llm/experts.json").read_text())["num_experts"] == 8
 
 
 def test_an_interrupted_run_resumes(

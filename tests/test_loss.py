@@ -345,7 +345,6 @@ def test_measure_what_can_go(tmp_path: Path) -> None:
         ({"loss": "no"}, "--loss 'no' is not a rise such as 2% of the perplexity"),
         ({"loss": "1%,"}, "expected values separated by commas"),
         ({"loss": "0%"}, "nothing can be removed without a rise"),
-        ({"loss": "1%", "structure": "neurons"}, "--loss measures weights; leave it out"),
         ({"loss": "1%", "samples": 10_000}, "too short for 10000 samples"),
         (
             {"loss": "1%", "activations": "norms", "calibration": None},

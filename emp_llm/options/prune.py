@@ -31,11 +31,16 @@ _KINDS = {
     "experts": "mlp",
     "layers": "all-linear",
 }
-# Options that are for weights and not for units: of the scores and layers, which measure has too,
-# and of prune.
-OF_WEIGHTS = ("criterion", "scores", "score_map", "score", "count_by", "ignore", "targets", "tower")
+# Options that are for weights and not for units.
 _OF_WEIGHTS = (
-    *OF_WEIGHTS,
+    "criterion",
+    "scores",
+    "score_map",
+    "score",
+    "count_by",
+    "ignore",
+    "targets",
+    "tower",
     "pattern",
     "shares",
     "neff_dtype",
@@ -124,7 +129,7 @@ def check_options(
     """
     structure.check(given)
     if structure.structure is not None:
-        check_for_units(given, _OF_WEIGHTS)
+        _check_for_units(given)
         _check_structured(structured(recipe, structure), options)
     elif recipe.name in _OF_UNITS:
         units = {"taylor": "heads and neurons", "cosine": "layers"}.get(recipe.name, "experts")
@@ -251,14 +256,14 @@ def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptio
     return recipe.but(method=method, targets=_KINDS[structure.structure], structure=structure)
 
 
-def check_for_units(given: Given, of_weights: tuple[str, ...]) -> None:
+def _check_for_units(given: Given) -> None:
     """Raise UserError for given options that do not go with --structure."""
     options = options_of(RecipeOptions) | options_of(PruneOptions)
     instead = {
         "group": "Use --structure-group",
         "targets": "Use --structure heads, neurons or both",
     }
-    for name in of_weights:
+    for name in _OF_WEIGHTS:
         if name in given:
             raise UserError(
                 f"{options[name].flag} does not go with --structure. "

@@ -14,7 +14,6 @@ from emp_llm.records.run_report import (
     MatrixRecord,
     SizesRecord,
     TargetsRecord,
-    UnitsRecord,
 )
 from emp_llm.records.source import CalibrationRecord, ModelSource
 
@@ -34,32 +33,12 @@ class CurvePoint(Part, kw_only=True):
     sparsity_of_all_parameters: float
 
 
-class UnitPoint(Part, kw_only=True):
-    """What EMP with one beta would leave of heads, neurons, experts or layers.
-
-    Attributes:
-        beta: of the effective number.
-        kept: the numbers of units that the rule keeps, by layer, in the order of
-            `MeasureEntry.units`.
-        width: the largest number of units that stay in a layer, where all layers get one number.
-        parameters, active_parameters, bytes: of the model; active are those that a token reaches.
-    """
-
-    beta: float
-    kept: list[int]
-    width: int
-    parameters: int
-    active_parameters: int
-    bytes: int
-
-
 class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     """One criterion and one order, and the result of EMP with beta 1 for them.
 
     Attributes:
         score: whose norms scored the weights; count_by: whose effective numbers set the counts.
         curve: the sparsity at other betas; empty in older files.
-        units, unit_curve: with --structure, the units in place of matrices.
     """
 
     criterion: str
@@ -70,8 +49,6 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     sizes: SizesRecord | None = None
     matrices: dict[str, MatrixRecord]
     curve: list[CurvePoint] = []
-    units: dict[str, UnitsRecord] = {}
-    unit_curve: list[UnitPoint] = []
     warnings: list[str] = []
 
 

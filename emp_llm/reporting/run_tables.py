@@ -503,8 +503,6 @@ def losses_table(record: Measure) -> str:
 
 def _measure(measure: MeasureEntry) -> str:
     name = f"{measure.criterion}, order {measure.order:g}"
-    if measure.units:
-        return _measure_of_units(name, measure)
     blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
     depths = [part.tolist() for part in np.array_split(blocks, _DEPTHS) if len(part)]
     heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
@@ -536,46 +534,6 @@ def _measure(measure: MeasureEntry) -> str:
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
     lines = [table(rows), f"EMP at beta 1 would remove {removed}"]
     return "\n".join(lines + ([curve_table(name, measure.curve)] if measure.curve else []))
-
-
-def _measure_of_units(name: str, measure: MeasureEntry) -> str:
-    """What the rule keeps of each layer at each beta, and the size of the model that is left."""
-    before = measure.targets.parameters or 0
-    first = next(iter(measure.units.values()))
-    rows: Rows = [
-        [
-            f"{name}: beta",
-            f"{first.kind} kept",
-            "least",
-            "most",
-            "in each",
-            "parameters",
-            "%",
-            "active",
-            "weights",
-        ]
-    ]
-    for point in measure.unit_curve:
-        rows.append(
-            [
-                f"{point.beta:g}",
-                f"{sum(point.kept):,}",
-                f"{min(point.kept):,}",
-                f"{max(point.kept):,}",
-                f"{point.width:,}",
-                f"{point.parameters:,}",
-                percent_cell(point.parameters / (before or 1)),
-                f"{point.active_parameters:,}",
-                format_bytes(point.bytes),
-            ]
-        )
-    total = sum(each.units for each in measure.units.values())
-    layers = count_of(len(measure.units), "layer")
-    note = (
-        f"{total:,} {first.kind} in {layers}; least and most: of a layer, by the rule; in each: "
-        "one number for all layers"
-    )
-    return "\n".join([table(rows), note])
 
 
 def main_measures(names: Iterable[str]) -> list[str]:
