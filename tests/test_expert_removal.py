@@ -2,6 +2,7 @@
 computes what it should.
 """
 
+import json
 import re
 import shutil
 from functools import cache
