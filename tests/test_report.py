@@ -16,7 +16,7 @@ from emp_llm.evaluation.comparison import Value
 from emp_llm.options.words import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.reporting.page import difference_rows, role_rows, verdict_rows
-from emp_llm.reporting.run_tables import effective_share, pruning_table
+from emp_llm.reporting.run_tables import pruning_table
 from emp_llm.reporting.studies import (
     MeasuredPoint,
     SuiteResult,
@@ -29,28 +29,28 @@ from emp_llm.reporting.studies import (
 PERPLEXITY = "perplexity, blocks of 64"
 
 
-def test_heat_map_boxes_and_masses_are_those_of_the_weights(
+def test_effective_numbers_and_masses_are_those_of_the_weights(
     runs: Path, models: Callable[[str], Path]
 ) -> None:
     study = study_of(runs, "emp")
     dense = weights_of(models("llama"))
     pruned = weights_of(runs / "emp")
-    ((grid,), (kept,)) = study.measured, study.kept
+    (grid,) = study.measured
     assert grid.label == "Magnitude"
     assert grid.roles == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert grid.blocks == [0, 1]
-    for (role, block), cell in grid.cells.items():
-        name = f"model.layers.{block}.{role}.weight"
+    for matrix in grid.matrices:
+        name = matrix.tensor
         expected = float(effective_number(dense[name]).mean()) / dense[name].shape[1]
-        assert effective_share(cell) == pytest.approx(expected, rel=1e-12)
+        assert grid.shares[matrix.role, matrix.block] == pytest.approx(expected, rel=1e-12)
         fractions = (pruned[name] != 0).double().mean(1)
         quarters = torch.quantile(fractions, torch.tensor([0, 0.25, 0.5, 0.75, 1]).double())
-        assert kept.cells[role, block].kept_fraction.values == pytest.approx(quarters.tolist())
-        assert cell.s_eff_mean == pytest.approx(
+        assert matrix.kept_fraction.values == pytest.approx(quarters.tolist())
+        assert matrix.s_eff_mean == pytest.approx(
             float(effective_mass(dense[name]).mean()), rel=1e-12
         )
-        assert cell.s_eff_bound_mean is not None
-        assert cell.s_eff_bound_mean < cell.s_eff_mean
+        assert matrix.s_eff_bound_mean is not None
+        assert matrix.s_eff_bound_mean < matrix.s_eff_mean
 
 
 def test_differences_are_of_equal_totals_with_the_error_of_paired_blocks(runs: Path) -> None:
@@ -91,19 +91,11 @@ def test_experts_are_one_cell_a_block_and_role(
     prune(models("mixtral"), output=tmp_path / "run", method="emp-magnitude")
     entries = report_of(tmp_path / "run")["matrices"].values()
     (study,) = studies(read_points([tmp_path / "run"]))
-    ((grid,), (kept,)) = study.measured, study.kept
-    assert (len(entries), len(grid.cells)) == (24, 6)
-    for (role, block), cell in grid.cells.items():
+    (grid,) = study.measured
+    assert (len(entries), len(grid.matrices), len(grid.shares)) == (24, 24, 6)
+    for (role, block), share in grid.shares.items():
         own = [e for e in entries if (e["role"], e["block"]) == (role, block)]
-        assert effective_share(cell) == pytest.approx(
-            sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4
-        )
-        spread = kept.cells[role, block].kept_fraction
-        assert (spread.min, spread.max) == (
-            min(e["kept_fraction"]["min"] for e in own),
-            max(e["kept_fraction"]["max"] for e in own),
-        )
-        assert spread.median == pytest.approx(sum(e["kept_fraction"]["median"] for e in own) / 4)
+        assert share == pytest.approx(sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4)
 
 
 def test_models_and_targets_are_never_in_one_curve(

@@ -188,22 +188,24 @@ def role_rows(study: Study) -> Rows:
     ]
     for grid in study.measured:
         for role in grid.roles:
-            cells = [
-                cell
-                for (name, _), cell in grid.cells.items()
-                if name == role and effective_share(cell) is not None
+            matrices = [matrix for matrix in grid.matrices if matrix.role == role]
+            blocks = [share for (name, _), share in grid.shares.items() if name == role]
+            margins = [
+                matrix.least_margin_over_bound
+                for matrix in matrices
+                if matrix.least_margin_over_bound is not None
             ]
-            if cells:
-                shares = [effective_share(cell) or 0.0 for cell in cells]
-                known = (cell.least_margin_over_bound for cell in cells)
-                margins = [margin for margin in known if margin is not None]
-                percents = map(
-                    percent_cell, (row_mean(cells, effective_share), min(shares), max(shares))
-                )
-                margin = number_cell(min(margins, default=None))
-                rows.append(
-                    [grid.label, f"{role} x {len(cells)}", *percents, *mass_cells(cells), margin]
-                )
+            rows.append(
+                [
+                    grid.label,
+                    f"{role} x {len(matrices)}",
+                    percent_cell(row_mean(matrices, effective_share)),
+                    percent_cell(min(blocks)),
+                    percent_cell(max(blocks)),
+                    *mass_cells(matrices),
+                    number_cell(min(margins, default=None)),
+                ]
+            )
     for point in study.points:
         whole = point.targets
         if whole is not None and whole.n_eff is not None and whole.weights:

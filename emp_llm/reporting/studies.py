@@ -32,7 +32,6 @@ from emp_llm.records.run_report import (
     FitRecord,
     HealingRecord,
     MatrixRecord,
-    Quartiles,
     RunReport,
     StructureRecord,
     TargetsRecord,
@@ -128,54 +127,6 @@ def scope_of(recipe: RecipeOptions) -> str:
     )
     tower = {"language": "", "vision": " (vision tower)", "all": " (all towers)"}[recipe.tower]
     return printable(targets + (f" without {ignored}" if ignored else "") + tower)
-
-
-def by_role_and_block(
-    matrices: Mapping[str, MatrixRecord],
-) -> dict[tuple[str, int | None], MatrixRecord]:
-    """(role, block) -> matrix. Of the matrices of a mixture's experts, which share both, the
-    mean (`_pooled`).
-    """
-    groups: dict[tuple[str, int | None], list[MatrixRecord]] = {}
-    for matrix in matrices.values():
-        groups.setdefault((matrix.role, matrix.block), []).append(matrix)
-    return {
-        key: members[0] if len(members) == 1 else _pooled(members)
-        for key, members in groups.items()
-    }
-
-
-def _pooled(experts: list[MatrixRecord]) -> MatrixRecord:
-    """The experts of a block as one matrix: sums of counts, the least minimum, the largest
-    maximum, the mean of the rest.
-    """
-    pooled: dict[str, Any] = {}
-    for name in (
-        "rows",
-        "kept",
-        "kept_fraction",
-        "s_eff",
-        "n_eff_mean",
-        "s_eff_mean",
-        "s_eff_bound_mean",
-    ):
-        values = [getattr(expert, name) for expert in experts]
-        if None in values:
-            pooled[name] = None
-        elif isinstance(values[0], Quartiles):
-            low, *middle, high = zip(*(quartiles.values for quartiles in values), strict=True)
-            q1, median, q3 = map(fmean, middle)
-            pooled[name] = Quartiles(min=min(low), q1=q1, median=median, q3=q3, max=max(high))
-        else:
-            pooled[name] = sum(values) if isinstance(values[0], int) else fmean(values)
-    margins = [
-        expert.least_margin_over_bound
-        for expert in experts
-        if expert.least_margin_over_bound is not None
-    ]
-    return msgspec.structs.replace(
-        experts[0], **pooled, least_margin_over_bound=min(margins, default=None)
-    )
 
 
 def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
@@ -443,22 +394,40 @@ class StudySuite:
 
 @dataclass(frozen=True)
 class Grid:
-    """The matrices of one point by role and block; the experts of a block are one matrix."""
+    """The effective numbers of one point by role and block.
+
+    Attributes:
+        label: its criterion, order and variant.
+        matrices: of its targets; experts of a block share role and block.
+        shares: (role, block) -> N_eff / N, the mean over the matrices that share both.
+    """
 
     label: str
-    cells: dict[tuple[str, int | None], MatrixRecord]
+    matrices: tuple[MatrixRecord, ...]
+    shares: dict[tuple[str, int | None], float]
 
     @property
     def roles(self) -> list[str]:
-        return list(dict.fromkeys(role for role, _ in self.cells))
+        return list(dict.fromkeys(role for role, _ in self.shares))
 
     @property
     def blocks(self) -> list[int | None]:
         """In order; None, for matrices outside of the blocks, is last."""
         return sorted(
-            {block for _, block in self.cells},
+            {block for _, block in self.shares},
             key=lambda block: math.inf if block is None else block,
         )
+
+
+def _grid(label: str, matrices: Iterable[MatrixRecord]) -> Grid:
+    groups: dict[tuple[str, int | None], list[float]] = {}
+    measured = []
+    for matrix in matrices:
+        share = effective_share(matrix)
+        if share is not None:
+            measured.append(matrix)
+            groups.setdefault((matrix.role, matrix.block), []).append(share)
+    return Grid(label, tuple(measured), {key: fmean(group) for key, group in groups.items()})
 
 
 @dataclass(frozen=True)
@@ -486,52 +455,20 @@ class Study:
 
     @property
     def measured(self) -> list[Grid]:
-        """The matrices with effective numbers of each criterion, order and variant; once, unless
-        the numbers differ.
+        """The effective numbers of each criterion, order and variant; once, unless the numbers
+        differ.
         """
-        found: list[Grid] = []
-        numbers: dict[str, list[list[float | None]]] = {}
+        grids: dict[str, list[Grid]] = {}
         for point in self.points:
-            own = [effective_share(matrix) for matrix in point.matrices.values()]
+            if not point.recipe.adaptive:
+                continue
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
-            held = numbers.setdefault(label, [])
-            if (
-                point.recipe.adaptive
-                and own not in held
-                and any(share is not None for share in own)
-            ):
-                name = f"{label} ({point.name})" if held else label
-                found.append(Grid(name, by_role_and_block(point.matrices)))
-                held.append(own)
-        return found
-
-    @property
-    def kept(self) -> list[Grid]:
-        """The kept fractions of the rows: for each EMP method those of the point whose β is nearest
-        to 1.
-
-        Without EMP points, those of all points whose rows keep different fractions.
-        """
-        adaptive = [point for point in self.points if point.recipe.adaptive and point.matrices]
-        chosen: dict[str, MeasuredPoint] = {}
-        for point in sorted(adaptive, key=lambda point: abs((point.recipe.beta or 1) - 1)):
-            chosen.setdefault(label_of(point), point)
-        if not chosen:
-            uneven = [
-                p
-                for p in self.pruned
-                if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices.values())
-            ]
-            chosen = {point.name: point for point in uneven}
-        betas = {
-            label: "" if p.recipe.beta in (None, 1.0) else f", β = {p.recipe.beta:g}"
-            for label, p in chosen.items()
-        }
-        return [
-            Grid(label + betas[label], by_role_and_block(point.matrices))
-            for label, point in chosen.items()
-        ]
+            same = grids.setdefault(label, [])
+            grid = _grid(f"{label} ({point.name})" if same else label, point.matrices.values())
+            if grid.shares and all(grid.shares != other.shares for other in same):
+                same.append(grid)
+        return [grid for group in grids.values() for grid in group]
 
 
 def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
