@@ -138,6 +138,7 @@ def calibrate(
     load_in_8bit: bool = ...,
     load_in_4bit: bool = ...,
     targets: str | list[str] = ...,
+    statistics: str | None = ...,
     output: Path | str = ...,
     overwrite: bool = ...,
     verbose: bool = ...,
@@ -174,6 +175,8 @@ def calibrate(
         load_in_8bit: Run forward passes in 8 bits (bitsandbytes, LLM.int8).
         load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
         targets: Layers, as for prune; the default covers any later choice.
+        statistics: Further statistics, for criteria of your own: mean, variance, maximum, separated
+            by commas.
         output: Activations file to write.
         overwrite: Replace an existing output.
         verbose: Also log each step with its size, time and memory.

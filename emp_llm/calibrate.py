@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import count_of
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Opt, Some
+from emp_llm.options.base import Opt, Some, parse_words
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import check_targets
 from emp_llm.options.words import RecipeOptions
+from emp_llm.selection.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -31,6 +32,13 @@ def calibrate(
     targets: Annotated[
         str | list[str], Opt("Layers, as for prune; the default covers any later choice.")
     ] = "all-linear",
+    statistics: Annotated[
+        str | None,
+        Opt(
+            "Further statistics, for criteria of your own: mean, variance, maximum, separated by "
+            "commas."
+        ),
+    ] = None,
     output: Annotated[Path, Opt("Activations file to write.")] = Path("activations.safetensors"),
     overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
 ) -> "Activations":
@@ -56,6 +64,10 @@ def calibrate(
     check_targets(layers.tower, layers.blocks)
     parse_device_map(loading.device_map)
     quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
+    further = [] if statistics is None else parse_words(statistics, "--statistics")
+    unknown = next((name for name in further if name not in STATISTICS), None)
+    if unknown is not None:
+        raise UserError(f"--statistics: {unknown!r} is not one of {', '.join(STATISTICS)}.")
     check_output_file(output, overwrite)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     trust = model.trust_remote_code
@@ -72,18 +84,25 @@ def calibrate(
         found = [target.layer for target in chosen]
         dense = models.get(source.folder, quantization)
         norms = calibrated(
-            dense, data, found, text, about, blocks=layers.blocks, resume=out.progress
+            dense,
+            data,
+            found,
+            text,
+            about,
+            statistics=further,
+            blocks=layers.blocks,
+            resume=out.progress,
         )
         if ranks().main:
             norms.save(output)
         keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
         out.complete()
     told = [each.name for each in norms.about.all_texts]
-    counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
     logger.info(
-        "%s: norms of %s over %s tokens of %s.",
+        "%s: norms of %s of %s over %s tokens of %s.",
         output,
-        counts,
+        count_of(len({*norms.input_of.values()}), "input"),
+        count_of(len(norms.input_of), "layer"),
         f"{data.number:,}",
         " and ".join(told),
     )

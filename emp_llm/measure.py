@@ -81,7 +81,7 @@ def measure(
     from emp_llm.pruning.counts import Numbers, counts_of, curve_points, kept_of_outcomes
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
-    from emp_llm.pruning.scores import Scores, input_norms, recorded
+    from emp_llm.pruning.scores import Scores, recorded
 
     budgets = []
     if loss is not None:
@@ -138,7 +138,14 @@ def measure(
                 layers = chosen.layers_to_calibrate()
                 blocks = leading.targets.blocks
                 norms = calibrated(
-                    dense, data, layers, text, about, blocks=blocks, resume=out.progress
+                    dense,
+                    data,
+                    layers,
+                    text,
+                    about,
+                    statistics={name for recipe in recipes for name in recipe.statistics},
+                    blocks=blocks,
+                    resume=out.progress,
                 )
                 del dense
                 models.free()
@@ -152,9 +159,7 @@ def measure(
             for scores in unscored:
                 if norms is not None and scores.recipe.needs_activations:
                     name = str(text.activations or "the activations")
-                    scores = scores.with_norms(
-                        input_norms(norms, targets, scores.recipe.score.relative, name)
-                    )
+                    scores = scores.with_activations(norms, name)
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
             entries = []
             weights = sum(target.matrix.numel for target in targets)

@@ -83,7 +83,7 @@ def _pruned(
     from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import log_warnings, pruned_before, report_of
-    from emp_llm.pruning.scores import Scores, input_norms, recorded
+    from emp_llm.pruning.scores import Scores, recorded
     from emp_llm.pruning.starving import starving_rows
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.walk.checks import check_apart, check_update, update_warnings
@@ -150,9 +150,7 @@ def _pruned(
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     scores = Scores(checkpoint, targets, recipe)
     if norms is not None:
-        scores = scores.with_norms(
-            input_norms(norms, targets, recipe.score.relative, str(options.activations))
-        )
+        scores = scores.with_activations(norms, str(options.activations))
     path = options.output or Path(f"{source.short_name}-{recipe.method}")
     if options.dry_run:
         # Is only checked.
@@ -281,6 +279,7 @@ def _pruned(
                                 chosen.layers_to_calibrate(),
                                 options,
                                 origin,
+                                statistics=recipe.statistics,
                                 masker=propagated,
                                 blocks=recipe.targets.blocks,
                                 resume=out.calibration,
@@ -291,7 +290,7 @@ def _pruned(
                         keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
                 if recipe.needs_activations:
-                    scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+                    scores = scores.with_activations(norms)
             if by_cost:
                 removed = out.get("shares")
                 if removed is None:
@@ -308,7 +307,7 @@ def _pruned(
                         removed = removed_by_cost(recipe, curve, targets, norms)
                     out.note(shares=removed)
                 recipe = with_removed(recipe, removed)
-                scores = Scores(checkpoint, targets, recipe, scores.norms)
+                scores = Scores(checkpoint, targets, recipe, scores.inputs)
             about = None if norms is None else norms.about
 
             # How many weights of each group stay, which ones, and their values.

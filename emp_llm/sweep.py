@@ -135,7 +135,7 @@ def sweep(
     from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
-    from emp_llm.pruning.scores import Scores, input_norms, recorded
+    from emp_llm.pruning.scores import Scores, recorded
     from emp_llm.pruning.updates import check_updatable, move_weights
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.walk.checks import check_apart, check_update, update_warnings
@@ -173,7 +173,8 @@ def sweep(
         check_update(targets, recipe.update_flag, recipe.without_update)
         check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
     if norms is not None and scored:
-        input_norms(norms, targets, leading.score.relative, str(text.activations))
+        for recipe in scored:
+            Scores(checkpoint, targets, recipe).with_activations(norms, str(text.activations))
     path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
@@ -247,6 +248,7 @@ def sweep(
                     layers,
                     text,
                     about,
+                    statistics={name for recipe in scored for name in recipe.statistics},
                     blocks=leading.targets.blocks,
                     resume=progress,
                 )
@@ -283,7 +285,7 @@ def sweep(
                     )
                 scores = Scores(checkpoint, targets, recipe)
                 if recipe.needs_activations and norms is not None:
-                    scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+                    scores = scores.with_activations(norms)
                 pruner = Pruner(scores, counts_of(scores, numbers), how.mask_device)
                 if in_memory is None:
                     in_memory = holds_stored_weights(models.get(source.folder), checkpoint, targets)

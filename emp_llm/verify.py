@@ -97,7 +97,7 @@ def _check_against(
     """Compare bytes and masks with the dense model."""
     from emp_llm.models.architecture import Architecture, healed_tensors
     from emp_llm.pruning import verification as check
-    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.scores import Scores
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     asked = manifest.recipe.tree
@@ -153,7 +153,7 @@ def _check_against(
                     f"{options.folder / MANIFEST_NAME}: its criterion needs "
                     "activations, and it names none."
                 )
-            scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+            scores = scores.with_activations(norms)
         check.check_masks(tensors, scores, findings)
     except UserError:
         raise
@@ -190,7 +190,7 @@ def _check_units(
         feature: Any = read_tensors(options.folder / SUMS_NAME).get
     else:
         norms = _norms(options, manifest)
-        feature = None if norms is None else norms.norm
+        feature = None if norms is None else norms.of
     check_units(model, pruned, recipe, record, feature, findings)
     try:
         skeleton = build_skeleton(pruned.folder, options.trust_remote_code)

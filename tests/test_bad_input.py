@@ -523,13 +523,12 @@ def test_invalid_norms(
 ) -> None:
     file = tmp_path / "norms.safetensors"
     valid = Activations.load(norms("llama"))
-    Activations(
-        {name: norm * factor for name, norm in valid.norms.items()}, valid.input_of, valid.about
-    ).save(file)
+    values = valid.statistics["norm"].items()
+    wrong = {"norm": {name: norm * factor for name, norm in values}}
+    Activations(wrong, valid.input_of, valid.about).save(file)
     refused(rf"norms\.safetensors.*{says}", activations=file)
-    Activations(
-        {name: norm[:48] for name, norm in valid.norms.items()}, valid.input_of, valid.about
-    ).save(file)
+    short = {"norm": {name: norm[:48] for name, norm in values}}
+    Activations(short, valid.input_of, valid.about).save(file)
     refused(r"norms\.safetensors: .*_proj has \d+ norms for \d+ inputs", activations=file)
 
 

@@ -205,7 +205,10 @@ def test_the_models_own_text_begins_and_is_read_again(evaluable: Any) -> None:
             assert rows[0][1:9] == tokenizer()("The lamp")["input_ids"]
         Path("again.jsonl").write_text(Path("norms.self.jsonl").read_text())
         again = norms("again.jsonl")
-        assert all(torch.equal(first.norms[key], again.norms[key]) for key in first.norms)
+        assert all(
+            torch.equal(first.statistics["norm"][key], again.statistics["norm"][key])
+            for key in first.statistics["norm"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ TOKENS = 254_000
 FILES = 168
 FOLDERS = 18
 ENTERED = {
-    "prune": (56, 448),
-    "data-free prune": (38, 284),
+    "prune": (57, 448),
+    "data-free prune": (39, 284),
     "prune_model": (43, 291),
     "perplexity": (34, 166),
 }

@@ -92,8 +92,15 @@ def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(
     models = [load_model(source, device) for device in ("cpu", "cuda:0")]
     norms = [calibrate_model(model, linears(model), tokens(), 2) for model in models]
     assert norms[0].input_of == norms[1].input_of
-    assert norms[0].relative.keys() == norms[1].relative.keys() == norms[0].input_of.keys()
-    for here, there in ((each.norms for each in norms), (each.relative for each in norms)):
+    assert (
+        norms[0].statistics["relative"].keys()
+        == norms[1].statistics["relative"].keys()
+        == norms[0].input_of.keys()
+    )
+    for here, there in (
+        (each.statistics["norm"] for each in norms),
+        (each.statistics["relative"] for each in norms),
+    ):
         for name, norm in here.items():
             np.testing.assert_allclose(there[name].numpy(), norm.numpy(), rtol=2e-2, err_msg=name)
 

@@ -197,8 +197,8 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
     for layer, _ in experts:
         assert norms.input_of[layer.name] in norms.tokens
         for norm, wanted in (
-            (norms.norm(layer.name), sums),
-            (norms.norm(layer.name, relative=True), relative),
+            (norms.of(layer.name), sums),
+            (norms.of(layer.name, "relative"), relative),
         ):
             np.testing.assert_allclose(
                 norm.numpy(), wanted[layer.name].sqrt().numpy(), rtol=1e-5, err_msg=layer.name

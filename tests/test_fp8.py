@@ -266,7 +266,7 @@ def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -
     check_masks(fp8, tmp_path / "out", False, norms=norms)
     on_disk = calibrate(fp8, output=tmp_path / "disk.safetensors", **how | {"device_map": "disk"})
     for layer, norm in norms.items():
-        other = on_disk.norm(layer)
+        other = on_disk.of(layer)
         assert other is not None
         np.testing.assert_allclose(other.numpy(), norm, rtol=1e-3)
 

@@ -273,11 +273,17 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
         assert found.record.calibration.tokens == 256
         norms.append(found.activations)
     for other in norms[1:]:
-        for name in norms[0].norms:
-            torch.testing.assert_close(other.norms[name], norms[0].norms[name], rtol=1e-5, atol=0)
-        for name, norm in norms[0].relative.items():
-            torch.testing.assert_close(other.relative[name], norm, rtol=1e-5, atol=0)
-        assert norms[0].relative.keys() == other.relative.keys() == norms[0].input_of.keys()
+        for name in norms[0].statistics["norm"]:
+            torch.testing.assert_close(
+                other.statistics["norm"][name], norms[0].statistics["norm"][name], rtol=1e-5, atol=0
+            )
+        for name, norm in norms[0].statistics["relative"].items():
+            torch.testing.assert_close(other.statistics["relative"][name], norm, rtol=1e-5, atol=0)
+        assert (
+            norms[0].statistics["relative"].keys()
+            == other.statistics["relative"].keys()
+            == norms[0].input_of.keys()
+        )
     masks = masks_of(model, recipe_of(), activations=norms[0])
     assert torch.equal(
         masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"]

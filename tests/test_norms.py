@@ -10,20 +10,18 @@ import msgspec
 import pytest
 import torch
 
-from emp_llm.calibration.activations import Activations, relative_name
-from emp_llm.calibration.input_norms import InputSums
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.input_sums import InputSums
 from emp_llm.prune import prune
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import TextRecord
+from emp_llm.selection.statistics import NORM, RELATIVE
 
 
 def test_the_digest_covers_norms_relative_to_the_outputs() -> None:
-    ones = torch.ones(4)
-    input_of = {"q": "q"}
-    assert (
-        Activations({"q": ones}, input_of, relative={"q": ones}).digest
-        != Activations({"q": ones}, input_of).digest
-    )
+    ones = {"q": torch.ones(4)}
+    norms = Activations({"norm": ones}, {"q": "q"})
+    assert replace(norms, statistics={"norm": ones, "relative": ones}).digest != norms.digest
 
 
 def test_tokens_without_output_do_not_count() -> None:
@@ -31,14 +29,14 @@ def test_tokens_without_output_do_not_count() -> None:
     sums = InputSums()
     inputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     sums.observe("layer", inputs, torch.tensor([[0.0, 0.0], [3e-15, 4e-15], [0.0, 5e-15]]))
-    plain = sums.norm("layer")
-    relative = sums.norm(relative_name("layer"))
+    plain = sums.value(NORM, "layer")
+    relative = sums.value(RELATIVE, "layer")
     torch.testing.assert_close(plain, inputs.square().sum(0).sqrt())
     torch.testing.assert_close(relative, torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
     sums.observe("zero", inputs, torch.zeros(3, 2))
-    assert torch.equal(sums.norm("zero.relative"), torch.zeros(2))
+    assert torch.equal(sums.value(RELATIVE, "zero"), torch.zeros(2))
     sums.observe("broken", inputs, torch.tensor([[1.0], [torch.inf], [torch.nan]]))
-    assert torch.equal(sums.norm("broken.relative"), inputs[0]), (
+    assert torch.equal(sums.value(RELATIVE, "broken"), inputs[0]), (
         "the next layer's input or the weights are to blame"
     )
 

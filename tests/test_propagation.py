@@ -31,7 +31,7 @@ from emp_llm.options.words import recipe_of
 from emp_llm.prune import prune
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
-from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.scores import Scores
 from emp_llm.pruning.writing import write_checkpoint
 
 Models = Callable[[str], Path]
@@ -60,7 +60,9 @@ def linears(model: PreTrainedModel, head: bool = False) -> list[Layer]:
 
 def assert_same(one: Activations, other: Activations) -> None:
     assert (one.input_of, one.tokens) == (other.input_of, other.tokens)
-    for mine, theirs in ((one.norms, other.norms), (one.relative, other.relative)):
+    assert one.statistics.keys() == other.statistics.keys()
+    for statistic, mine in one.statistics.items():
+        theirs = other.statistics[statistic]
         assert mine.keys() == theirs.keys()
         assert [name for name, norm in mine.items() if not torch.equal(norm, theirs[name])] == []
 
@@ -90,7 +92,7 @@ def test_layers_before_and_after_the_blocks(
     model = load_model(source, where)
     for head in (False, True):
         expected = calibrate_model(whole, linears(whole, head), tokens(), BATCH)
-        assert {"model.decoder.project_in", "model.decoder.project_out"} <= expected.norms.keys()
+        assert {"model.decoder.project_in", "model.decoder.project_out"} <= expected.input_of.keys()
         assert_same(
             calibrate_blocks(BlockwiseModel(model), linears(model, head), tokens(), BATCH), expected
         )
@@ -106,7 +108,7 @@ def plan(source: Path, method: Any, **options: Any) -> Pruner:
 
 def written(pruner: Pruner, norms: Activations, folder: Path) -> None:
     """Write the checkpoint that a pruner decides with these norms."""
-    scores = pruner.scores.with_norms(input_norms(norms, pruner.targets, pruner.relative))
+    scores = pruner.scores.with_activations(norms)
     folder.mkdir(exist_ok=True)
     write_checkpoint(Pruner(scores, pruner.counts), folder)
 
@@ -129,7 +131,7 @@ def check_slowly(
         for handle in handles:
             handle.remove()
         for target in targets:
-            norm = norms.norm(target.name)
+            norm = norms.of(target.name)
             assert norm is not None
             # Squares are summed in float32 within a batch there, in float64 here.
             np.testing.assert_allclose(
@@ -196,7 +198,7 @@ def test_larger_groups_and_patterns_decide_as_they_write(
     written(pruner, norms, tmp_path)
     for target in pruner.targets:
         kept = oracle.weight(tmp_path, target.matrix.stored.name) != 0
-        np.testing.assert_array_equal(kept, pruner.mask(target, norms.norm(target.name)).numpy())
+        np.testing.assert_array_equal(kept, pruner.mask(target, norms).numpy())
 
 
 def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -> None:

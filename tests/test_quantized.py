@@ -116,12 +116,16 @@ def test_quantized_calibration_prunes_the_original_weights(prose: Path, tmp_path
     assert report["calibration"]["quantization"]["format"] == "LLM.int8"
     norms = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
     plain = calibrate(DEMO, output=tmp_path / "plain.safetensors", **how)
-    assert norms.norms.keys() == plain.norms.keys()
+    assert norms.statistics["norm"].keys() == plain.statistics["norm"].keys()
     close = [
-        torch.allclose(norm, plain.norms[name], rtol=0.2) for name, norm in norms.norms.items()
+        torch.allclose(norm, plain.statistics["norm"][name], rtol=0.2)
+        for name, norm in norms.statistics["norm"].items()
     ]
     assert sum(close) > 0.8 * len(close)
-    assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())
+    assert not all(
+        torch.equal(norm, plain.statistics["norm"][name])
+        for name, norm in norms.statistics["norm"].items()
+    )
     dense = load_model(DEMO, "cpu")
     sparse = load_model(tmp_path / "out", "cpu")
     for name, weight in sparse.named_parameters():
@@ -145,7 +149,10 @@ def test_quantized_calibration_of_experts(
     plain = calibrate(source, output=tmp_path / "plain.safetensors", **how)
     norms = calibrate(source, output=tmp_path / "norms.safetensors", load_in_8bit=True, **how)
     assert norms.about["quantization"]["bits"] == "8bit"
-    assert norms.norms.keys() == plain.norms.keys()
-    down = [norms.norm(f"model.layers.1.mlp.experts.{expert}.w2") for expert in range(4)]
+    assert norms.statistics["norm"].keys() == plain.statistics["norm"].keys()
+    down = [norms.of(f"model.layers.1.mlp.experts.{expert}.w2") for expert in range(4)]
     assert all(norm is not None and norm.any() for norm in down)
-    assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())
+    assert not all(
+        torch.equal(norm, plain.statistics["norm"][name])
+        for name, norm in norms.statistics["norm"].items()
+    )

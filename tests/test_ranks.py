@@ -141,10 +141,17 @@ def test_calibrating_with_ranks(
     assert one.input_of == several.input_of
     assert one.tokens == several.tokens
     assert several.about.ranks == count
-    for name, norm in one.norms.items():
-        assert torch.equal(norm, several.norms[name])
-    assert one.relative.keys() == several.relative.keys() == one.input_of.keys()
-    assert all(torch.equal(norm, several.relative[name]) for name, norm in one.relative.items())
+    for name, norm in one.statistics["norm"].items():
+        assert torch.equal(norm, several.statistics["norm"][name])
+    assert (
+        one.statistics["relative"].keys()
+        == several.statistics["relative"].keys()
+        == one.input_of.keys()
+    )
+    assert all(
+        torch.equal(norm, several.statistics["relative"][name])
+        for name, norm in one.statistics["relative"].items()
+    )
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])

@@ -155,7 +155,7 @@ def test_pruned_propagation(models: Models, text: Path, tmp_path: Path) -> None:
     ]
     first = "model.layers.0.mlp.up_proj"
     last = "model.layers.1.mlp.up_proj"
-    norm = [[each.norm(layer, relative=True) for each in files] for layer in (first, last)]
+    norm = [[each.of(layer, "relative") for each in files] for layer in (first, last)]
     assert torch.equal(norm[0][0], norm[0][1])  # type: ignore[arg-type]
     assert not torch.equal(norm[1][0], norm[1][1])  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -583,7 +583,9 @@ def test_the_beta_is_the_smallest_that_keeps_as_many(
 def test_wrong_options(
     command: Run, models: Models, norms: Models, tmp_path: Path, options: str, match: str
 ) -> None:
-    replace(Activations.load(norms("llama")), relative={}).save(tmp_path / "old")
+    found = Activations.load(norms("llama"))
+    plain = {"norm": found.statistics["norm"]}
+    replace(found, statistics=plain).save(tmp_path / "old")
     done = command(
         "prune", "--model", models("llama"), *options.split(), "--output", tmp_path / "out"
     )

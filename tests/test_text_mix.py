@@ -147,8 +147,8 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
 
     mix = norms(f"{texts / 'a.txt'}:3,chat.jsonl:2")
     parts = [norms("a.txt", "--samples", 3), norms("chat.jsonl:2")]
-    for name, norm in mix.norms.items():
-        together = sum(part.norms[name].double().square() for part in parts)
+    for name, norm in mix.statistics["norm"].items():
+        together = sum(part.statistics["norm"][name].double().square() for part in parts)
         torch.testing.assert_close(norm.double().square(), together, rtol=1e-5, atol=0)
     assert mix.about.text is None
     assert [(text.file, text.samples, text.seqlen) for text in mix.about.texts] == [

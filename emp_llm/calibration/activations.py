@@ -1,9 +1,10 @@
-"""Activations: the norms of every input feature of every linear layer over the calibration tokens,
-and their file.
+"""Activations: statistics of every input feature of every linear layer over the calibration
+tokens, and their file.
 
-The plain norm is sqrt(sum_t x_tj^2); layers with the same input (q, k and v; gate and up) share it.
-The relative norm is sqrt(sum_t x_tj^2 / ||y_t||^2), with the layer's own output y_t for token t, so
-that every token counts by its share of that output; each layer has its own.
+The norm is sqrt(sum_t x_tj^2); layers with the same input (q, k and v; gate and up) share it. The
+relative norm is sqrt(sum_t x_tj^2 / ||y_t||^2), with the layer's own output y_t for token t, so
+that every token counts by its share of that output; each layer has its own. `selection.statistics`
+holds these and the others.
 """
 
 import hashlib
@@ -26,47 +27,35 @@ from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
+from emp_llm.selection.statistics import ALWAYS, NORM, RELATIVE, STATISTICS
 
 METADATA_KEY = "emp_llm"
 _REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"
 
 
-def relative_name(layer: str) -> str:
-    """The name of a layer's relative norms among all norms."""
-    return f"{layer}.relative"
-
-
 @dataclass(frozen=True)
 class Activations:
-    """Input norms of a model's linear layers.
+    """Statistics of the inputs of a model's linear layers.
 
     Attributes:
-        norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the
-            first layer it feeds.
-        input_of: layer name -> key in `norms`.
-        about: the origin of the norms: model, text, tokens, dtype, versions.
-        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's
-            experts. May be empty.
-        relative: the relative norms, float32, shape (inputs,), by layer; may be empty.
+        statistics: name of a statistic -> layer -> float32, shape (inputs,). Layers with the same
+            input share tensors.
+        input_of: layer -> the first layer that its input feeds.
+        about: the origin: model, text, tokens, dtype, versions.
+        tokens: number of tokens, by the first layer of each distinct input; fewer than all for a
+            mixture's experts. May be empty.
     """
 
-    norms: dict[str, Tensor]
+    statistics: dict[str, dict[str, Tensor]]
     input_of: dict[str, str]
     about: CalibrationRecord = field(default_factory=CalibrationRecord)
     tokens: dict[str, int] = field(default_factory=dict)
-    relative: dict[str, Tensor] = field(default_factory=dict)
 
-    def norm(self, layer: str, relative: bool = False) -> Tensor | None:
-        """||X_j||_2 of each input j of a layer, float32, shape (inputs,); None for a layer that was
-        not calibrated.
-
-              Args:
-                  relative: the norms relative to the layer's outputs.
+    def of(self, layer: str, statistic: str = NORM.name) -> Tensor | None:
+        """A statistic of each input of a layer, float32, shape (inputs,); None for a layer that was
+        not calibrated, and for a statistic that was not collected.
         """
-        if relative:
-            return self.relative.get(layer)
-        key = self.input_of.get(layer)
-        return None if key is None else self.norms[key]
+        return self.statistics.get(statistic, {}).get(layer)
 
     def tokens_of(self, layer: str) -> int | None:
         """The number of tokens that a layer saw; None if unknown."""
@@ -74,31 +63,43 @@ class Activations:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the norms and tokens of all layers; the same for every file that holds
+        """SHA-256 of the statistics and tokens of all layers; the same for every file that holds
         them.
         """
         digest = hashlib.sha256()
-        named = [
-            (layer, self.norms[name], f" {self.tokens_of(layer)}")
-            for layer, name in sorted(self.input_of.items())
-        ]
-        named += [(relative_name(layer), norm, "") for layer, norm in sorted(self.relative.items())]
-        for name, norm, tokens in named:
-            digest.update(f"{name} {norm.dtype} {tuple(norm.shape)}{tokens}\n".encode())
-            digest.update(tensor_bytes(norm.contiguous()))
+        others = sorted(self.statistics.keys() - {*ALWAYS})
+        for statistic in (*ALWAYS, *others):
+            for layer, value in sorted(self.statistics.get(statistic, {}).items()):
+                if statistic == NORM.name:
+                    name = f"{layer} {value.dtype} {tuple(value.shape)} {self.tokens_of(layer)}"
+                else:
+                    name = f"{layer}.{statistic} {value.dtype} {tuple(value.shape)}"
+                digest.update(f"{name}\n".encode())
+                digest.update(tensor_bytes(value.contiguous()))
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
-        relative = {layer: relative_name(layer) for layer in self.relative}
+        tensors: dict[str, Tensor] = {}
+        names: dict[str, dict[str, str]] = {}
+        for statistic, values in self.statistics.items():
+            shared = statistic in STATISTICS and not STATISTICS[statistic].by_outputs
+            suffix = "" if statistic == NORM.name else f".{statistic}"
+            of_layers = names[statistic] = {
+                layer: (self.input_of[layer] if shared else layer) + suffix for layer in values
+            }
+            tensors |= {of_layers[layer]: value.contiguous() for layer, value in values.items()}
         info = ActivationsInfo(
-            inputs=self.input_of, about=self.about, tokens=self.tokens, relative=relative
+            inputs=self.input_of,
+            about=self.about,
+            tokens=self.tokens,
+            relative=names.pop(RELATIVE.name, {}),
+            statistics={name: layers for name, layers in names.items() if name != NORM.name},
         )
-        norms = self.norms | {relative[layer]: norm for layer, norm in self.relative.items()}
         # One metadata key: safetensors writes several in no fixed order, and the same norms must
         # give the same file.
         metadata = {METADATA_KEY: msgspec.json.encode(info).decode()}
-        write_bytes(path, save({name: norm.contiguous() for name, norm in norms.items()}, metadata))
+        write_bytes(path, save(tensors, metadata))
 
     @classmethod
     def load(cls, path: Path) -> "Activations":
@@ -113,22 +114,28 @@ class Activations:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata: Any = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}").encode())
-                norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(
                 f"{path}: not a readable activations file ({reason(error)}). {_REMEDY}"
             ) from error
         info = record_of(metadata if isinstance(metadata, dict) else {}, ActivationsInfo, str(path))
-        for name, norm in norms.items():
-            if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
-                raise UserError(
-                    f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}"
-                )
-        if not norms.keys() >= {*info.inputs.values(), *info.relative.values()}:
-            raise UserError(f"{path}: it lacks norms of layers that it names. {_REMEDY}")
-        relative = {layer: norms[name] for layer, name in info.relative.items()}
-        plain = {name: norm for name, norm in norms.items() if name not in info.relative.values()}
-        return cls(plain, info.inputs, info.about, info.tokens, relative)
+        names = {NORM.name: info.inputs, RELATIVE.name: info.relative} | info.statistics
+        statistics: dict[str, dict[str, Tensor]] = {}
+        for statistic, tensor_of in names.items():
+            known = STATISTICS.get(statistic)
+            signed = known is not None and known.signed
+            for name in dict.fromkeys(tensor_of.values()):
+                if name not in tensors:
+                    raise UserError(f"{path}: it lacks norms of layers that it names. {_REMEDY}")
+                value = tensors[name]
+                valid = torch.isfinite(value) & (signed | (value >= 0))
+                if value.dim() != 1 or not bool(valid.all()):
+                    raise UserError(
+                        f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}"
+                    )
+            statistics[statistic] = {layer: tensors[name] for layer, name in tensor_of.items()}
+        return cls(statistics, info.inputs, info.about, info.tokens)
 
 
 def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:

@@ -25,7 +25,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText
-from emp_llm.calibration.input_norms import InputSums, input_hooks
+from emp_llm.calibration.input_sums import InputSums, Totals, input_hooks
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
@@ -64,7 +64,7 @@ Guard = Callable[[Any], AbstractContextManager[None]]
 
 
 class Masker(Protocol):
-    """Computes the masks of a block's targets from the norms of their inputs. The pruner of a
+    """Computes the masks of a block's targets from the statistics of their inputs. The pruner of a
     run implements it.
     """
 
@@ -72,17 +72,12 @@ class Masker(Protocol):
     def targets(self) -> Sequence[Target]:
         """The targets of all blocks."""
 
-    @property
-    def relative(self) -> bool:
-        """Whether it takes the norms relative to the outputs."""
-
-    def mask(self, target: Target, norm: Tensor, tokens: int | None = None) -> Tensor:
+    def mask(self, target: Target, activations: Activations) -> Tensor:
         """The mask of a target: bool, shape (outputs, inputs), true where kept.
 
         Args:
             target: of the current block.
-            norm: float32, shape (inputs,).
-            tokens: number of tokens in the norm.
+            activations: of the block's layers.
         """
 
 
@@ -93,6 +88,7 @@ def calibrated(
     how: CalibrationOptions,
     about: CalibrationRecord,
     *,
+    statistics: Collection[str] = (),
     masker: Masker | None = None,
     blocks: str | None = None,
     resume: Path | None = None,
@@ -106,6 +102,7 @@ def calibrated(
         layers: linear layers, and matrices of experts.
         how: batch size, execution, and the place of the hidden states.
         about: the model and, for pruned propagation, the recipe: from `model_origin`.
+        statistics: names of further statistics, beside the norms.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
         resume: folder for the state between blocks, from which an interrupted run of the same
@@ -144,13 +141,16 @@ def calibrated(
                 made_of = {
                     "layers": [layer.name for layer in layers],
                     "config": model.config.to_json_string(),
+                    "statistics": sorted(statistics),
                 }
                 progress = CalibrationProgress(
                     resume, record.as_dict() | made_of | {"ids": data.signature}
                 )
-            norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+            norms = calibrate_blocks(
+                runner, layers, data.tokens, how.batch_size, masker, progress, statistics
+            )
         else:
-            norms = calibrate_model(model, layers, data.tokens, how.batch_size)
+            norms = calibrate_model(model, layers, data.tokens, how.batch_size, statistics)
     # The file names no folders.
     if record.pruned_by is not None and record.pruned_by.match is not None:
         record.pruned_by = msgspec.structs.replace(
@@ -267,7 +267,11 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
 
 
 def calibrate_model(
-    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4
+    model: PreTrainedModel,
+    layers: list[Layer],
+    tokens: Tensor,
+    batch_size: int = 4,
+    statistics: Collection[str] = (),
 ) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
@@ -276,9 +280,10 @@ def calibrate_model(
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
+        statistics: names of further statistics, beside the norms.
 
     Returns:
-        Norms over all tokens of all samples; `about` is empty.
+        Statistics over all tokens of all samples; `about` is empty.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the model does not run on text alone.
@@ -289,7 +294,9 @@ def calibrate_model(
     )
     guard = partial(_explained, model, hint if find_towers(model).others else None)
     total = sum(batch.numel() for batch in batches), "tok"
-    return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
+    return norms_of_batches(
+        model, layers, batches, statistics=statistics, shared=True, guard=guard, total=total
+    )[0]
 
 
 @contextmanager
@@ -316,6 +323,7 @@ def norms_of_batches(
     layers: list[Layer],
     data: Iterable[Any],
     *,
+    statistics: Collection[str] = (),
     shared: bool = False,
     guard: Guard = nullcontext,
     total: tuple[int, str] | None = None,
@@ -328,6 +336,7 @@ def norms_of_batches(
         data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments
             of the model, tensors, or lists and tuples that begin with a tensor. Labels are left
             out, and the tokens that `attention_mask` leaves out do not count.
+        statistics: names of further statistics, beside the norms.
         shared: the data is this rank's share; the sums of all ranks are added.
         guard: explains errors of the model.
         total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches,
@@ -350,7 +359,8 @@ def norms_of_batches(
     device = execution_device(model)
     tokens = 0
     bar = progress_bar(total[0], "calibrate", total[1])
-    with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
+    hooks = input_hooks(model, layers, statistics)
+    with hooks as collected, in_evaluation_mode(model), torch.no_grad(), bar:
         for batch in data:
             inputs = _inputs(batch)
             mask = inputs.get("attention_mask")
@@ -436,7 +446,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 # The progress of a calibration by blocks.
 
 
-_FORMAT = "emp-llm calibration state 4"
+_FORMAT = "emp-llm calibration state 5"
 _STATE = "state.safetensors"
 # A large model's state takes gigabytes. It is saved when losing the work since the last save would
 # hurt, and saving is a small part of that work.
@@ -472,7 +482,7 @@ class CalibrationProgress:
         state = ranks().first(self._read_state)
         if state is None:
             return 0
-        done, sums, input_of, tokens = state
+        done, totals, input_of, tokens = state
         paths = [self._path(done, number) for number in range(len(walk.batches))]
         # Those of another rank may be on another disk.
         if not all(ranks().gather(all(path.is_file() for path in paths))):
@@ -487,7 +497,9 @@ class CalibrationProgress:
             raise UserError(
                 f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder."
             ) from error
-        collected.restore(sums, input_of, tokens)
+        collected.totals = totals
+        collected.input_of = input_of
+        collected.tokens = tokens
         walk.bar.update(done)
         logger.info(
             "resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder
@@ -495,14 +507,14 @@ class CalibrationProgress:
         self._saved_at = time.monotonic()
         return int(done)
 
-    def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, str], dict[str, int]] | None:
-        """The number of finished blocks, and the sums; None if no run with this signature has
+    def _read_state(self) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
+        """The number of finished blocks, and the totals; None if no run with this signature has
         saved them.
         """
         try:
             with safe_open(self.folder / _STATE, framework="pt") as file:
                 metadata = file.metadata()
-                sums = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             return None
         if metadata["signature"] != self._signature:
@@ -511,12 +523,12 @@ class CalibrationProgress:
                 self.folder,
             )
             return None
-        return (
-            int(metadata["blocks"]),
-            sums,
-            json.loads(metadata["input_of"]),
-            json.loads(metadata["tokens"]),
-        )
+        totals = {}
+        for name, total in stored.items():
+            layer, _, statistic = name.rpartition(".")
+            totals[statistic, layer] = total
+        input_of = json.loads(metadata["input_of"])
+        return int(metadata["blocks"]), totals, input_of, json.loads(metadata["tokens"])
 
     def _path(self, done: int, number: int) -> Path:
         """The file of a batch of this rank; batches are numbered over all ranks."""
@@ -579,7 +591,11 @@ class CalibrationProgress:
             "input_of": json.dumps(collected.input_of),
             "tokens": json.dumps(collected.tokens),
         }
-        content = save({name: total.cpu() for name, total in collected.sums.items()}, metadata)
+        totals = {
+            f"{layer}.{statistic}": total.cpu()
+            for (statistic, layer), total in collected.totals.items()
+        }
+        content = save(totals, metadata)
         write_bytes(self.folder / _STATE, content)
         for path in self.folder.glob("hidden-*"):
             if not path.name.startswith(f"hidden-{done}-"):
@@ -607,6 +623,7 @@ def calibrate_blocks(
     batch_size: int = 4,
     masker: Masker | None = None,
     progress: CalibrationProgress | None = None,
+    statistics: Collection[str] = (),
 ) -> Activations:
     """Collect the input norms of layers block by block.
 
@@ -617,9 +634,10 @@ def calibrate_blocks(
         batch_size: sequences per forward pass.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         progress: saves the state between blocks, and restores it.
+        statistics: names of further statistics, beside the norms.
 
     Returns:
-        Norms over all tokens of all samples; `about` holds the place of the hidden states.
+        Statistics over all tokens of all samples; `about` holds the place of the hidden states.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
@@ -627,26 +645,23 @@ def calibrate_blocks(
     model = runner.model
     batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before the hooks, so that its passes do not count
-    with input_hooks(model, layers) as collected, runner.walk(batches, "calibrate") as walk:
+    hooks = input_hooks(model, layers, statistics)
+    with hooks as collected, runner.walk(batches, "calibrate") as walk:
         collected.reduce()  # layers before the first block
         first = progress.restore(collected, walk) if progress is not None else 0
         for step in walk.steps(first):
-            targets = (
-                [t for t in masker.targets if t.name.startswith(f"{step.name}.")]
-                if masker is not None
-                else []
-            )
+            prefix = f"{step.name}."
+            every = masker.targets if masker is not None else []
+            targets = [target for target in every if target.name.startswith(prefix)]
             step.run(advance=not targets)
-            seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
-            collected.reduce(seen)  # so that all ranks compute the same masks
-            inside = [layer for layer in layers if layer.name.startswith(f"{step.name}.")]
+            collected.reduce(prefix)  # so that all ranks compute the same masks
+            inside = [layer for layer in layers if layer.name.startswith(prefix)]
             collected.complete(model, inside)
-            norms = collected.activations(inside)  # stops here if one is not finite
+            of_block = collected.activations(inside)  # stops here if one is not finite
             if masker is not None and targets:
                 collected.paused = True
-                with _masked(
-                    model, {target: _mask_of(target, masker, norms) for target in targets}
-                ):
+                masks = {target: masker.mask(target, of_block) for target in targets}
+                with _masked(model, masks):
                     step.run()
                 collected.paused = False
             if progress is not None and step.index + 1 < len(runner.blocks):
@@ -655,15 +670,6 @@ def calibrate_blocks(
         _run_tail(runner, walk, layers, collected)
         about = CalibrationRecord(hidden_states=walk.hidden.place)
     return replace(collected.activations(layers), about=about)
-
-
-def _mask_of(target: Target, masker: Masker, norms: Activations) -> Tensor:
-    norm = norms.norm(target.name, masker.relative)
-    if norm is None:
-        raise UserError(
-            f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore."
-        )
-    return masker.mask(target, norm, norms.tokens_of(target.name))
 
 
 @contextmanager
@@ -695,7 +701,8 @@ def _run_tail(
     body = (
         runner.model if any(layer.kind == "head" for layer in remaining) else body_of(runner.model)
     )
-    with input_hooks(runner.model, remaining) as after:
+    names = [statistic.name for statistic in collected.statistics]
+    with input_hooks(runner.model, remaining, names) as after:
         for number in range(len(walk.batches)):
             walk.tail(number, body)
     after.reduce()

@@ -56,7 +56,7 @@ from emp_llm.pruning.counts import Numbers, check_groups, counts_of, read_report
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes, sizes_record
-from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.scores import Scores
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
@@ -323,7 +323,7 @@ class LossCurve:
         targets = self._targets
         scores = Scores(self._checkpoint, targets, recipe)
         if norms is not None and recipe.needs_activations:
-            scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+            scores = scores.with_activations(norms)
         pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
         dense = self.models.get(self._source)
         _ = self.dense
@@ -517,6 +517,7 @@ class _Search:
                     self._chosen.layers_to_calibrate(),
                     options,
                     model_origin(options.model, options.revision, self.checkpoint),
+                    statistics=self._masks.statistics,
                     blocks=self._recipe.targets.blocks,
                 )
             norms.save(file)

@@ -39,7 +39,7 @@ from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
-from emp_llm.pruning.scores import Scores, input_norms, recorded
+from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
@@ -252,7 +252,7 @@ def _decide(
                 )
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
-        scores = scores.with_norms(input_norms(norms, targets, recipe.score.relative))
+        scores = scores.with_activations(norms)
     elif not recipe.moves and any(
         each is not None for each in (data, activations, samples, seqlen)
     ):
@@ -348,6 +348,7 @@ def _calibrated(
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
     about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
+    statistics = recipe.statistics
     if sequences is None or not ours:
         if masker is not None:
             raise UserError(
@@ -357,13 +358,15 @@ def _calibrated(
         batches = data
         if sequences is not None:
             batches = list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
-        norms, tokens = norms_of_batches(model, layers, batches)
+        norms, tokens = norms_of_batches(model, layers, batches, statistics=statistics)
         return replace(
             norms,
             about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens),
         )
     blocks = recipe.targets.blocks
-    return calibrated(model, sequences, layers, text, about, masker=masker, blocks=blocks)
+    return calibrated(
+        model, sequences, layers, text, about, statistics=statistics, masker=masker, blocks=blocks
+    )
 
 
 def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:

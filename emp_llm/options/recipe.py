@@ -584,8 +584,13 @@ class Recipe:
 
     @property
     def needs_activations(self) -> bool:
-        """Whether the scores need the norms of a calibration."""
-        return self.score.criterion.needs_norms
+        """Whether the scores need the statistics of a calibration."""
+        return self.score.criterion.calibrated
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the statistics that the scores need beside the norms."""
+        return self.score.criterion.statistics
 
     @property
     def counts_by_magnitude(self) -> bool:

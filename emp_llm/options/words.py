@@ -366,7 +366,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         adaptive = method.startswith("emp-")
         name = method.removeprefix("emp-")
         kind = Magnitude if name in SEARCHES else METHODS.get(name)
-        needs_norms = kind is None or kind().criterion.needs_norms
+        needs_norms = kind is None or kind().criterion.calibrated
         if not adaptive or self.name == "relative":
             unused["count_by"] = None
         if adaptive or not needs_norms:
@@ -394,7 +394,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 raise UserError("--criterion and --scores both define the scores; give only one.")
             own = own_name(self.criterion, self.scores)
             scored = self._score()
-            needs_norms = scored.criterion.needs_norms
+            needs_norms = scored.criterion.calibrated
             if (own is not None and self.name != own) or (
                 self.name in method_names() and self.criterion is not None
             ):

@@ -99,7 +99,7 @@ def dry_run(
     recipe = scores.recipe
     checkpoint = chosen.checkpoint
     update = recipe.update
-    calibrates = recipe.needs_activations and not scores.norms
+    calibrates = recipe.needs_activations and not scores.inputs
     unknown = calibrates and not recipe.counts_by_magnitude
     name = recipe.method
     curve = []

@@ -20,13 +20,14 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import Scores, naming_rows
-from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
+from emp_llm.selection.criteria import MAGNITUDE, WANDA
 from emp_llm.selection.rows import prune_words, words_supported
 from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, NonFiniteError, RowFigures
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from emp_llm.calibration.activations import Activations
     from emp_llm.selection.reference import GroupSelector
     from emp_llm.walk.moved import MovedWeights
 
@@ -253,28 +254,20 @@ class Pruner:
 
         return mask_of
 
-    @property
-    def relative(self) -> bool:
-        """Whether the scores need norms relative to the outputs."""
-        return self.scores.recipe.score.relative
-
-    def mask(self, target: Target, norm: "Tensor", tokens: int | None = None) -> "Tensor":
-        """The mask of a target, given the norms of its inputs, before those of other targets are
-        known.
+    def mask(self, target: Target, activations: "Activations") -> "Tensor":
+        """The mask of a target, before the inputs of other targets are known.
 
         Args:
-            norm: float32, shape (columns,), relative to the outputs if the scores need that.
-            tokens: number of tokens that the norms cover, if known.
+            activations: with the statistics of the target's inputs.
 
         Returns:
             bool, shape (rows, columns), one output per row; true for kept weights.
+
+        Raises:
+            UserError: the statistics are missing: the forward pass does not call the layer.
         """
-        scores = Scores(
-            self.checkpoint,
-            [target],
-            self.scores.recipe,
-            {target.name: InputStatistics(norm, tokens)},
-        )
+        scores = Scores(self.checkpoint, [target], self.scores.recipe)
+        scores = scores.with_activations(activations)
         return Pruner(scores, self.counts, self._device).masks()(target)
 
     def outcome(

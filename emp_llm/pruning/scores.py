@@ -40,8 +40,8 @@ class Scores:
         checkpoint: of the targets; it is only read.
         targets: in order.
         recipe: its criterion scores all targets, except those in `by_magnitude`.
-        norms: of the inputs of each target, as `input_norms` gives them; empty if none are needed
-            or known yet.
+        inputs: statistics of the inputs of each target, by its name; empty if none are needed or
+            known yet.
 
     Attributes:
         by_magnitude: name -> number of tokens, of the targets scored by magnitude: those of experts
@@ -57,16 +57,16 @@ class Scores:
         checkpoint: Checkpoint,
         targets: list[Target],
         recipe: Recipe,
-        norms: Mapping[str, InputStatistics] | None = None,
+        inputs: Mapping[str, InputStatistics] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
         self.recipe = recipe
         self.criterion = recipe.score.criterion
-        self.norms = norms or {}
+        self.inputs = inputs or {}
         self.by_magnitude: dict[str, int] = {}
         for target in targets:
-            known = self.norms.get(target.name)
+            known = self.inputs.get(target.name)
             if not target.layer.routed or known is None or known.tokens is None:
                 continue
             if known.tokens < recipe.targets.min_expert_tokens:
@@ -83,9 +83,45 @@ class Scores:
         self._last: tuple[str, Tensor] | None = None  # the scores of a whole matrix
         self._extremes: dict[str, tuple[float, float]] = {}
 
-    def with_norms(self, norms: Mapping[str, InputStatistics]) -> "Scores":
-        """The scores by these norms."""
-        return Scores(self.checkpoint, self.targets, self.recipe, norms)
+    def with_activations(
+        self, activations: "Activations", name: str = "the activations"
+    ) -> "Scores":
+        """The scores by the statistics of a calibration or a file, which errors call `name`.
+
+        Raises:
+            UserError: a statistic of a target is missing, or its number of inputs is wrong.
+        """
+        relative = self.recipe.score.relative
+        read = ("relative" if relative else "norm", *self.criterion.statistics)
+        for statistic in read:
+            if activations.statistics.get(statistic):
+                continue
+            if statistic == "relative" and relative:
+                raise UserError(
+                    f"{name}: it has no norms relative to the outputs, which relative scores need. "
+                    "Run emp-llm calibrate again, or use a wanda method without --score relative."
+                )
+            raise UserError(
+                f"{name}: it has no {statistic} of the inputs, which the criterion "
+                f"{self.criterion.name} reads. Run emp-llm calibrate --statistics {statistic}."
+            )
+        inputs = {}
+        for target in self.targets:
+            values = [activations.of(target.name, statistic) for statistic in read]
+            sizes = {0 if value is None else value.numel() for value in values}
+            size = target.matrix.columns
+            if sizes != {size}:
+                wrong = f"{max(sizes)} norms for {size} inputs" if all(sizes) else "no norms"
+                raise UserError(
+                    f"{name}: {target.name} has {wrong}. Either the norms are of another model or "
+                    "of other layers (run emp-llm calibrate for this model), or the forward pass "
+                    "does not call this layer (leave it out with --ignore)."
+                )
+            norms, *others = (value for value in values if value is not None)
+            named = dict(zip(self.criterion.statistics, others, strict=True))
+            tokens = activations.tokens_of(target.name)
+            inputs[target.name] = InputStatistics(norms, tokens, named)
+        return Scores(self.checkpoint, self.targets, self.recipe, inputs)
 
     @contextmanager
     def reading(self, title: str, times: int = 1) -> Iterator[tuple[FilePool, Bar]]:
@@ -108,10 +144,10 @@ class Scores:
         """The norms by which magnitudes are multiplied, float32, shape (columns,); None for
         magnitude alone.
         """
-        if not self.criterion_of(target).needs_norms:
+        if not self.criterion_of(target).calibrated:
             return None
         found: NDArray[Any] = np.ascontiguousarray(
-            self.norms[target.name].norms.detach().cpu().float().numpy()
+            self.inputs[target.name].norms.detach().cpu().float().numpy()
         )
         return found
 
@@ -133,14 +169,7 @@ class Scores:
             if weights.element_size() == 1
             else weights
         )
-        return self._scored(criterion, target, values).contiguous()
-
-    def _scored(self, criterion: Criterion, target: Target, weight: "Tensor") -> "Tensor":
-        return (
-            criterion.score(weight, self.norms.get(target.name))
-            if criterion.needs_norms
-            else criterion.score(weight)
-        )
+        return criterion.of(values, self.inputs.get(target.name)).contiguous()
 
     def _own_rows(self, target: Target, first: int, last: int) -> "Tensor":
         """The mapped scores of rows first to last - 1, on the CPU.
@@ -211,7 +240,7 @@ class Scores:
             words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
             weight = dequantised_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
             try:
-                scores = self._scored(self.criterion, target, weight)
+                scores = self.criterion.of(weight, self.inputs.get(target.name))
             except Exception as error:
                 shape = list(weight.shape)
                 error.add_note(
@@ -343,38 +372,6 @@ def recorded(recipe: Recipe) -> RecipeOptions:
         label, digest = criterion_origin(score.criterion)
         return words.but(criterion=label, criterion_source=digest or "")
     return words
-
-
-def input_norms(
-    activations: "Activations", targets: list[Target], relative: bool, name: str = "the activations"
-) -> dict[str, InputStatistics]:
-    """The norms of each target's inputs, and the number of tokens that they cover.
-
-    Args:
-        activations: from a calibration or a file; errors call them `name`.
-        relative: the norms relative to the outputs.
-
-    Raises:
-        UserError: the norms of a target are missing, or their number is wrong.
-    """
-    if relative and not activations.relative:
-        raise UserError(
-            f"{name}: it has no norms relative to the outputs, which relative scores need. Run "
-            "emp-llm calibrate again, or use a wanda method without --score relative."
-        )
-    norms = {}
-    for target in targets:
-        norm = activations.norm(target.name, relative)
-        inputs = target.matrix.columns
-        if norm is None or norm.numel() != inputs:
-            wrong = "no norms" if norm is None else f"{norm.numel()} norms for {inputs} inputs"
-            raise UserError(
-                f"{name}: {target.name} has {wrong}. Either the norms are of another model or of "
-                "other layers (run emp-llm calibrate for this model), or the forward pass does not "
-                "call this layer (leave it out with --ignore)."
-            )
-        norms[target.name] = InputStatistics(norm, activations.tokens_of(target.name))
-    return norms
 
 
 @contextmanager

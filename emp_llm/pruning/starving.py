@@ -82,7 +82,7 @@ def _remedy(pruner: Pruner, outcomes: Outcomes) -> str:
     told = []
     for flag, other_counts in others.items():
         changed = replace(recipe, counts=other_counts)
-        scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.norms)
+        scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.inputs)
         (other,) = measure_targets([Pruner(scores, counts_of(scores))])
         told.append(f"{flag} would remove {percent_cell(_removed(other))} %")
     if not told:

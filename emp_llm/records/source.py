@@ -117,13 +117,14 @@ class CalibrationRecord(Part, kw_only=True):
 
 
 class ActivationsInfo(FileRecord, kw_only=True):
-    """The metadata of an activations file, beside the norms.
+    """The metadata of an activations file, beside the statistics.
 
     Attributes:
         inputs: layer name -> name of its norm.
         about: the origin of the norms.
         tokens: name of a norm -> number of tokens in its sum.
         relative: layer name -> name of its norm relative to the layer's outputs.
+        statistics: name of a further statistic -> layer name -> name of its tensor.
     """
 
     KIND: ClassVar[str] = "activations"
@@ -132,6 +133,7 @@ class ActivationsInfo(FileRecord, kw_only=True):
     about: CalibrationRecord = msgspec.field(default_factory=CalibrationRecord)
     tokens: dict[str, int] = {}
     relative: dict[str, str] = {}
+    statistics: dict[str, dict[str, str]] = {}
 
 
 class StageRecord(Part, kw_only=True):

@@ -7,8 +7,8 @@ weights for magnitude, float32 or wider for wanda.
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ class InputStatistics:
         norms: of each input feature j, float32, shape (inputs,): ||X_j||_2, or sqrt(sum_t x_tj^2 /
             ||y_t||^2), relative to the layer's outputs y_t.
         tokens: number of tokens; None if unknown.
+        others: the further statistics that a criterion reads, by name, float32, shape (inputs,).
     """
 
     norms: "Tensor"
     tokens: int | None = None
+    others: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Criterion:
 
     Attributes:
         name: in methods.
-        score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the
-            scores.
-        needs_norms: whether it needs a calibration.
+        score: takes the weights, the `InputStatistics` if `takes_inputs`, and each of `statistics`
+            by name; returns the scores.
+        takes_inputs: whether it is given the norms and the number of tokens.
+        statistics: names of those that it is given beside them, of `selection.statistics`.
         whole: it is given whole matrices, because it may compare rows; the others get chunks of
             rows.
         own: it is the user's.
@@ -48,9 +51,23 @@ class Criterion:
 
     name: str
     score: Score
-    needs_norms: bool
+    takes_inputs: bool = False
+    statistics: tuple[str, ...] = ()
     whole: bool = False
     own: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs statistics of the inputs."""
+        return self.takes_inputs or bool(self.statistics)
+
+    def of(self, weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
+        """The scores of a matrix, or of a chunk of its rows."""
+        if not self.calibrated:
+            return self.score(weight)
+        assert inputs is not None
+        others = {name: inputs.others[name] for name in self.statistics}
+        return self.score(weight, *([inputs] * self.takes_inputs), **others)
 
 
 def magnitude(weight: "Tensor") -> "Tensor":
@@ -132,11 +149,11 @@ def _given(*_: object) -> "Tensor":
     raise ValueError("the scores of this criterion are given, not computed")
 
 
-MAGNITUDE = Criterion("magnitude", magnitude, needs_norms=False)
-WANDA = Criterion("wanda", wanda, needs_norms=True)
-RIA = Criterion("ria", ria, needs_norms=True, whole=True)
+MAGNITUDE = Criterion("magnitude", magnitude)
+WANDA = Criterion("wanda", wanda, takes_inputs=True)
+RIA = Criterion("ria", ria, takes_inputs=True, whole=True)
 # The scores come from the user.
-GIVEN = Criterion("scores", _given, needs_norms=False, whole=True, own=True)
+GIVEN = Criterion("scores", _given, whole=True, own=True)
 
 
 def own_criterion(function: Score, name: str | None = None) -> Criterion:
@@ -145,33 +162,42 @@ def own_criterion(function: Score, name: str | None = None) -> Criterion:
     Args:
         function: `score(weight)`, or `score(weight, inputs)` if it needs a calibration. `weight`
             has the shape (outputs, inputs) and the dtype of the model, `inputs` is an
-            `InputStatistics`. It returns one finite score per weight; the largest are kept. Scores
+            `InputStatistics`. Arguments after a `*` are further statistics by name: `score(weight,
+            *, variance)`. It returns one finite score per weight; the largest are kept. Scores
             below zero need a score map (`Recipe.score_map`).
         name: letters, digits and underscores; None: the name of the function.
 
     Raises:
         ValueError: the name is no identifier, or the function takes other arguments.
     """
+    from emp_llm.selection.statistics import STATISTICS
+
     name = name or str(getattr(function, "__name__", type(function).__name__))
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
         raise ValueError(
             f"a criterion's name consists of letters, digits and underscores, got {name!r}"
         )
     parameters = inspect.signature(function).parameters.values()
+    required = [argument for argument in parameters if argument.default is argument.empty]
     positional = [
-        each
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        argument
+        for argument in required
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
     ]
-    needed = [each for each in positional if each.default is each.empty]
-    keywords = [
-        each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty
-    ]
-    if not 1 <= len(needed) <= 2 or keywords:
+    statistics = tuple(
+        argument.name for argument in required if argument.kind == argument.KEYWORD_ONLY
+    )
+    if not 1 <= len(positional) <= 2:
         raise ValueError(
             f"the criterion {name} must take the arguments (weight) or (weight, inputs)"
         )
-    return Criterion(name, function, needs_norms=len(needed) == 2, whole=True, own=True)
+    unknown = next((name for name in statistics if name not in STATISTICS), None)
+    if unknown is not None:
+        raise ValueError(
+            f"the criterion {name} asks for {unknown}, which is no statistic of the inputs; there "
+            f"are {', '.join(STATISTICS)}"
+        )
+    return Criterion(name, function, len(positional) == 2, statistics, whole=True, own=True)
 
 
 def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":

@@ -266,7 +266,7 @@ def prune_structure(
 
             # Which units stay, and the values of the last layers.
             with stage("choose"):
-                feature: Any = None if norms is None else norms.norm
+                feature: Any = None if norms is None else norms.of
                 if sums is not None:
                     feature = sums.get
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
