@@ -3,6 +3,7 @@ they are.
 """
 
 import gzip
+import json
 import re
 import struct
 import tomllib
@@ -190,8 +191,13 @@ def test_the_board(models: Any, tmp_path: Path, monkeypatch: Any) -> None:
     assert cells[:2] == ["Wanda", "50 %"]
     assert re.fullmatch(r"\*\*[\d.]+\*\*", cells[2])
     assert re.fullmatch(r"[+-]?[\d.]+ ± [\d.]+ %", cells[3])
-    options = "--method wanda --sparsity 0.5 --calibration text.txt --samples 4 --seqlen 16"
-    assert cells[-1] == f"`{options} --propagate pruned`"
+    assert cells[-1] == "abc1234"
+    text = "calibrated with `--calibration text.txt --samples 4 --seqlen 16`."
+    assert text in page.read_text(encoding="utf-8")
+    prune = "emp-llm prune --model llama --method wanda --sparsity 0.5 --targets all-linear"
+    assert json.loads(rows.read_text().splitlines()[1])["command"] == (
+        f"{prune} --calibration text.txt --samples 4 --seqlen 16 --propagate pruned"
+    )
     assert str(tmp_path) not in page.read_text(encoding="utf-8") + rows.read_text(encoding="utf-8")
 
 

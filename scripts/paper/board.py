@@ -60,15 +60,19 @@ _NAMES = {"wanda": "Wanda", "sparsegpt": "SparseGPT"}
 
 INTRO = """# Board of results
 
-Each method beside Wanda and SparseGPT: all linear layers of the decoder blocks, perplexity per token, its change from the dense model with a paired
-standard error. Seconds and peak memory are those of the prune, on machines that did other work too. The best of each sparsity is bold. The command of
-a row is `emp-llm prune --model MODEL --targets all-linear` with the options in its last column.
+Each method beside Wanda and SparseGPT, in all linear layers of the decoder blocks. Perplexity is per token; its change
+from the dense model has a paired standard error. Seconds and peak memory are those of the prune, on machines that did
+other work too. The best of each sparsity is bold. The rows are made by
 
-Wanda calibrates on the outputs of the pruned blocks, as in its code (`--propagate pruned`); SparseGPT and ADMM always do. Wanda removes 50 % of each
-row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of ours is [healed](heal.md) or [rotated](rotate.md).
+    emp-llm prune --model MODEL --targets all-linear --calibration TEXT, and
+        --method wanda --sparsity 0.5 --propagate pruned        (for 2:4: --pattern 2:4 in place of --sparsity)
+        --method sparsegpt --sparsity 0.5 --propagate pruned
+        --method emp-admm --sparsity 0.5 --refit                (for 2:4: --method admm)
 
-[Which method?](methods.md) has more points of the same models, by an older version on another processor, and wiki-llama-5m on other blocks of
-WikiText-2. ADMM's search depends on the rounding of sums: with `--batch-size 16`, the same command gives +87.8 % in place of +91.4 % on stories260K."""
+Wanda removes 50 % of each row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of
+ours is [healed](heal.md) or [rotated](rotate.md). ADMM's search depends on the rounding of sums: with `--batch-size 16`,
+the same command gives +87.8 % in place of +91.4 % on stories260K. [Which method?](methods.md) has more points, by an
+older version on another processor, and wiki-llama-5m on other blocks of WikiText-2."""
 FILL = """## Models of the literature
 
 Nobody has run emp-llm on these models yet; the published numbers are those to beat. It needs a GPU and access to the models:
@@ -177,11 +181,11 @@ def cells_of(command: str) -> tuple[str, str]:
     )
 
 
-def options_of(command: str) -> str:
-    """The options of a command that the page does not say of all rows."""
+def text_options(command: str) -> str:
+    """The options of a command that name its calibration text."""
     words = shlex.split(command)
-    options = words[words.index("--model") + 2 :]
-    return shlex.join(options).replace("--targets all-linear ", "")
+    text = words[words.index("--calibration") :]
+    return shlex.join(text).removesuffix(" --propagate pruned").removesuffix(" --refit")
 
 
 def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
@@ -200,7 +204,6 @@ def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
             "seconds",
             "peak memory",
             "commit",
-            "options",
         ]
     ]
     for command in sorted(measured, key=lambda each: "--pattern" in each):
@@ -221,7 +224,6 @@ def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
                 f"{row['seconds']:.0f}",
                 memory,
                 row["commit"],
-                f"`{options_of(command)}`",
             ]
         )
     return lines
@@ -238,9 +240,11 @@ def heading(marks: str, model: str, rows: dict[tuple[str, str], Row]) -> str:
         f"{row['text']}, {'the first ' if row['partial'] else ''}{sum(row['tokens']):,} tokens "
         f"in blocks of {row['block']}"
     )
+    calibrated = {text_options(command) for name, command in rows if name == model and command}
+    options = " or ".join(f"`{each}`" for each in sorted(calibrated))
     return (
-        f"{title}\n\nDense perplexity {value_of(row).value:.3f} on {text}. {row['machine']}; "
-        f"{versions}."
+        f"{title}\n\nDense perplexity {value_of(row).value:.3f} on {text}; calibrated with {options}. "
+        f"{row['machine']}; {versions}."
     )
 
 
