@@ -191,8 +191,8 @@ def collect(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> CollectSummary:
-    """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
-    and a report.
+    """Collect the results of a study so far: tables with the paper's values as Markdown, and a
+    report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is
     missing. The same results give the same bytes, wherever the jobs ran.

@@ -61,8 +61,8 @@ def collect(
     output: Annotated[Path | None, Opt("Folder to write; default: tables in the study.")] = None,
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
 ) -> CollectSummary:
-    """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV,
-    and a report.
+    """Collect the results of a study so far: tables with the paper's values as Markdown, and a
+    report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is
     missing. The same results give the same bytes, wherever the jobs ran.
@@ -73,7 +73,6 @@ def collect(
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.cluster.collecting import (
         job_views,
-        study_csv,
         study_markdown,
         study_results,
         study_text,
@@ -92,7 +91,7 @@ def collect(
         for name, view in missing.items()
     ]
     page = study_markdown(results, len(views) - len(missing), len(views), lines)
-    files = {"tables.md": page.encode(), "tables.csv": study_csv(results).encode()}
+    files = {"tables.md": page.encode()}
     details = len(results.runs) <= _RUNS_IN_DETAIL
     paths = [*(results.runs if details else []), *results.outputs]
     if paths:

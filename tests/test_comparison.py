@@ -1,4 +1,4 @@
-"""The table of results: published values beside the paper's models only, and changes as text."""
+"""The table of results, changes with their errors, and the paper's published values."""
 
 import math
 import random
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from emp_llm.cluster.collecting import published_values
 from emp_llm.evaluation.comparison import (
     Change,
     Value,
@@ -76,33 +77,28 @@ def measures(**tasks: Any) -> Measures:
     return msgspec.convert({"tasks": tasks}, Measures)
 
 
-def test_published_values_stand_beside_the_papers_models() -> None:
-    text = compare([model("/models/Llama-2-7b-hf"), model("out", "emp-wanda")])
-    head, _, perplexity, boolq = text.splitlines()[:4]
-    assert head.split("  ")[-1].strip() == "out, paper"
-    assert perplexity.split()[-2:] == ["5.470", "6.513"]
-    assert boolq.count("†") == 2
-    assert "paper: meta-llama/Llama-2-7b-hf emp-wanda (41.07 % of the MLP linears removed)" in text
-    assert "\n† " in text
-    assert "f1" not in text
+def test_published_values_of_the_papers_models() -> None:
+    for measured, perplexity in (
+        (model("/models/Llama-2-7b-hf"), 5.47),
+        (model("out", "emp-wanda"), 6.513),
+    ):
+        _, values = published_values(measured) or pytest.fail("none")
+        assert values["perplexity, blocks of 2048"].value == pytest.approx(perplexity, abs=5e-4)
+        assert "boolq acc" in values
 
 
 def test_published_values_stand_nowhere_else() -> None:
-    assert "\npaper:" not in compare([model("somebody/else")])
-    assert "\npaper:" not in compare([model("out", "ria")])
+    assert published_values(model("somebody/else")) is None
+    assert published_values(model("out", "ria")) is None
     for key, value in (
         ("beta", 1.25),
         ("order", 1.0),
         ("targets", "all-linear"),
         ("group", "matrix"),
     ):
-        assert "\npaper:" not in compare([model("out", "emp-wanda", **{key: value})])
-    for other in (
-        model("meta-llama/Llama-2-7b-hf", text={"file": "x"}),
-        model("meta-llama/Llama-2-7b-hf", block_length=512),
-    ):
-        (line,) = (line for line in compare([other]).splitlines() if line.startswith("perplexity"))
-        assert line.split()[-1] == "-"
+        assert published_values(model("out", "emp-wanda", **{key: value})) is None
+    _, values = published_values(model("meta-llama/Llama-2-7b-hf", text={"file": "x"})) or (0, {})
+    assert not any(name.startswith("perplexity") for name in values)
 
 
 def test_a_ruined_model_is_told_with_what_to_try() -> None:

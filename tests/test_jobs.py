@@ -630,7 +630,7 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     assert rows[-1][1] == "50.00"
     assert "the rows differ in their zeros too; plan --emp-sparsities" in page
     assert rows[-1][2].startswith(f"{result['perplexity']['perplexity']:.3f} ({change:+.2f} ± ")
-    lines = (folder / "tables" / "tables.csv").read_text().splitlines()
+    lines = (folder / "tables" / "report" / "points.csv").read_text().splitlines()
     assert len(lines) == 4
     assert repr(result["perplexity"]["perplexity"]) in lines[-1]
     assert {"report.md", "points.csv"} <= {
@@ -688,9 +688,7 @@ def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
 
 
 def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:
-    """A model and a recipe of the paper: its values and the difference of the changes stand
-    below ours.
-    """
+    """A model and a recipe of the paper: its values stand below ours, with its own change."""
     folder = Path(shutil.copytree(study, tmp_path / "study"))
     name = "meta-llama/Llama-2-7b-hf"
     old = json.loads((folder / "results" / "llama.dense.json").read_text())["model"]
@@ -707,12 +705,21 @@ def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:
         each.command = each.command.replace(old, name)
     write_plan(folder, jobs)
     shutil.rmtree(folder / "runs")
-    ours, paper, gap = rows_of(collect(folder, no_plots=True).page)[4:7]
+    rows = rows_of(collect(folder, no_plots=True).page)[2:]
+    assert [row[0] for row in rows] == [
+        "dense",
+        "paper",
+        "emp-wanda-beta-1",
+        "paper",
+        "magnitude-0.5",
+        "paper",
+    ]
+    paper = rows[3]
     published = json.loads(
         (Path(__file__).parents[1] / "eval" / "published" / "llama.json").read_text()
     )["results"][name]
-    assert f"{published['emp-wanda']['wikitext2_perplexity']:.3f}" in " ".join(paper)
-    assert (ours[0], gap[0]) == ("emp-wanda-beta-1", "change beyond the paper's")
+    dense, pruned = (published[key]["wikitext2_perplexity"] for key in ("dense", "emp-wanda"))
+    assert paper[2] == f"{pruned:.3f} ({100 * (pruned / dense - 1):+.2f} %)"
 
 
 def test_processes_of_their_own(run: Run, study: Path, tmp_path: Path) -> None:
@@ -727,7 +734,7 @@ def test_processes_of_their_own(run: Run, study: Path, tmp_path: Path) -> None:
     here = Path(shutil.copytree(study, tmp_path / "here"))
     for each in (folder, here):
         collect(each, no_plots=True)
-    for name in ("tables.md", "tables.csv"):
+    for name in ("tables.md", "report/points.csv"):
         assert (folder / "tables" / name).read_bytes() == (here / "tables" / name).read_bytes()
 
 

@@ -1,31 +1,27 @@
 """What has become of a study: the status of its jobs, the results of the finished ones, and
-their tables beside the paper's.
+their tables with the paper's values.
 """
 
 import logging
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 
-from emp_llm.checkpoint.files import INDEX_LIMIT
+from emp_llm.checkpoint.files import INDEX_LIMIT, read_json
 from emp_llm.cluster.jobs import Job, JobFiles, JobState, option_of, read_plan
 from emp_llm.cluster.slurm import queued_jobs
 from emp_llm.common.errors import UserError, count_of, printable
-from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME, data_folder
+from emp_llm.common.tables import Rows, markdown_table, percent_cell, table
 from emp_llm.evaluation.comparison import (
-    change_between,
+    Value,
     change_notes,
-    change_of,
-    change_text,
-    formatted,
     in_percent,
-    published_row,
-    signed,
+    shown_change,
     value_cell,
     values_of,
 )
 from emp_llm.evaluation.results import results_of_report
+from emp_llm.options.words import RecipeOptions
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
@@ -35,28 +31,31 @@ from emp_llm.reporting.studies import short_model_name
 
 logger = logging.getLogger(__name__)
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job
-_PROTOCOL = (
-    "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
+# The paper's recipes have the defaults of these fields.
+_PUBLISHED_DEFAULTS = (
+    "beta",
+    "order",
+    "sparsity",
+    "pattern",
+    "match",
+    "group",
+    "targets",
+    "ignore",
+    "score",
+    "count_by",
+    "shares",
 )
-_HEAD = [
-    "model",
-    "recipe",
-    "status",
-    "sparsity of targets",
-    "measure",
-    "value",
-    "stderr",
-    "partial",
-]
-_HEAD += [
-    "change",
-    "change stderr",
-    "change paired",
-    "published sparsity percent",
-    "published",
-    "published change",
-]
-_HEAD += ["change beyond the published"]
+_PUBLISHED_BLOCK = 2048
+_PUBLISHED_TEXT = {
+    "dataset": "Salesforce/wikitext",
+    "config": "wikitext-2-raw-v1",
+    "split": "test",
+    "bos": "auto",
+}
+_PROTOCOL = (
+    "accuracies of the paper: by another protocol than lm-eval's; compare the changes from the "
+    "dense model, not the values"
+)
 
 
 # Status.
@@ -127,6 +126,18 @@ class StudyRow:
     label: str
     status: str
     result: Results | None = None
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """Its measures; empty without a result."""
+        return {} if self.result is None else values_of(self.result.measures)
+
+    @property
+    def sparsity(self) -> float | None:
+        """Of the targets; None for the dense model, and without a result."""
+        if self.result is None or self.result.pruned is None:
+            return None
+        return self.result.pruned.sparsity_of_targets
 
 
 @dataclass
@@ -236,76 +247,59 @@ def _measured(view: JobView) -> list[tuple[str, Results]]:
 # Tables.
 
 
-def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
-    """The table of a model with its footnotes, and its lines of the CSV file, one for each recipe
-    and measure.
-
-    Below a recipe of the paper stand its values, and by how much the change from the dense model is
-    beyond the paper's.
+def published_values(result: Results) -> tuple[float | None, dict[str, Value]] | None:
+    """The paper's values for a model and its recipe.
 
     Returns:
-        The table, the lines, and the footnotes.
+        The percentage of the MLP linears that is removed, and the measures; None if the paper has
+        no such model or recipe.
     """
-    rows = [model.dense, *model.rows]
-    papers = [None if row.result is None else published_row(row.result) for row in rows]
-    values = [{} if row.result is None else values_of(row.result.measures) for row in rows]
-    names = list(dict.fromkeys(name for each in values for name in each))
-    shown: Rows = [["", "zeros, %", *names]]
-    lines: list[list[Any]] = []
-    for row, known, measured in zip(rows, papers, values, strict=True):
-        dense = row is model.dense
-        zeros = _zeros(row)
-        published = None if known is None else known.sparsity_percent
-        start = [printable(model.name), printable(row.label), row.status, zeros]
-        ours = []
-        theirs = []
-        gaps = []
-        for name in names:
-            value = measured.get(name)
-            base = values[0].get(name)
-            change = (
-                None if dense or value is None or base is None else change_of(name, value, base)
-            )
-            paper, paper_base = (
-                None if each is None else each.values.get(name) for each in (known, papers[0])
-            )
-            paper_change = (
-                None
-                if paper is None or paper_base is None
-                else change_between(name, paper_base, paper)
-            )
-            gap = (
-                None
-                if change is None or paper_change is None
-                else replace(change, value=change.value - paper_change)
-            )
-            ours.append(
-                value_cell(name, value)
-                + ("" if change is None else f" ({change_text(name, change)})")
-            )
-            digits, mark, unit = (2, " †", "") if in_percent(name) else (3, "", " %")
-            beside = "" if dense or paper_change is None else f" ({signed(paper_change)}{unit})"
-            theirs.append("-" if paper is None else f"{formatted(paper, digits)}{mark}{beside}")
-            gaps.append("-" if gap is None else change_text(name, gap))
-            line = [
-                *start,
-                name,
-                *(getattr(value, field, None) for field in ("value", "stderr", "partial")),
-            ]
-            line += [getattr(change, field, None) for field in ("value", "stderr")]
-            line.append(None if change is None or change.stderr is None else change.paired)
-            lines.append([*line, published, paper, paper_change, getattr(gap, "value", None)])
-        if not names:
-            lines.append(start + [None] * (len(_HEAD) - len(start)))
-        shown.append(
-            [printable(row.label), row.status if row.result is None else percent_cell(zeros), *ours]
-        )
-        if known is not None:
-            shown.append(
-                ["paper", "-" if dense or published is None else f"{published:.2f}", *theirs]
-            )
-        if known is not None and papers[0] is not None and not dense:
-            shown.append(["change beyond the paper's", "", *gaps])
+    pruned = result.pruned
+    if result.made_by.quantization is not None:
+        return None
+    source, method = (result.model, "dense")
+    if pruned is not None:
+        source, method = (pruned.of, pruned.recipe.method)
+    models = read_json(data_folder("eval") / "published" / "llama.json")["results"]
+    methods = {PurePath(name).name: methods for name, methods in models.items()}
+    row = methods.get(PurePath(source).name, {}).get(method)
+    if row is None:
+        return None
+    if pruned is not None:
+        usual = RecipeOptions(method=method)
+        if any(
+            getattr(pruned.recipe, name) != getattr(usual, name) for name in _PUBLISHED_DEFAULTS
+        ):
+            return None
+    accuracies = row["accuracy_percent"]
+    numbers = {f"{task} acc": number for task, number in accuracies.items()}
+    numbers[f"mean acc of {len(accuracies)}"] = row.get("mean_accuracy_percent")
+    text = result.made_by.text
+    if text is not None and all(
+        getattr(text, name) == value for name, value in _PUBLISHED_TEXT.items()
+    ):
+        numbers[f"perplexity, blocks of {_PUBLISHED_BLOCK}"] = row.get("wikitext2_perplexity")
+    values = {name: Value(number) for name, number in numbers.items() if number is not None}
+    return row.get("sparsity_percent"), values
+
+
+def _model_table(model: StudyModel) -> tuple[Rows, list[str]]:
+    """The table of a model with its footnotes. Below a recipe of the paper stand its values."""
+    studied = [model.dense, *model.rows]
+    dense = model.dense.values
+    names = list(dict.fromkeys(name for row in studied for name in row.values))
+    rows: Rows = [["", "zeros, %", *names]]
+    published_dense: dict[str, Value] = {}
+    for row in studied:
+        zeros = row.status if row.result is None else percent_cell(row.sparsity)
+        rows.append([printable(row.label), zeros, *_cells(names, row.values, dense)])
+        published = None if row.result is None else published_values(row.result)
+        if published is not None:
+            percent, values = published
+            if row is model.dense:
+                published_dense = values
+            zeros = "-" if percent is None or row is model.dense else f"{percent:.2f}"
+            rows.append(["paper", zeros, *_cells(names, values, published_dense)])
 
     notes = [
         "in brackets the changes from the dense model: of perplexities in percent, of "
@@ -313,58 +307,51 @@ def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
     ]
     if model.dense.result is None:
         notes.append("no changes: the dense model is missing")
-    notes += change_notes(names, values[0], values[1:])
-    shares = [share for share in map(_zeros, rows) if share is not None]
-    if len({f"{share:.2f}" for share in shares}) > 1:
+    notes += change_notes(names, dense, [row.values for row in model.rows])
+    if len({percent_cell(row.sparsity) for row in studied if row.sparsity is not None}) > 1:
         notes.append(
             "the rows differ in their zeros too; plan --emp-sparsities compares methods "
             "at the same share"
         )
-    if any(value.partial for each in values for value in each.values()):
+    if any(value.partial for row in studied for value in row.values.values()):
         notes.append("* partial: only some of the examples or of the text")
-    if papers[0] is not None and any(map(in_percent, names)):
+    if published_dense and any(map(in_percent, names)):
         notes.append(_PROTOCOL)
-    return shown, lines, notes
+    return rows, notes
+
+
+def _cells(names: list[str], values: dict[str, Value], dense: dict[str, Value]) -> list[str]:
+    """The measures, with their changes from the dense model's in brackets."""
+    cells = []
+    for name in names:
+        cell = value_cell(name, values.get(name))
+        if values != dense and name in values and name in dense:
+            cell += f" ({shown_change(name, dense[name], values[name])})"
+        cells.append(cell)
+    return cells
 
 
 def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[str]) -> str:
     """All tables of a study as a page of Markdown, which says what is missing."""
-    parts = ["# Results of the study"]
+    texts = ["# Results of the study"]
     if done == jobs:
-        parts.append(f"All {count_of(jobs, 'job')} are done.")
+        texts.append(f"All {count_of(jobs, 'job')} are done.")
     else:
-        parts.append(f"Partial: {done:,} of {count_of(jobs, 'job')} are done. Missing:")
-        parts.append("\n".join(f"- {line}" for line in missing))
-    parts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
+        texts.append(f"Partial: {done:,} of {count_of(jobs, 'job')} are done. Missing:")
+        texts.append("\n".join(f"- {line}" for line in missing))
+    texts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
     for model in results.models:
-        rows, _, notes = _model_tables(model)
-        parts += [f"## {model.title}", markdown_table(rows), *notes]
-    return "\n\n".join(parts) + "\n"
+        rows, notes = _model_table(model)
+        texts += [f"## {model.title}", markdown_table(rows), *notes]
+    return "\n\n".join(texts) + "\n"
 
 
 def study_text(results: StudyResults) -> str:
     """All tables of a study for a terminal."""
-    parts = []
+    texts = []
     footnotes = dict[str, None]()
     for model in results.models:
-        rows, _, notes = _model_tables(model)
-        parts.append(f"{model.title}\n{table(rows)}\n")
+        rows, notes = _model_table(model)
+        texts.append(f"{model.title}\n{table(rows)}\n")
         footnotes |= dict.fromkeys(notes)
-    return "\n".join([*parts, *footnotes])
-
-
-def study_csv(results: StudyResults) -> str:
-    """All values of a study, one a line."""
-    return (
-        csv_table([_HEAD, *(line for model in results.models for line in _model_tables(model)[1])])
-        + "\n"
-    )
-
-
-def _zeros(row: StudyRow) -> float | None:
-    """The sparsity of the targets; None for the dense model, and for a missing result."""
-    return (
-        None
-        if row.result is None or row.result.pruned is None
-        else row.result.pruned.sparsity_of_targets
-    )
+    return "\n".join([*texts, *footnotes])

@@ -3,7 +3,7 @@ change from it.
 
 Accuracies are in percent with their standard errors, and their changes in points. Changes of other
 measures are in percent. A change has a paired standard error if both models were judged on the same
-examples. A model of the paper has a column with the published values.
+examples.
 
 Two models that were judged on the same examples, or on the same blocks of a text, agree on most of
 them. The paired standard error counts only where they differ, and is smaller than that of two
@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import count_of
-from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import markdown_table, percent_cell, table
-from emp_llm.options.words import RecipeOptions
 from emp_llm.records.evaluation import Measures, PerplexityRecord, TaskRecord
 from emp_llm.records.results import Results
 
@@ -358,72 +355,7 @@ def shown_change(name: str, base: Value | None, value: Value | None) -> str:
     return "-" if base is None or value is None else change_text(name, change_of(name, value, base))
 
 
-# The paper's values.
-
-
-_BLOCK = 2048
 _RUINED = 2  # times the perplexity of the dense model, from which a table says what to try
-# The paper's recipes have the defaults of these fields.
-_FIELDS = (
-    "beta",
-    "order",
-    "sparsity",
-    "pattern",
-    "match",
-    "group",
-    "targets",
-    "ignore",
-    "score",
-    "count_by",
-    "shares",
-)
-_TEXT = {
-    "dataset": "Salesforce/wikitext",
-    "config": "wikitext-2-raw-v1",
-    "split": "test",
-    "bos": "auto",
-}
-
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """The paper's values for one model and one method.
-
-    Attributes:
-        name: the paper's model and method.
-        sparsity_percent: of the MLP linears.
-        values: by measure.
-    """
-
-    name: str
-    sparsity_percent: float | None
-    values: dict[str, float | None]
-
-
-def published_row(model: Results) -> PublishedRow | None:
-    """The paper's values for a model and its recipe; None if the paper has no such model or
-    recipe.
-    """
-    pruned = model.pruned
-    if model.made_by.quantization is not None:
-        return None
-    source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
-    results = read_json(data_folder("eval") / "published" / "llama.json")["results"]
-    name = next((name for name in results if PurePath(source).name == PurePath(name).name), None)
-    row = None if name is None else results[name].get(method)
-    if row is None:
-        return None
-    if pruned is not None and any(
-        getattr(pruned.recipe, key) != getattr(RecipeOptions(method=method), key) for key in _FIELDS
-    ):
-        return None
-    accuracies = row["accuracy_percent"]
-    values = {f"{task} acc": value for task, value in accuracies.items()}
-    values[f"mean acc of {len(accuracies)}"] = row.get("mean_accuracy_percent")
-    text = model.made_by.text
-    if text is not None and all(getattr(text, key) == value for key, value in _TEXT.items()):
-        values[f"perplexity, blocks of {_BLOCK}"] = row.get("wikitext2_perplexity")
-    return PublishedRow(f"{name} {method}", row.get("sparsity_percent"), values)
 
 
 # The table.
@@ -445,25 +377,16 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
     """
     labels = labels or _labels(models)
     measured = [values_of(each.measures) for each in models]
-    published = [published_row(each) for each in models]
-    notes = _notes(models, labels, measured, [known for known in published if known])
+    notes = _notes(models, labels, measured)
     head = ["", labels[0]]
     for label in labels[1:]:
         head += [label, "change"]
-    rows = [
-        head + [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]
-    ]
+    rows = [head]
     for name in dict.fromkeys(name for values in measured for name in values):
         base = measured[0].get(name)
         row = [name, value_cell(name, base)]
         for values in measured[1:]:
             row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
-        for known in filter(None, published):
-            value = known.values.get(name)
-            if value is None:
-                row.append("-")
-            else:
-                row.append(f"{value:.2f} †" if in_percent(name) else f"{value:.3f}")
         rows.append(row)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
     return gap.join([form_table(rows), *notes])
@@ -494,7 +417,6 @@ def _notes(
     models: list[Results],
     labels: list[str],
     measured: list[dict[str, Value]],
-    published: list[PublishedRow],
 ) -> list[str]:
     notes = []
     dense, *others = (
@@ -539,18 +461,6 @@ def _notes(
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent ± standard error; their changes in points")
     notes += change_notes(names, measured[0], measured[1:])
-    for known in published:
-        zeros = (
-            f" ({known.sparsity_percent:g} % of the MLP linears removed)"
-            if known.sparsity_percent
-            else ""
-        )
-        notes.append(f"paper: {known.name}{zeros}")
-    if published and any(each.measures.tasks for each in models):
-        notes.append(
-            "† measured by another protocol than lm-eval's: compare the changes from the "
-            "dense model, not the values"
-        )
     return notes
 
 
