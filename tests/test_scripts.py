@@ -2,7 +2,6 @@
 of some succeed.
 """
 
-import argparse
 import json
 import lzma
 import math
@@ -14,16 +13,13 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import bench_evaluate
 import bench_prune
 import pytest
 import torch
-import zoo
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from emp_llm.cli import parse
-from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
@@ -77,12 +73,9 @@ def test_pages_of_results_name_a_command_that_parses(
             )
 
 
-def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
+def test_commands_of_benchmarks_parse() -> None:
     line = bench_prune.prune_command(Path("model"), Path("output"), "all-linear")
     parse(prune, line[line.index("prune") + 1 :], "prune")
-    arguments = argparse.Namespace(model=Path("model"), tasks="demo_facts", limit=3)
-    line = bench_evaluate.our_command(arguments, ["demo_facts"], tmp_path)
-    parse(evaluate, line[line.index("evaluate") + 1 :], "evaluate")
 
 
 @pytest.mark.parametrize(
@@ -295,30 +288,6 @@ def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.M
         targets="all-linear",
     )
     assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
-
-
-def test_the_zoo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Each command answers, with a number or a message; the page that is committed has a row for
-    every model.
-    """
-    names = ("opt", "a LoRA adapter", "NaN in a weight")
-    assert run(monkeypatch, "zoo", "--only", *names, "--output", str(tmp_path / "zoo.md")) == 0
-    rows = [
-        line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")
-    ]
-    assert [row[0].removeprefix("| ") for row in rows[1:]] == list(names)
-    assert rows[1][4:6] == ["ok", "ok"]
-    # prune, measure and prune_model remove as much.
-    assert rows[1][1] == rows[1][3] == rows[1][7].removesuffix(" |")
-    assert all(cell.startswith("[") for cell in rows[2][1:4])
-    text = (tmp_path / "zoo.md").read_text()
-    assert "a PEFT adapter, not a model. Merge it" in text
-    committed = (SCRIPTS / "results" / "zoo.md").read_text(encoding="utf-8")
-    assert len(zoo.ZOO) >= 20
-    assert all(f"| {name} |" in committed for name in zoo.ZOO)
-    assert "DEFECT" not in committed
 
 
 def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
