@@ -33,27 +33,27 @@ ROWS = ROOT / "docs" / "board.jsonl"
 PAGE = ROOT / "docs" / "board.md"
 Row = dict[str, Any]
 
-ALPS = "[ALPS](https://arxiv.org/abs/2406.07831), Tables 11 and 16"
-ROTATED = "[DenoiseRotator](https://arxiv.org/abs/2505.23049), Table "
+ALPS = "ALPS"
+ROTATED = "DenoiseRotator"
 # method, perplexity at 50 % and at 2:4, source.
 PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": [
-        ("dense", 5.472, 5.472, f"{ROTATED}19"),
+        ("dense", 5.472, 5.472, ROTATED),
         ("Wanda", 6.93, 12.10, ALPS),
-        ("Wanda", 6.900, 12.265, f"{ROTATED}19"),
+        ("Wanda", 6.900, 12.265, ROTATED),
         ("SparseGPT", 7.00, 10.94, ALPS),
-        ("SparseGPT", 7.003, 11.291, f"{ROTATED}19"),
+        ("SparseGPT", 7.003, 11.291, ROTATED),
         ("ALPS", 6.85, 9.95, ALPS),
-        ("SparseGPT, rotated", 6.273, 8.696, f"{ROTATED}19"),
+        ("SparseGPT, rotated", 6.273, 8.696, ROTATED),
     ],
     "meta-llama/Meta-Llama-3-8B": [
-        ("dense", 6.138, 6.138, f"{ROTATED}12"),
+        ("dense", 6.138, 6.138, ROTATED),
         ("Wanda", 9.87, 24.36, ALPS),
-        ("Wanda", 9.864, 25.189, f"{ROTATED}12"),
+        ("Wanda", 9.864, 25.189, ROTATED),
         ("SparseGPT", 9.47, 16.35, ALPS),
-        ("SparseGPT", 9.567, 17.669, f"{ROTATED}12"),
+        ("SparseGPT", 9.567, 17.669, ROTATED),
         ("ALPS", 9.11, 14.82, ALPS),
-        ("SparseGPT, rotated", 7.597, 10.008, f"{ROTATED}12"),
+        ("SparseGPT, rotated", 7.597, 10.008, ROTATED),
     ],
 }
 _NAMES = {"wanda": "Wanda", "sparsegpt": "SparseGPT"}
@@ -89,9 +89,10 @@ The last command adds rows to `docs/board.jsonl` and to this page. On a cluster,
 of the literature: calibration on 128 sequences of 2048 tokens of C4, perplexity of WikiText-2 in blocks of 2048 tokens."""
 SOURCES = """## Sources
 
-ALPS' numbers are means of five runs, and ALPS is the best without a dense matrix between the blocks. DenoiseRotator ("SparseGPT, rotated") has one,
-6.7 % more parameters for LLaMA-3-8B. The [code of Wanda](https://github.com/locuslab/wanda) gives numbers in blocks of 4096 tokens (LLaMA-2-7B: Wanda
-6.42 and 11.02, SparseGPT 6.51 and 10.17, dense 5.12), which do not compare with these."""
+[ALPS](https://arxiv.org/abs/2406.07831), Tables 11 and 16, means of five runs; the best without a dense matrix between
+the blocks. [DenoiseRotator](https://arxiv.org/abs/2505.23049), Tables 19 and 12; "rotated" has such a matrix, 6.7 % more
+parameters for LLaMA-3-8B. The numbers of [Wanda's code](https://github.com/locuslab/wanda) are in blocks of 4096 tokens,
+and do not compare with these."""
 
 
 def shown_command(command: str) -> str:
@@ -203,7 +204,6 @@ def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
             "change",
             "seconds",
             "peak memory",
-            "commit",
         ]
     ]
     for command in sorted(measured, key=lambda each: "--pattern" in each):
@@ -223,7 +223,6 @@ def table_of(model: str, rows: dict[tuple[str, str], Row]) -> Rows:
                 shown_change("perplexity", base, value),
                 f"{row['seconds']:.0f}",
                 memory,
-                row["commit"],
             ]
         )
     return lines
@@ -242,9 +241,10 @@ def heading(marks: str, model: str, rows: dict[tuple[str, str], Row]) -> str:
     )
     calibrated = {text_options(command) for name, command in rows if name == model and command}
     options = " or ".join(f"`{each}`" for each in sorted(calibrated))
+    commits = dict.fromkeys(each["commit"] for (name, _), each in rows.items() if name == model)
     return (
         f"{title}\n\nDense perplexity {value_of(row).value:.3f} on {text}; calibrated with {options}. "
-        f"{row['machine']}; {versions}."
+        f"{row['machine']}; {versions}; commit {', '.join(commits)}."
     )
 
 
