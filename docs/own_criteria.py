@@ -11,3 +11,10 @@ def column_share(weight: Tensor, inputs: InputStatistics) -> Tensor:
     """
     size = weight.float().abs()
     return size / size.sum(0) * inputs.norms
+
+
+def fluctuation(weight: Tensor, *, variance: Tensor) -> Tensor:
+    """W_ij^2 * Var(X_j): what is lost without the weight, if a bias makes up for the mean (An et
+    al., "Fluctuation-based Adaptive Structured Pruning for Large Language Models", 2024).
+    """
+    return weight.float().square() * variance

@@ -15,8 +15,8 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import Effective, Recipe, Share
-from emp_llm.options.words import METHODS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
+from emp_llm.options.recipe import METHODS, Effective, Recipe, Share
+from emp_llm.options.words import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
 from emp_llm.update.update import SEARCHES

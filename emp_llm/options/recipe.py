@@ -108,6 +108,10 @@ class Relative(Score):
     relative = True
 
 
+# By the name of the method. With "emp-" in front, N_eff sets the counts.
+METHODS: dict[str, type[Score]] = {score.name: score for score in (Wanda, Magnitude, Relative, Ria)}
+
+
 @dataclass(frozen=True)
 class Own(Score):
     """A criterion of your own.

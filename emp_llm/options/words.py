@@ -13,6 +13,7 @@ from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.options.base import Opt, check_values
 from emp_llm.options.criterion import own_name
 from emp_llm.options.recipe import (
+    METHODS,
     ByCost,
     Counts,
     Effective,
@@ -28,25 +29,16 @@ from emp_llm.options.recipe import (
     Pattern,
     Recipe,
     Relative,
-    Ria,
     Score,
     Share,
     StructureRecipe,
     Targets,
     Tower,
-    Wanda,
     parse_pattern,
 )
 from emp_llm.selection.rule import Group
 from emp_llm.update.update import SEARCHES, Refit, Update, search_named
 
-# The scores of the built-in methods. With "emp-" in front, N_eff sets the counts.
-METHODS: dict[str, type[Score]] = {
-    "wanda": Wanda,
-    "magnitude": Magnitude,
-    "relative": Relative,
-    "ria": Ria,
-}
 # Fields that commands share.
 TARGET_FIELDS = ("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial")
 REFIT_FIELDS = ("refit", "refit_weighting", "refit_target", "refit_damping")
