@@ -35,7 +35,7 @@ from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
 from emp_llm.structure import prune_structure, writing
 from emp_llm.structure.choice import choose_units
-from emp_llm.structure.parts import Parts
+from emp_llm.structure.neurons import Neurons
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
@@ -631,9 +631,9 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
-def _plain_units(size: int, block: int) -> Parts:
+def _plain_units(size: int, block: int) -> Neurons:
     each = np.arange(size)[:, None]
     layer = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
     stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
     output = Target(layer, Matrix(stored))
-    return Parts.of("neurons", output, each, {})
+    return Neurons.of(output, each, {})

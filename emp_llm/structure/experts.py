@@ -16,38 +16,40 @@ weights
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
+from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.paths import EXPERTS_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target, within_block
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
-from emp_llm.models.modules import find_blocks, find_stacks, weight_of
+from emp_llm.models.modules import ExpertStack, find_blocks, find_stacks, weight_of
 from emp_llm.options.calibration import Place
-from emp_llm.records.run_report import FitRecord
+from emp_llm.records.run_report import FitRecord, UnitsRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import (
     Changes,
+    Cuts,
     Indices,
+    Scores,
+    Squares,
     UnitModel,
     Units,
-    field_path,
-    shapes_of,
-    smaller_model,
     sums_of_ranks,
 )
 from emp_llm.update.least_squares import add_product, output_error, refit_rows
@@ -67,7 +69,9 @@ _LINEAR = (
     Tensor.mm,
     Tensor.__matmul__,
 )
+_CLOSED = -1e30  # added to what a router chooses by, or the lowest number of the dtype
 _SWEEPS = 3
+_SHARED = -1  # in place of the number of an expert: the one that all tokens reach
 # Between the output of a module of experts and the weighted sum of theirs, relative; rounding of
 # bfloat16.
 _DIFFERENCE = 0.05
@@ -82,8 +86,8 @@ class Experts(Units):
         field: of config.json that holds their number; no config of transformers has a number for
             each block.
         top_k: how many of them a token reaches.
-        parts: parameter or buffer of the model -> its dimension of experts.
-        own: stored tensor of one expert -> its number.
+        parameters: parameter or buffer of the model -> its dimension of experts.
+        single: stored tensor of one expert -> its number.
         together: stored tensor of all experts -> its dimension of experts.
         closes: stored tensors that are added to what the router chooses by; a low value there
             closes an expert.
@@ -91,148 +95,311 @@ class Experts(Units):
         shared: the last matrix of the expert that all tokens reach; None without one.
     """
 
+    kind = "experts"
+    comparable = False  # blocks differ in the size of their outputs
+    listed = True
+    sizes_known = True
+
     module: str
     field: str
     top_k: int
-    parts: dict[str, int]
-    own: dict[str, int]
+    parameters: dict[str, int]
+    single: dict[str, int]
     together: dict[str, int]
-    closes: tuple[str, ...]
+    closes: list[str]
     outputs: list[Target]
     shared: Target | None
 
+    @classmethod
+    def find(cls, model: UnitModel, blocks: str | None) -> list[Self]:
+        architecture = model.architecture
+        path, modules = find_blocks(model.skeleton, blocks)
+        stacks = [
+            stack
+            for stack in find_stacks(model.skeleton).values()
+            if stack.name.startswith(f"{path}.")
+        ]
+        field, number, parameters = _number_field(model, stacks)
+        top_k, least, groups = _router(model, number)
+        targets = architecture.select("all-linear")
+        of_block: dict[int | None, list[Target]] = {}
+        for target in targets:
+            if target.layer.expert is not None and target.layer.parameter in parameters:
+                of_block.setdefault(target.layer.block, []).append(target)
+        found: list[Self] = []
+        for block in range(len(modules)):
+            prefix = f"{path}.{block}."
+            inside = {name: place for name, place in parameters.items() if name.startswith(prefix)}
+            if not inside:
+                continue
+            holders = {stack.module for stack in stacks if stack.name in inside}
+            if len(holders) != 1:
+                raise UserError(
+                    f"{path}.{block}: it has {len(holders)} modules of experts, and one "
+                    "number for all. They stay."
+                )
+            matrices = of_block.get(block, [])
+            module = _common(inside)
+            shared = [
+                target
+                for target in targets
+                if target.name.startswith(f"{module}.")
+                and target.layer.kind == "mlp"
+                and not target.layer.routed
+                and matrices
+                and target.matrix.rows == matrices[-1].matrix.rows
+            ]
+            found.append(
+                cls(
+                    name=holders.pop(),
+                    role=matrices[0].layer.role.rpartition(".*.")[0] if matrices else module,
+                    block=block,
+                    places=np.arange(number) * groups // number,
+                    least=least,
+                    targets=matrices,
+                    module=module,
+                    field=field,
+                    top_k=top_k,
+                    parameters=inside,
+                    **_stored(architecture, matrices, inside, number),
+                    shared=shared[-1] if shared else None,
+                )
+            )
+        known = {name for experts in found for name in experts.parameters}
+        outside = [name for name in parameters if name not in known]
+        if outside:
+            raise UserError(
+                f"--structure experts: {shortened_list(outside)} belong to no decoder block, and "
+                "have a part for each expert."
+            )
+        _add_further(architecture, found)
+        return found
 
-def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[Experts]:
-    """The experts of every block that has some.
+    @classmethod
+    def sums(
+        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+    ) -> dict[str, Tensor]:
+        """What the experts did on a text: float64, shape (4, experts), by the name of their module.
 
-    Raises:
-        UserError: the model has no routed experts, or they are stored in an unknown form.
-    """
-    config: Any = skeleton.config.get_text_config()
-    path, blocks = find_blocks(skeleton)
-    stacks = [
-        stack for stack in find_stacks(skeleton).values() if stack.name.startswith(f"{path}.")
-    ]
-    dense = shapes_of(skeleton)
-    kind = type(skeleton).__name__
-    found: tuple[str, dict[str, int], int] | None = None
-    for field, number in config.to_dict().items():
-        if (
-            "expert" not in field
-            or type(number) is not int
-            or number not in {stack.shape[0] for stack in stacks}
-        ):
-            continue
-        changes = {field_path(skeleton, architecture.checkpoint.config, field): number - 1}
-        smaller = smaller_model(skeleton, architecture.checkpoint.config, changes)
-        parts = None if smaller is None else _shrunk(dense, smaller, number)
-        if parts and all(stack.name in parts for stack in stacks if stack.shape[0] == number):
-            found = field, parts, number
-            break
-    if found is None:
-        raise UserError(
-            f"--structure experts: {kind} has no routed experts whose number a field of its config "
-            "sets. Use --structure neurons, or leave it out."
+        The rows are the number of tokens, sum g ||f||, sum ||f|| and sum g, with g the weight of
+        the router and f the output.
+
+        Raises:
+            UserError: memory runs out, a sum is not finite, or the model combines the outputs in
+                another way.
+        """
+        every = cls.among(units)
+        sums = {
+            experts.name: torch.zeros(4, len(experts), dtype=torch.float64) for experts in every
+        }
+
+        def see(seen: Seen) -> None:
+            norms = torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32).double()
+            rows = [torch.ones_like(norms), seen.gates * norms, norms, seen.gates.double()]
+            total = torch.stack([row.sum() for row in rows]).cpu()
+            sums[seen.experts.name][:, seen.number] += total
+
+        with runner.walk(own_batches(tokens, batch_size), "experts") as walk:
+            for step in walk.steps():
+                inside = [experts for experts in every if experts.name.startswith(f"{step.name}.")]
+                with _expert_hooks(runner.model, inside, see):
+                    step.run()
+        return sums_of_ranks(sums, "the outputs of its experts")
+
+    def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
+        tokens, weighted, plain, _ = sums
+        scores: Scores = {
+            "reap": weighted / np.maximum(tokens, 1),
+            "man": plain / np.maximum(tokens, 1),
+            "frequency": tokens,
+            "mass": weighted,
+        }[criterion]
+        if not scores.any():
+            raise UserError(
+                f"{self.name}: no token of the calibration reached it. Use another text, "
+                "or --method emp-magnitude."
+            )
+        return scores
+
+    def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
+        sums = np.zeros(len(self))
+        for target in self.targets:
+            assert target.layer.expert is not None
+            sums[target.layer.expert.expert] += squares(target.matrix, 0).sum()
+        return np.sqrt(sums)
+
+    @property
+    def required(self) -> int:
+        return self.fewest
+
+    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+        tensors = model.checkpoint.tensors
+        stays = kept.tolist()
+        for name, dimension in self.together.items():
+            cuts.leave_out(name, None, tensors[name].shape, dimension, self.gone(kept))
+        for name, expert in self.single.items():
+            # The last number in the name is the expert's.
+            before, _, after = name.rpartition(f".{expert}.")
+            if remove and expert in stays:
+                cuts.names[name] = f"{before}.{stays.index(expert)}.{after}"
+            elif remove:
+                cuts.names[name] = None
+            elif expert not in stays:
+                cuts.leave_out(name, None, tensors[name].shape[:1], 0, slice(None))
+        for name in self.closes:
+            lowest = torch.finfo(torch_dtype(tensors[name].dtype)).min
+            cuts.fills[name] = max(_CLOSED, lowest / 4)
+
+    def check_zeroed(self) -> None:
+        if not self.closes:
+            raise UserError(
+                f"--keep-shapes: the router of {self.name} has no bias, so that no expert can be "
+                "closed in it. Leave it out; every layer then keeps as many experts."
+            )
+
+    def unreached(self, number: int) -> int:
+        weights = sum(target.matrix.numel for target in self.targets)
+        return (number - self.top_k) * (weights // len(self))
+
+    @classmethod
+    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
+        every = cls.among(model.units)
+        field = every[0].field
+        count = len(kept[0])
+        changes: Changes = {model.path(field): count}
+        shapes = model.shapes()
+        for experts in every:
+            for name, dimension in experts.parameters.items():
+                shape = shapes[name]
+                shapes[name] = (*shape[:dimension], count, *shape[dimension + 1 :])
+        if model.shapes_with(changes) != shapes:
+            raise UserError(
+                f"config.json with {field} = {count} gives a model of other shapes. Keep all "
+                "shapes and close the removed experts in their routers: --keep-shapes."
+            )
+        return changes
+
+    def fitted(self, kept: Indices) -> list[Target]:
+        shared = [] if self.shared is None else [self.shared]
+        return [self.outputs[number] for number in kept] + shared
+
+    @classmethod
+    def refit(
+        cls,
+        kept: Mapping[Units, Indices],
+        model: PreTrainedModel,
+        tokens: Tensor,
+        update: Update,
+        moved: MovedWeights,
+        **options: Any,
+    ) -> None:
+        experts = {units: kept[units] for units in cls.among(kept)}
+        refit_experts(model, experts, tokens, update, moved, **options)
+
+    def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
+        return closed_routers(model, {self: kept})
+
+    def remedy(self, keeps_shapes: bool) -> str:
+        return (
+            "Its router chooses in a way that is not known here. Please report the class of the "
+            "model."
         )
-    field, parts, number = found
-    values = [getattr(config, name, None) for name in _TOP_K]
-    top_k = next((value for value in values if type(value) is int), None)
+
+    def add_losses(self, record: UnitsRecord, kept: Indices, sums: Mapping[str, Tensor]) -> None:
+        gone = self.gone(kept)
+        tokens, mass, *_ = sums[self.name]
+        record.tokens_lost = float(tokens[gone].sum() / tokens.sum())
+        record.mass_lost = float(mass[gone].sum() / mass.sum())
+
+    @classmethod
+    def warnings(cls, units: Sequence[Units], sums: Mapping[str, Tensor]) -> list[str]:
+        unseen = {experts.name: int((sums[experts.name][0] == 0).sum()) for experts in units}
+        first = next((name for name, count in unseen.items() if count), None)
+        if first is None:
+            return []
+        total = sum(len(experts) for experts in units)
+        return [
+            f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
+            f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
+        ]
+
+    @classmethod
+    def side_files(cls, kept: Mapping[Units, Indices]) -> dict[Path, Any]:
+        numbers = {units.name: stays.tolist() for units, stays in kept.items()}
+        return {EXPERTS_NAME: {"num_experts": len(next(iter(kept))), "kept_experts": numbers}}
+
+
+def _number_field(model: UnitModel, stacks: list[ExpertStack]) -> tuple[str, int, dict[str, int]]:
+    """The field of config.json that holds the number of experts, that number, and the parameters
+    and buffers that depend on it, with their dimension of experts.
+    """
+    dense = model.shapes()
+    for field, number in model.config.to_dict().items():
+        of_number = [stack.name for stack in stacks if stack.shape[0] == number]
+        if "expert" not in field or type(number) is not int or not of_number:
+            continue
+        smaller = model.shapes_with({model.path(field): number - 1})
+        parameters = None if smaller is None else _shrunk(dense, smaller, number)
+        if parameters and parameters.keys() >= set(of_number):
+            return field, number, parameters
+    raise UserError(
+        f"--structure experts: {type(model.skeleton).__name__} has no routed experts whose number "
+        "a field of its config sets. Use --structure neurons, or leave it out."
+    )
+
+
+def _router(model: UnitModel, number: int) -> tuple[int, int, int]:
+    """How many experts a token reaches, how many it needs in every group, and the number of
+    groups; UserError if all are needed.
+    """
+
+    def first_number(names: Sequence[str], default: int | None) -> int | None:
+        values = [getattr(model.config, name, None) for name in names]
+        return next((value for value in values if type(value) is int), default)
+
+    top_k = first_number(_TOP_K, None)
     if top_k is None:
         raise UserError(
-            f"--structure experts: the config of {kind} does not say how many experts "
-            "a token needs."
+            f"--structure experts: the config of {type(model.skeleton).__name__} does not say how "
+            "many experts a token needs."
         )
-    values = [getattr(config, name, None) for name in _GROUPS]
-    groups = next((value for value in values if type(value) is int), 1)
-    used = getattr(config, "topk_group", None) or 1
+    groups = first_number(_GROUPS, 1) or 1
+    used = getattr(model.config, "topk_group", None) or 1
     least = top_k if groups == 1 else max(2, -(-top_k // used))  # a group is chosen by its two best
     if number <= least * groups:
         raise UserError(
             f"--structure experts: each token needs {top_k} of {number} experts, so none can go."
         )
-    every: list[Experts] = []
-    of_block = dict[int, list[Target]]()
-    targets = architecture.select("all-linear")
-    for target in targets:
-        if (
-            target.layer.expert is not None
-            and target.layer.expert.parameter in parts
-            and target.layer.block is not None
-        ):
-            of_block.setdefault(target.layer.block, []).append(target)
-    for block in range(len(blocks)):
-        inside = {
-            name: dimension
-            for name, dimension in parts.items()
-            if name.startswith(f"{path}.{block}.")
-        }
-        if not inside:
-            continue
-        modules = {stack.module for stack in stacks if stack.name in inside}
-        if len(modules) != 1:
+    return top_k, least, groups
+
+
+def _add_further(architecture: Architecture, every: Sequence[Experts]) -> None:
+    """Add the stored experts of a layer that predicts a second token, which transformers does not
+    load: it loses those that the last layer loses. UserError for experts of no known use.
+    """
+    known = {name for experts in every for name in (*experts.single, *experts.together)}
+    others = [name for name in architecture.unused if name not in known and ".experts." in name]
+    if not others:
+        return
+    last = every[-1]
+    ends = architecture.further_blocks
+    alike = {within_block(name): name for name in (*last.single, *last.together)}
+    for name in architecture.unused:
+        other = alike.get(ends.get(name, ""))
+        if other in last.single:
+            last.single[name] = last.single[other]
+        elif other in last.together:
+            last.together[name] = last.together[other]
+        elif ".experts." in name:
             raise UserError(
-                f"{path}.{block}: it has {len(modules)} modules of experts, and one "
-                "number for all. They stay."
+                f"--structure experts: {name} is of no expert that the model "
+                "loads. Remove it there first."
             )
-        places = np.arange(number) * groups // number
-        matrices = of_block.get(block, [])
-        module = _common(inside)
-        beside = [
-            t
-            for t in targets
-            if t.name.startswith(f"{module}.") and t.layer.kind == "mlp" and not t.layer.routed
-        ]
-        shared = [
-            target
-            for target in beside
-            if matrices and target.matrix.rows == matrices[-1].matrix.rows
-        ]
-        experts = Experts(
-            kind="experts",
-            name=modules.pop(),
-            role=matrices[0].layer.role.rpartition(".*.")[0] if matrices else module,
-            block=block,
-            places=places,
-            least=least,
-            targets=matrices,
-            module=module,
-            field=field,
-            top_k=top_k,
-            parts=inside,
-            **_stored(architecture, matrices, inside, number),
-            shared=shared[-1] if shared else None,
-        )
-        every.append(experts)
-    outside = [name for name in parts if not any(name in each.parts for each in every)]
-    if outside:
-        raise UserError(
-            f"--structure experts: {shortened_list(outside)} belong to no decoder block, and have "
-            "a part for each expert."
-        )
-    named = {name for each in every for name in (*each.own, *each.together)}
-    others = [name for name in architecture.unused if name not in named and ".experts." in name]
-    if others:
-        # A layer that predicts a second token.
-        last = every[-1]
-        ends = architecture.further_blocks
-        alike = {within_block(name): name for name in (*last.own, *last.together)}
-        for name in architecture.unused:
-            other = alike.get(ends.get(name, ""))
-            if other in last.own:
-                last.own[name] = last.own[other]
-            elif other in last.together:
-                last.together[name] = last.together[other]
-            elif ".experts." in name:
-                raise UserError(
-                    f"--structure experts: {name} is of no expert that the model "
-                    "loads. Remove it there first."
-                )
-        logger.warning(
-            "warning: %s, which transformers does not load, was not scored; it loses the experts "
-            "that the last layer loses.",
-            others[0].partition(".mlp.")[0].partition(".experts.")[0],
-        )
-    return every
+    logger.warning(
+        "warning: %s, which transformers does not load, was not scored; it loses the experts "
+        "that the last layer loses.",
+        others[0].partition(".mlp.")[0].partition(".experts.")[0],
+    )
 
 
 def _shrunk(
@@ -241,128 +408,77 @@ def _shrunk(
     """The tensors that are one smaller in one dimension, which had `number`; None if others
     differ too.
     """
-    parts = {}
+    dimensions = {}
     for name, shape in dense.items():
         other = smaller.get(name, ())
         if other == shape:
             continue
-        differ = [each for each, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
-        if (
-            len(other) != len(shape)
-            or len(differ) != 1
-            or (shape[differ[0]], other[differ[0]]) != (number, number - 1)
-        ):
+        pairs = zip(shape, other, strict=False)
+        differ = [place for place, pair in enumerate(pairs) if pair[0] != pair[1]]
+        if len(other) != len(shape) or len(differ) != 1:
             return None
-        parts[name] = differ[0]
-    return parts if smaller.keys() <= dense.keys() else None
+        place = differ[0]
+        if (shape[place], other[place]) != (number, number - 1):
+            return None
+        dimensions[name] = place
+    return dimensions if smaller.keys() <= dense.keys() else None
 
 
 def _stored(
-    architecture: Architecture, matrices: list[Target], parts: dict[str, int], number: int
+    architecture: Architecture, matrices: list[Target], parameters: dict[str, int], number: int
 ) -> dict[str, Any]:
-    """Where the tensors of a block's experts are stored: the fields `own`, `together`, `closes` and
-    `outputs`.
+    """Where the tensors of a block's experts are stored: the fields `single`, `together`, `closes`
+    and `outputs`.
 
     Raises:
         UserError: some are not stored as they are, or one by one.
     """
-    own = dict[str, int]()
-    together = dict[str, int]()
-    outputs = dict[int, Target]()
+    tensors = architecture.checkpoint.tensors
+    single: dict[str, int] = {}
+    together: dict[str, int] = {}
+    outputs: dict[int, Target] = {}
     for target in matrices:
         assert target.layer.expert is not None
+        expert = target.layer.expert.expert
         if target.matrix.scales is not None:
             raise UserError(
                 f"{target.name} is stored in FP8, and --structure needs plain weights. "
                 "Use the unquantised model."
             )
         if target.matrix.expert is None:
-            own[target.matrix.stored.name] = target.layer.expert.expert
+            single[target.matrix.stored.name] = expert
         else:
             together[target.matrix.stored.name] = 0
-        outputs[target.layer.expert.expert] = target  # the last one stays
+        outputs[expert] = target  # the last one stays
     stacked = {target.layer.parameter for target in matrices}
     closes = []
-    for part, dimension in parts.items():
-        stored = architecture.stored_names.get(part)
-        if part in stacked:
+    for parameter, dimension in parameters.items():
+        if parameter in stacked:
             continue
-        if stored is None or architecture.checkpoint.tensors[stored].shape[dimension] != number:
+        stored = architecture.stored_names.get(parameter)
+        if stored is None or tensors[stored].shape[dimension] != number:
             raise UserError(
-                f"{part}: it has a part for each expert, and is stored in an unknown "
+                f"{parameter}: it has a part for each expert, and is stored in an unknown "
                 "form, so no expert can go."
             )
         together[stored] = dimension
-        if part.endswith("bias") and architecture.checkpoint.tensors[stored].numel == number:
+        if parameter.endswith("bias") and tensors[stored].numel == number:
             closes.append(stored)
     ordered = [outputs[expert] for expert in sorted(outputs)]
-    return {"own": own, "together": together, "closes": tuple(closes), "outputs": ordered}
+    return {"single": single, "together": together, "closes": closes, "outputs": ordered}
 
 
-def _common(parts: Iterable[str]) -> str:
+def _common(parameters: Iterable[str]) -> str:
     """The smallest module that holds some parameters."""
-    levels = zip(*(part.split(".")[:-1] for part in parts), strict=False)
+    levels = zip(*(name.split(".")[:-1] for name in parameters), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
-
-
-def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
-    """The field of config.json that changes, with its new value; arguments and errors are those
-    of `config_changes`.
-    """
-    every = [units for units in model.units if isinstance(units, Experts)]
-    count = len(kept[0])
-    changes: Changes = {field_path(model.skeleton, model.checkpoint.config, every[0].field): count}
-    wanted = shapes_of(model.skeleton)
-    for units in every:
-        for name, dimension in units.parts.items():
-            wanted[name] = (*wanted[name][:dimension], count, *wanted[name][dimension + 1 :])
-    if smaller_model(model.skeleton, model.checkpoint.config, changes) != wanted:
-        raise UserError(
-            f"config.json with {every[0].field} = {count} gives a model of other shapes. Keep all "
-            "shapes and close the removed experts in their routers: --keep-shapes."
-        )
-    return changes
-
-
-def expert_sums(
-    runner: BlockwiseModel, every: Sequence[Experts], tokens: Tensor, batch_size: int
-) -> dict[str, Tensor]:
-    """What the experts did on a text: float64, shape (4, experts), by the name of their module.
-
-    The rows are the number of tokens, sum g ||f||, sum ||f|| and sum g, with g the weight of the
-    router and f the output.
-
-    Args:
-        runner: the dense model.
-        every: its experts.
-        tokens: int64, shape (samples, length).
-        batch_size: sequences per forward pass.
-
-    Raises:
-        UserError: memory runs out, a sum is not finite, or the model combines the outputs in
-            another way.
-    """
-    sums = {units.name: torch.zeros(4, len(units), dtype=torch.float64) for units in every}
-
-    def see(seen: Seen) -> None:
-        norms = torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32).double()
-        found = [torch.ones_like(norms), seen.gates * norms, norms, seen.gates.double()]
-        sums[seen.units.name][:, seen.number] += torch.stack([each.sum() for each in found]).cpu()
-
-    batches = own_batches(tokens, batch_size)
-    with runner.walk(batches, "experts") as walk:
-        for step in walk.steps():
-            own = [units for units in every if units.name.startswith(f"{step.name}.")]
-            with _expert_hooks(runner.model, own, see):
-                step.run()
-    return sums_of_ranks(sums, "the outputs of its experts")
 
 
 class Seen(NamedTuple):
     """An expert and what it did with the tokens of a batch that reached it.
 
     Attributes:
-        units, number: the expert.
+        experts, number: the expert.
         tokens: numbers of its tokens in the batch, int64, shape (tokens,); None if the router
             scaled their inputs.
         gates: their weights, float32, shape (tokens,).
@@ -370,7 +486,7 @@ class Seen(NamedTuple):
         outputs: with a bias, shape (tokens, hidden).
     """
 
-    units: Experts
+    experts: Experts
     number: int
     tokens: Tensor | None
     gates: Tensor
@@ -391,102 +507,77 @@ def _expert_hooks(
     Raises:
         UserError: in the forward pass, if it is not.
     """
-    hooks = ExitStack()
-    by_name: dict[str, tuple[Experts, int]] = {
-        target.name: (units, number)
-        for units in every
-        for number, target in enumerate(units.outputs)
+    by_name = {
+        target.name: (experts, number)
+        for experts in every
+        for number, target in enumerate(experts.outputs)
     }
+    # Module of experts -> what its router gave: the numbers of each token's experts, and their
+    # gates; None if the router scaled the inputs.
     routing: dict[str, tuple[Tensor, Tensor] | None] = {}
     totals: dict[str, Tensor] = {}
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-        units, expert = by_name[layers[0].name]
-        given = routing[units.name]
-        if given is None:  # the router scaled the inputs
-            see(
-                Seen(
-                    units,
-                    expert,
-                    None,
-                    torch.ones(len(inputs), device=inputs.device),
-                    inputs,
-                    outputs,
-                )
-            )
+        experts, expert = by_name[layers[0].name]
+        routed = routing[experts.name]
+        if routed is None:
+            ones = torch.ones(len(inputs), device=inputs.device)
+            see(Seen(experts, expert, None, ones, inputs, outputs))
             return
-        position, token = given[0].T.eq(expert).nonzero(as_tuple=True)
+        numbers, weights = routed
+        position, token = numbers.T.eq(expert).nonzero(as_tuple=True)
         if len(token) != len(inputs):
-            raise _unknown(units)
-        gates = given[1][token, position].float()
-        totals[units.name].index_add_(0, token, outputs.float() * gates[:, None])
-        see(Seen(units, expert, token, gates, inputs, outputs))
+            raise _unknown(experts)
+        gates = weights[token, position].float()
+        totals[experts.name].index_add_(0, token, outputs.float() * gates[:, None])
+        see(Seen(experts, expert, token, gates, inputs, outputs))
 
-    for units in every:
-
-        def enter(module: nn.Module, args: Any, kwargs: Any, units: Experts = units) -> None:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            chosen = next(
-                (each for each in tensors if not each.is_floating_point() and each.dim() == 2), None
-            )
+    def enter(experts: Experts, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = tensors[0]
+        numbers = [value for value in tensors if not value.is_floating_point() and value.dim() == 2]
+        if numbers:
             gates = [
-                each
-                for each in tensors
-                if chosen is not None and each.is_floating_point() and each.shape == chosen.shape
+                value
+                for value in tensors
+                if value.is_floating_point() and value.shape == numbers[0].shape
             ]
-            if chosen is None and (len(tensors) != 1 or tensors[0].numel() % len(units)):
-                raise _unknown(units)
-            if chosen is not None and len(gates) != 1:
-                raise _unknown(units)
-            routing[units.name] = None if chosen is None else (chosen, gates[0])
-            totals[units.name] = torch.zeros(
-                tensors[0].flatten(0, -2).shape, device=tensors[0].device
+            if len(gates) != 1:
+                raise _unknown(experts)
+            routing[experts.name] = (numbers[0], gates[0])
+        elif len(tensors) != 1 or hidden.numel() % len(experts):
+            raise _unknown(experts)
+        else:
+            routing[experts.name] = None
+        totals[experts.name] = torch.zeros(hidden.flatten(0, -2).shape, device=hidden.device)
+
+    def leave(experts: Experts, module: nn.Module, args: Any, output: Any) -> None:
+        total = totals.pop(experts.name)
+        if routing.pop(experts.name) is None:
+            return
+        if not isinstance(output, Tensor) or output.numel() != total.numel():
+            raise _unknown(experts)
+        wanted = output.reshape(total.shape).float()
+        if float((total - wanted).norm()) > _DIFFERENCE * float(wanted.norm()):
+            raise _unknown(experts)
+
+    last = [target.layer for experts in every for target in experts.outputs]
+    with ExitStack() as hooks:
+        for experts in every:
+            module = model.get_submodule(experts.name)
+            hooks.enter_context(
+                module.register_forward_pre_hook(partial(enter, experts), with_kwargs=True)
             )
-
-        def leave(module: nn.Module, args: Any, output: Any, units: Experts = units) -> None:
-            total = totals.pop(units.name)
-            if routing.pop(units.name) is None:
-                return
-            if not isinstance(output, Tensor) or output.numel() != total.numel():
-                raise _unknown(units)
-            wanted = output.reshape(total.shape).float()
-            if float((total - wanted).norm()) > _DIFFERENCE * float(wanted.norm()):
-                raise _unknown(units)
-
-        module = model.get_submodule(units.name)
-        hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.enter_context(module.register_forward_hook(leave))
-    with (
-        hooks,
-        layer_hooks(model, [target.layer for units in every for target in units.outputs], observe),
-    ):
+            hooks.enter_context(module.register_forward_hook(partial(leave, experts)))
+        hooks.enter_context(layer_hooks(model, last, observe))
         yield
 
 
-def _unknown(units: Experts) -> UserError:
+def _unknown(experts: Experts) -> UserError:
     return UserError(
-        f"{units.name}: the outputs of its experts are not weighted by the router in a known way, "
-        "so they cannot be scored. Use --method magnitude or emp-magnitude."
+        f"{experts.name}: the outputs of its experts are not weighted by the router in a known "
+        "way, so they cannot be scored. Use --method magnitude or emp-magnitude."
     )
-
-
-def expert_scores(units: Experts, criterion: str, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The score of each expert, float64, shape (experts,); `sums` is an element of
-    `expert_sums`.
-    """
-    tokens, weighted, plain, _ = sums
-    scores: Any = {
-        "reap": weighted / np.maximum(tokens, 1),
-        "man": plain / np.maximum(tokens, 1),
-        "frequency": tokens,
-        "mass": weighted,
-    }[criterion]
-    if not scores.any():
-        raise UserError(
-            f"{units.name}: no token of the calibration reached it. Use another text, "
-            "or --method emp-magnitude."
-        )
-    return scores  # type: ignore[no-any-return]
 
 
 class _Closed(TorchFunctionMode):
@@ -494,37 +585,34 @@ class _Closed(TorchFunctionMode):
     added to choose them.
     """
 
-    def __init__(self, module: nn.Module, units: Experts, removed: Tensor) -> None:
+    def __init__(self, module: nn.Module, experts: Experts, removed: Tensor) -> None:
         super().__init__()
         tensors = module.state_dict(keep_vars=True)
-        own = {part: tensors[part.removeprefix(f"{units.module}.")] for part in units.parts}
+        of_experts = {
+            name: tensors[name.removeprefix(f"{experts.module}.")] for name in experts.parameters
+        }
         self._removed = removed
         self._routers = {
             tuple(value.shape)
-            for part, value in own.items()
-            if value.dim() == 2 and not part.endswith("bias")
+            for name, value in of_experts.items()
+            if value.dim() == 2 and not name.endswith("bias")
         }
         self._biases = {
             id(value): value.masked_fill(removed.to(value.device), -math.inf)
-            for part, value in own.items()
-            if value.numel() == len(removed) and part.endswith("bias")
+            for name, value in of_experts.items()
+            if value.numel() == len(removed) and name.endswith("bias")
         }
         self._done = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args = tuple(self._biases.get(id(each), each) for each in args)
+        args = tuple(self._biases.get(id(value), value) for value in args)
         result = func(*args, **(kwargs or {}))
-        if (
-            not self._done
-            and func in _LINEAR
-            and any(
-                isinstance(each, Tensor)
-                and (tuple(each.shape) in self._routers or tuple(each.shape[::-1]) in self._routers)
-                for each in args[1:2]
-            )
-        ):
+        if self._done or func not in _LINEAR:
+            return result
+        shapes = [tuple(value.shape) for value in args[1:2] if isinstance(value, Tensor)]
+        if any(shape in self._routers or shape[::-1] in self._routers for shape in shapes):
             self._done = True
             result = result.masked_fill(self._removed.to(result.device), -math.inf)
         return result
@@ -539,30 +627,25 @@ def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterato
         model: dense, on any devices.
         kept: the numbers of the experts that stay.
     """
-    hooks = ExitStack()
-    for units, stays in kept.items():
-        removed = torch.ones(len(units), dtype=torch.bool)
-        removed[torch.from_numpy(stays)] = False
-        running: list[_Closed] = []
+    running: dict[Experts, _Closed] = {}
 
-        def enter(
-            module: nn.Module,
-            args: Any,
-            units: Experts = units,
-            removed: Tensor = removed,
-            running: Any = running,
-        ) -> None:
-            running.append(_Closed(module, units, removed))
-            running[-1].__enter__()
+    def enter(experts: Experts, removed: Tensor, module: nn.Module, args: Any) -> None:
+        running[experts] = _Closed(module, experts, removed)
+        running[experts].__enter__()  # type: ignore[no-untyped-call]
 
-        def leave(module: nn.Module, args: Any, output: Any, running: Any = running) -> None:
-            if running:
-                running.pop().__exit__(None, None, None)
+    def leave(experts: Experts, module: nn.Module, args: Any, output: Any) -> None:
+        if experts in running:
+            running.pop(experts).__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-        module = model.get_submodule(units.module)
-        hooks.enter_context(module.register_forward_pre_hook(enter))
-        hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-    with hooks:
+    with ExitStack() as hooks:
+        for experts, stays in kept.items():
+            removed = torch.ones(len(experts), dtype=torch.bool)
+            removed[torch.from_numpy(stays)] = False
+            module = model.get_submodule(experts.module)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, experts, removed)))
+            hooks.enter_context(
+                module.register_forward_hook(partial(leave, experts), always_call=True)
+            )
         yield
 
 
@@ -608,38 +691,46 @@ def refit_experts(
             experts.
     """
     runner = BlockwiseModel(model, blocks, hidden_states)
-    at_block = {units.block: units for units in kept}
+    at_block = {experts.block: experts for experts in kept}
     batches = own_batches(tokens, batch_size)
     with runner.walk(batches, "refit") as walk, closing(walk.second()) as pruned:
         for step in walk.steps():
             step.run()
-            units = at_block.get(step.index)
-            targets = [] if units is None else [units.outputs[number] for number in kept[units]]
-            if units is not None and units.shared is not None:
-                added = is_added(model, units.shared, lambda step=step: step.output(0, walk.hidden))  # type: ignore[misc]
-                targets += [units.shared] if all(ranks().gather(added)) else []
+            experts = at_block.get(step.index)
+            if experts is None:
+                _advance(step, pruned, len(batches))
+                continue
+            targets = [experts.outputs[number] for number in kept[experts]]
+            if experts.shared is not None:
+                added = is_added(model, experts.shared, partial(step.output, 0, walk.hidden))
+                targets += [experts.shared] if all(ranks().gather(added)) else []
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
-            with closed_routers(model, {} if units is None else {units: kept[units]}):
+            with closed_routers(model, {experts: kept[experts]}):
                 if ranks().share(moved.has(step.index)):
                     found = ranks().first(partial(moved.block, step.index))
                     for target in targets:
                         weight = found[target.name].weight
                         if weight is not None:
                             weight_of(model, target.layer).copy_(weight)
-                elif units is not None:
+                else:
                     found = _refit_block(
-                        model, units, targets, step, walk, pruned, update, min_expert_tokens
+                        model, experts, targets, step, walk, pruned, update, min_expert_tokens
                     )
                     moved.put(step.index, found)
-                for number in range(len(batches)):
-                    pruned.put(number, step.output(number, pruned))
+                _advance(step, pruned, len(batches))
             for target in targets:
                 weight_of(model, target.layer).copy_(before[target.name])
 
 
+def _advance(step: Step, hidden: HiddenStates, batches: int) -> None:
+    """Pass the hidden states of all batches through a block."""
+    for number in range(batches):
+        hidden.put(number, step.output(number, hidden))
+
+
 def _refit_block(
     model: PreTrainedModel,
-    units: Experts,
+    experts: Experts,
     targets: Sequence[Target],
     step: Step,
     walk: Walk,
@@ -655,80 +746,50 @@ def _refit_block(
         for target in targets
     }
     found = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
-    numbers = {
-        -1 if target is units.shared else units.outputs.index(target): target for target in targets
+    by_number = {
+        _SHARED if target is experts.shared else experts.outputs.index(target): target
+        for target in targets
     }
+    numbers = list(by_number)
     together = max(1, MOMENT_BYTES // (8 * targets[0].matrix.columns ** 2))
-    parts = [list(numbers)[first : first + together] for first in range(0, len(numbers), together)]
-    for part in parts * _SWEEPS:
+    chunks = [numbers[first : first + together] for first in range(0, len(numbers), together)]
+    for chunk in chunks * _SWEEPS:
         sums: dict[int, list[Tensor]] = {}
         for number in range(len(walk.batches)):
-            seen: list[Seen] = []
-
-            def see_shared(
-                layers: list[Layer], inputs: Tensor, outputs: Any, seen: list[Seen] = seen
-            ) -> None:
-                given = inputs.flatten(0, -2)
-                returned = outputs.flatten(0, -2)
-                all_tokens = torch.arange(len(given), device=given.device)
-                seen.append(
-                    Seen(
-                        units,
-                        -1,
-                        all_tokens,
-                        torch.ones(len(given), device=given.device),
-                        given,
-                        returned,
-                    )
-                )
-
-            shared = [numbers[-1].layer] if -1 in numbers else []
-            with layer_hooks(model, shared, see_shared), _expert_hooks(model, [units], seen.append):
-                output = step.output(number, pruned)
-            missing = (walk.hidden.get(number, output.device).float() - output.float()).flatten(
-                0, -2
-            )
+            seen, output = _seen(model, experts, by_number.get(_SHARED), step, number, pruned)
+            wanted = walk.hidden.get(number, output.device)
+            missing = (wanted.float() - output.float()).flatten(0, -2)
             squares = torch.zeros(len(missing), device=missing.device)
-            for each in seen:
-                if each.tokens is None:
+            for of_expert in seen:
+                if of_expert.tokens is None:
                     raise UserError(
-                        f"{units.name}: its router scales the inputs of experts, so "
+                        f"{experts.name}: its router scales the inputs of experts, so "
                         "they cannot be refitted."
                     )
-                squares.index_add_(0, each.tokens, each.gates.square())
-            for each in seen:
-                if each.number in part and each.tokens is not None:
-                    x = each.inputs.float() * each.gates[:, None]
-                    share = each.gates.square() / squares[each.tokens].clamp(
-                        min=torch.finfo(torch.float32).tiny
+                squares.index_add_(0, of_expert.tokens, of_expert.gates.square())
+            for of_expert in seen:
+                if of_expert.number in chunk:
+                    weight = weight_of(model, by_number[of_expert.number].layer).float()
+                    summands = _moments(of_expert, weight, missing, squares)
+                    before = sums.get(of_expert.number)
+                    sums[of_expert.number] = (
+                        summands
+                        if before is None
+                        else [total + more for total, more in zip(before, summands, strict=True)]
                     )
-                    weight = weight_of(model, numbers[each.number].layer).float()
-                    y = add_product(x, weight.T) + share[:, None] * missing[each.tokens]
-                    gram, right = (add_product(each.T, x) for each in (x, y))
-                    own = [
-                        torch.tensor(float(len(x)), device=x.device),
-                        gram,
-                        right,
-                        y.square().sum(0).double(),
-                    ]
-                    sums[each.number] = (
-                        [a + b for a, b in zip(sums[each.number], own, strict=True)]
-                        if each.number in sums
-                        else own
-                    )
-        shares = ranks().gather(
-            {number: [each.cpu() for each in own] for number, own in sums.items()}
+        by_rank = ranks().gather(
+            {number: [total.cpu() for total in totals] for number, totals in sums.items()}
         )
-        for number in part:
-            held = [share[number] for share in shares if number in share]
-            target = numbers[number]
-            count = int(sum(each[0] for each in held))
+        for number in chunk:
+            target = by_number[number]
+            held = [of_rank[number] for of_rank in by_rank if number in of_rank]
+            count = int(sum(totals[0] for totals in held))
             if count < max(1, min_expert_tokens):
                 found[target.name] = Moved(None, FitRecord(tokens=count))
                 continue
             weight = dense[target.name]
             gram, right, energy = (
-                torch.stack([each[place] for each in held]).sum(0).to(weight.device)
+                torch.stack([totals[place] for totals in held]).sum(0).to(weight.device)
                 for place in (1, 2, 3)
             )
             damping = update.damping_of(target.matrix.columns, count)
@@ -745,20 +806,67 @@ def _refit_block(
                 raise UserError(
                     f"{target.name}: it cannot be fitted: {error}. Try --dtype float32."
                 ) from error
-            errors = [
+            error_before, error_after = (
                 float(
-                    output_error(each, weight, gram, right, energy).sum()
+                    output_error(values, weight, gram, right, energy).sum()
                     / energy.sum().clamp(min=1e-300)
                 )
-                for each in (weight, new.weight)
-            ]
+                for values in (weight, new.weight)
+            )
             stored = in_stored_dtype(new.weight, target)
             weight_of(model, target.layer).copy_(stored)
             record = FitRecord(
                 tokens=count,
                 damping=new.damping,
-                error_before=max(0.0, errors[0]),
-                error_after=max(0.0, errors[1]),
+                error_before=max(0.0, error_before),
+                error_after=max(0.0, error_after),
             )
             found[target.name] = Moved(stored.cpu(), record)
     return found
+
+
+def _seen(
+    model: PreTrainedModel,
+    experts: Experts,
+    shared: Target | None,
+    step: Step,
+    number: int,
+    pruned: HiddenStates,
+) -> tuple[list[Seen], Tensor]:
+    """What the experts of a block did with a batch, with the one that all tokens reach if it is
+    fitted; and the output of the block.
+    """
+    seen: list[Seen] = []
+
+    def see_shared(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        rows = inputs.flatten(0, -2)
+        tokens = torch.arange(len(rows), device=rows.device)
+        gates = torch.ones(len(rows), device=rows.device)
+        seen.append(Seen(experts, _SHARED, tokens, gates, rows, outputs.flatten(0, -2)))
+
+    of_shared = [] if shared is None else [shared.layer]
+    with layer_hooks(model, of_shared, see_shared), _expert_hooks(model, [experts], seen.append):
+        output = step.output(number, pruned)
+    return seen, output
+
+
+def _moments(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> list[Tensor]:
+    """The number of tokens that an expert saw, and its summands of `gram`, `right` and `energy` of
+    `refit_rows`.
+
+    Args:
+        weight: its last matrix, float32.
+        missing: r_t of each token of the batch, float32, shape (tokens, hidden).
+        squares: the sum of the squared gates of each of these tokens.
+    """
+    assert seen.tokens is not None
+    x = seen.inputs.float() * seen.gates[:, None]
+    sums = squares[seen.tokens].clamp(min=torch.finfo(torch.float32).tiny)
+    shares = seen.gates.square() / sums
+    y = add_product(x, weight.T) + shares[:, None] * missing[seen.tokens]
+    return [
+        torch.tensor(float(len(x)), device=x.device),
+        add_product(x.T, x),
+        add_product(y.T, x),
+        y.square().sum(0).double(),
+    ]

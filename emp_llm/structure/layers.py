@@ -1,11 +1,10 @@
 """Whole decoder layers: found, scored by how much each changes its input, and removed."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,19 +13,17 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
-from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
 from emp_llm.models.offload import execution_device
 from emp_llm.structure.units import (
     Changes,
+    Cuts,
     Indices,
+    Scores,
     UnitModel,
     Units,
-    field_path,
-    shapes_of,
-    smaller_model,
     sums_of_ranks,
 )
 
@@ -41,182 +38,178 @@ class Layers(Units):
             stays.
     """
 
+    kind = "layers"
+    sizes_known = True
+
     stored: dict[str, tuple[int, int, int]]
 
-    def new_name(self, tensor: str, kept: Sequence[int]) -> str | None:
-        """The name of a stored tensor if only some layers stay; None if it goes."""
-        if tensor not in self.stored:
-            return tensor
-        number, start, end = self.stored[tensor]
-        if number < len(self) and number not in kept:
-            return None
-        before = sum(each < number for each in kept) + max(0, number - len(self))
-        return f"{tensor[:start]}{before}{tensor[end:]}"
-
-
-def find_layers(
-    skeleton: PreTrainedModel, architecture: Architecture, blocks: str | None = None
-) -> Layers:
-    """The decoder layers of a model. UserError if it has fewer than two, or their tensors do not
-    name their layer.
-    """
-    path, modules = find_blocks(skeleton, blocks)
-    prefixes: dict[str, None] = {}
-    names = dict(architecture.stored_names)
-    names |= {
-        layer.parameter: architecture.experts[layer.name].stored.name
-        for layer in architecture.layers
-        if layer.expert
-    }
-    for parameter, stored in names.items():
-        if parameter.startswith(f"{path}."):
-            number = parameter.removeprefix(f"{path}.").partition(".")[0]
-            before = re.match(rf"((?:.*?\.)?){number}\.", stored)
-            if before is None:
-                raise UserError(
-                    f"--structure layers: {stored} does not name its layer, or layers share it, so "
-                    "none can go by itself. Leave out --structure to prune weights."
-                )
-            prefixes[before[1]] = None
-    stored_at = {}
-    for prefix in prefixes:
-        for tensor in architecture.checkpoint.tensors:
-            found = re.match(rf"{re.escape(prefix)}(\d+)\.", tensor)
-            if found is not None:
-                stored_at[tensor] = (int(found[1]), found.start(1), found.end(1))
-    matrices = [
-        target for target in architecture.select("all-linear") if target.layer.block is not None
-    ]
-    if len(modules) < 2:
-        raise UserError(
-            f"--structure layers: {type(skeleton).__name__} has {len(modules)} decoder "
-            "layer; none can go."
+    @classmethod
+    def find(cls, model: UnitModel, blocks: str | None) -> list[Self]:
+        architecture = model.architecture
+        path, modules = find_blocks(model.skeleton, blocks)
+        prefixes: dict[str, None] = {}
+        names = dict(architecture.stored_names)
+        names |= {
+            layer.parameter: architecture.experts[layer.name].stored.name
+            for layer in architecture.layers
+            if layer.expert
+        }
+        for parameter, stored in names.items():
+            if parameter.startswith(f"{path}."):
+                number = parameter.removeprefix(f"{path}.").partition(".")[0]
+                before = re.match(rf"((?:.*?\.)?){number}\.", stored)
+                if before is None:
+                    raise UserError(
+                        f"--structure layers: {stored} does not name its layer, or layers share "
+                        "it, so none can go by itself. Leave out --structure to prune weights."
+                    )
+                prefixes[before[1]] = None
+        numbered = {}
+        for prefix in prefixes:
+            for tensor in architecture.checkpoint.tensors:
+                match = re.match(rf"{re.escape(prefix)}(\d+)\.", tensor)
+                if match is not None:
+                    numbered[tensor] = (int(match[1]), match.start(1), match.end(1))
+        name = type(model.skeleton).__name__
+        count = len(modules)
+        if count < 2:
+            raise UserError(f"--structure layers: {name} has {count} decoder layer; none can go.")
+        layers = cls(
+            name=path,
+            role=path,
+            block=0,
+            places=np.zeros(count, dtype=np.int64),
+            least=1,
+            targets=[
+                target
+                for target in architecture.select("all-linear")
+                if target.layer.block is not None
+            ],
+            stored=numbered,
         )
-    return Layers(
-        "layers", path, path, 0, np.zeros(len(modules), dtype=np.int64), 1, matrices, stored_at
-    )
+        # Before anything is calibrated.
+        without = (np.delete(np.arange(count), number) for number in (0, count // 2))
+        if all(layers._fitting(model, kept) is None for kept in without):
+            raise UserError(
+                f"--structure layers: the config of {name} gives the kinds of its layers by a "
+                "pattern, so that no layer can go by itself. Use --structure neurons, or leave it "
+                "out to prune weights."
+            )
+        return [layers]
 
+    def line(self, count: int) -> str:
+        return f"{count_of(len(self), 'decoder layer')} ({self.name})"
 
-def layer_changes(model: UnitModel, kept: Indices) -> Changes:
-    """The fields of config.json that change if only some layers stay.
+    @classmethod
+    def sums(
+        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+    ) -> dict[str, Tensor]:
+        """How much each layer changes the hidden states: the sum over tokens of 1 - cos(input,
+        output), and their number. float64, shape (2, layers), by the name of the list.
+        """
+        (layers,) = units
+        batches = own_batches(tokens, batch_size)
+        sums = torch.zeros(2, len(layers), dtype=torch.float64)
+        with runner.walk(batches, "layers") as walk:
+            for step in walk.steps():
+                for number, batch in enumerate(batches):
+                    entered = walk.hidden.get(number, execution_device(step.block)).clone()
+                    left = step.output(number, walk.hidden, isolated=False)
+                    similarity = functional.cosine_similarity(entered.float(), left.float(), dim=-1)
+                    change = (1 - similarity).clamp(min=0)
+                    sums[0, step.index] += change.double().sum().cpu()
+                    sums[1, step.index] += change.numel()
+                    walk.hidden.put(number, left)
+                    walk.advance(batch)
+        return sums_of_ranks({layers.name: sums}, "its hidden states")
 
-    The number of layers, lists with a value for each layer, lists of numbers of layers, and the
-    number of dense layers at the start of a mixture.
+    def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
+        change, tokens = sums
+        return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
 
-    Raises:
-        UserError: the smaller model would have other shapes.
-    """
-    layers = model.units[0]
-    assert isinstance(layers, Layers)
-    config: Any = model.skeleton.config.get_text_config()
-    number = len(layers)
-    stays = [int(each) for each in kept]
-    wanted = {}
-    for name, shape in shapes_of(model.skeleton).items():
-        inside = re.match(rf"{re.escape(layers.name)}\.(\d+)\.(.*)", name)
-        if inside is None:
-            wanted[name] = shape
-        elif int(inside[1]) in stays:
-            wanted[f"{layers.name}.{stays.index(int(inside[1]))}.{inside[2]}"] = shape
-    fields = []
-    values = dict(config.to_dict())
-    changes = Changes()
-    path = partial(field_path, model.skeleton, model.checkpoint.config)
-    for name, value in values.items():
-        if type(value) is int and value == number and "layer" in name:
-            fields.append(name)
-        elif name == "first_k_dense_replace" and type(value) is int:
-            changes[path(name)] = sum(each < value for each in stays)
-        elif (
-            isinstance(value, list)
-            and "layer" in name
-            and value
-            and all(type(each) is int for each in value)
-        ):
-            if len(value) != number or max(value) > 1:  # numbers of layers; else a choice for each
-                changes[path(name)] = [stays.index(each) for each in value if each in stays]
+    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+        gone = self.gone(kept)
+        for tensor, (number, start, end) in self.stored.items():
+            if number in gone:
+                cuts.names[tensor] = None
             else:
-                changes[path(name)] = [value[each] for each in stays]
-        elif isinstance(value, list) and len(value) == number and "token" not in name:
-            changes[path(name)] = [value[each] for each in stays]
-    # The length of a list may be the number.
-    by_field = [{path(field): len(stays)} | changes for field in fields] or [changes]
-    every = [tried | _dense_by_name(config, stays, path) for tried in by_field]
-    for tried in [*by_field, *every]:
-        if smaller_model(model.skeleton, model.checkpoint.config, tried) == wanted:
-            return tried
-    raise UserError(
-        f"--structure layers: no number in config.json gives {type(model.skeleton).__name__} these "
-        f"{len(stays)} of its {number} layers."
-    )
+                new = number - np.count_nonzero(gone < number)
+                if new != number:
+                    cuts.names[tensor] = f"{tensor[:start]}{new}{tensor[end:]}"
+
+    @classmethod
+    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
+        (layers,) = cls.among(model.units)
+        changes = layers._fitting(model, kept[0])
+        if changes is None:
+            name = type(model.skeleton).__name__
+            raise UserError(
+                f"--structure layers: no number in config.json gives {name} these {len(kept[0])} "
+                f"of its {len(layers)} layers."
+            )
+        return changes
+
+    def _fitting(self, model: UnitModel, kept: Indices) -> Changes | None:
+        """The fields of config.json that change if only some layers stay; None if no such change
+        gives a model of these layers.
+
+        The number of layers, lists with a value for each layer, lists of numbers of layers, and the
+        number of dense layers at the start of a mixture.
+        """
+        stays = kept.tolist()
+        shapes = {}
+        for name, shape in model.shapes().items():
+            inside = re.match(rf"{re.escape(self.name)}\.(\d+)\.(.*)", name)
+            if inside is None:
+                shapes[name] = shape
+            elif int(inside[1]) in stays:
+                shapes[f"{self.name}.{stays.index(int(inside[1]))}.{inside[2]}"] = shape
+        counts = []
+        changes = Changes()
+        for name, value in model.config.to_dict().items():
+            path = model.path(name)
+            numbers = isinstance(value, list) and all(type(number) is int for number in value)
+            if type(value) is int and value == len(self) and "layer" in name:
+                counts.append(path)
+            elif name == "first_k_dense_replace" and type(value) is int:
+                changes[path] = sum(number < value for number in stays)
+            elif numbers and value and "layer" in name:
+                if len(value) != len(self) or max(value) > 1:  # numbers of layers
+                    changes[path] = [stays.index(number) for number in value if number in stays]
+                else:  # a choice for each
+                    changes[path] = [value[number] for number in stays]
+            elif isinstance(value, list) and len(value) == len(self) and "token" not in name:
+                changes[path] = [value[number] for number in stays]
+        # The length of a list may be the number.
+        tried = [{path: len(stays)} | changes for path in counts] or [changes]
+        tried += [by_count | _dense_by_name(model, stays) for by_count in tried]
+        return next((fields for fields in tried if model.shapes_with(fields) == shapes), None)
+
+    def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
+        _, modules = find_blocks(model, self.name)
+        return _passed_by([modules[number] for number in self.gone(kept)])
+
+    def remedy(self, keeps_shapes: bool) -> str:
+        return (
+            "Its layers depend on their number in a way that is not known here. Please report the "
+            "class of the model."
+        )
 
 
-def _dense_by_name(
-    config: Any, stays: Sequence[int], path: Callable[[str], tuple[str, ...]]
-) -> Changes:
+def _dense_by_name(model: UnitModel, stays: Sequence[int]) -> Changes:
     """A list of the dense layers of a mixture in place of a step between its sparse ones; empty
     if its config has none.
     """
-    step = getattr(config, "decoder_sparse_step", None)
-    listed = getattr(config, "mlp_only_layers", None)
+    step = getattr(model.config, "decoder_sparse_step", None)
+    listed = getattr(model.config, "mlp_only_layers", None)
     if not isinstance(step, int) or not isinstance(listed, list):
         return {}
-    dense = [place for place, each in enumerate(stays) if each in listed or (each + 1) % step]
-    return {path("decoder_sparse_step"): 1, path("mlp_only_layers"): dense}
-
-
-def check_layers(model: UnitModel) -> None:
-    """Raise UserError if neither the first nor the middle layer can go, before anything is
-    calibrated.
-    """
-    number = len(model.units[0])
-    for gone in (0, number // 2):
-        try:
-            layer_changes(model, np.delete(np.arange(number), gone))
-        except UserError:
-            continue
-        return
-    raise UserError(
-        f"--structure layers: the config of {type(model.skeleton).__name__} gives the kinds of its "
-        "layers by a pattern, so that no layer can go by itself. Use --structure neurons, or leave "
-        "it out to prune weights."
-    )
-
-
-def layer_sums(
-    runner: BlockwiseModel, layers: Layers, tokens: Tensor, batch_size: int
-) -> dict[str, Tensor]:
-    """How much each layer changes the hidden states: the sum over tokens of 1 - cos(input, output),
-    and their number.
-
-    Args:
-        runner: the dense model.
-        layers: its layers.
-        tokens: int64, shape (samples, length).
-        batch_size: sequences per forward pass.
-
-    Returns:
-        float64, shape (2, layers), by the name of the list.
-    """
-    batches = own_batches(tokens, batch_size)
-    sums = torch.zeros(2, len(layers), dtype=torch.float64)
-    with runner.walk(batches, "layers") as walk:
-        for step in walk.steps():
-            for number, batch in enumerate(batches):
-                entered = walk.hidden.get(number, execution_device(step.block)).clone()
-                left = step.output(number, walk.hidden, isolated=False)
-                change = (
-                    1 - functional.cosine_similarity(entered.float(), left.float(), dim=-1)
-                ).clamp(min=0)
-                sums[0, step.index] += change.double().sum().cpu()
-                sums[1, step.index] += change.numel()
-                walk.hidden.put(number, left)
-                walk.advance(batch)
-    return sums_of_ranks({layers.name: sums}, "its hidden states")
+    dense = [place for place, number in enumerate(stays) if number in listed or (number + 1) % step]
+    return {model.path("decoder_sparse_step"): 1, model.path("mlp_only_layers"): dense}
 
 
 @contextmanager
-def passed_by(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> Iterator[None]:
+def _passed_by(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Inside this context, these decoder blocks return their hidden states unchanged."""
 
     def unchanged(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -1,45 +1,34 @@
-"""Attention heads and MLP neurons, found by the names and shapes of layers.
+"""What heads and neurons share: they are rows and columns of layers, one of which reads them.
 
-A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and the
-layers that make queries, keys and values, apart or in one matrix. A neuron is known by its shapes
-alone: one layer of an MLP maps hidden states to features, or to features and gates, and a later one
-maps the features back. What is not so named or shaped is refused.
+magnitude: of a head ||W_O[:, h]||_F, the norm of its columns in the output projection; of a neuron
+    the product of the norms of its rows and of its column, ||gate row|| * ||up row|| * ||down
+    column||.
+wanda: the same, with every column of the last matrix multiplied by the norm ||X_j||_2 of its input.
+taylor: sum over tokens and columns of |dL/dY * Y|, with Y the inputs of the last matrix (the heads'
+    outputs, the activations of the neurons) and L the loss of the next token.
 """
 
-import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.layers import Shape
-from emp_llm.options.recipe import StructureRecipe
-from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, smaller_model
-
-_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # of attention
-_JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
-_BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
-_HALVES = ("gate_up_proj",)  # all gates, then all features
-# A part narrower than this share of the hidden states is a low-rank connection, not an MLP.
-_NARROW = 4
-# Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the
-# number is taken.
-_WIDTHS = (
-    ("shared_expert", ("shared_expert_intermediate_size",)),
-    ("experts", ("moe_intermediate_size", "intermediate_size")),
-    ("", ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")),
-)
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-_MISSING = {
-    "heads": "no attention whose heads can be told apart (each head must have outputs of its own "
-    "in layers of usual names)",
-    "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each "
-    "neuron)",
-}
+from emp_llm.checkpoint.checkpoint import SAVE_AGAIN
+from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.layers import Kind, Layer, Shape
+from emp_llm.models.loading import has_own_widths
+from emp_llm.structure.taylor import taylor_sums
+from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
+from emp_llm.update.update import Update
+from emp_llm.walk.moved import MovedWeights
+from emp_llm.walk.update import update_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,311 +36,267 @@ class Parts(Units):
     """The heads of one attention, or the neurons of one MLP or expert: rows and columns of layers.
 
     Attributes:
+        layers: the kind of the layers in which they are found.
+        missing: what a model without them has not.
         output: the layer that reads them (o_proj, down_proj).
         columns: inputs of `output` that belong to each unit, shape (units, columns).
         rows: layer -> outputs that belong to each unit, shape (units, rows).
-        heads: attention heads in a unit; 0 for neurons.
-        keys: heads of keys and values in a unit.
     """
+
+    layers: ClassVar[Kind]
+    missing: ClassVar[str]
 
     output: Target
     columns: Indices
     rows: dict[Target, Indices]
-    heads: int = 0
-    keys: int = 0
 
     @classmethod
     def of(
         cls,
-        kind: Literal["heads", "neurons"],
         output: Target,
         columns: Indices,
         rows: dict[Target, Indices],
         places: Indices | None = None,
-        heads: int = 0,
-        keys: int = 0,
-        multiple_of: str = "",
-    ) -> "Parts":
+        **more: Any,
+    ) -> Self:
         """The units that a layer reads; arguments are the attributes."""
         layer = output.layer
-        one = np.zeros(len(columns), dtype=np.int64)
-        where = one if places is None else places
-        targets = [*rows, output]
-        place = (kind, output.name, layer.role, layer.block or 0, where, 1, targets)
-        return cls(*place, output, columns, rows, heads, keys, multiple_of=multiple_of)
+        return cls(
+            name=output.name,
+            role=layer.role,
+            block=layer.block or 0,
+            places=np.zeros(len(columns), dtype=np.int64) if places is None else places,
+            least=1,
+            targets=[*rows, output],
+            output=output,
+            columns=columns,
+            rows=rows,
+            **more,
+        )
 
-
-def find_parts(
-    skeleton: PreTrainedModel, architecture: Architecture, structure: StructureRecipe
-) -> list[Parts]:
-    """The heads or neurons of a model, or both, in its order; UserError if it has none that can
-    be told apart.
-    """
-    config = skeleton.config.get_text_config()
-    stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
-    wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(
-        structure.structure, ("attention", "mlp")
-    )
-    # Of a block: its attention, then its MLPs, then its experts.
-    groups: dict[tuple[int, bool, bool, str], list[Target]] = {}
-    for layer in architecture.layers:
-        if layer.block is None or layer.tower != "language" or layer.kind not in wanted:
-            continue
-        if layer not in stored:
+    @classmethod
+    def find(cls, model: UnitModel, blocks: str | None) -> list[Self]:
+        architecture = model.architecture
+        structure = model.structure
+        folder = model.checkpoint.folder
+        further = list(architecture.further_blocks)
+        if further and not structure.keep_shapes:
             raise UserError(
-                f"{layer.name}: its weight is not stored by itself, or blocks share it, so its "
-                "units cannot be pruned. Leave out --structure to prune weights."
+                f"{folder}: transformers does not load {shortened_list(further)}, which have the "
+                "shapes of a decoder block. They would not fit config.json after --structure "
+                f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
             )
-        if stored[layer].matrix.scales is not None:
+        if has_own_widths(model.skeleton.config):
             raise UserError(
-                f"{layer.name} is stored in FP8, and --structure needs plain weights. "
-                "Use the unquantised model."
+                f"{folder}: its layers differ in width already. --structure takes models whose "
+                "layers are alike; prune the dense model again, or give --structure layers."
             )
-        module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
-        groups.setdefault(
-            (layer.block, layer.kind == "mlp", layer.expert is not None, module), []
-        ).append(stored[layer])
-    units: list[Parts] = []
-    for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
-        if is_mlp:
-            found = _neurons(members, config, structure.keep_shapes)
-        else:
-            found = _heads(members, config, architecture.shapes, structure.head_unit == "query")
-        units += [] if found is None else [found]
-    for kind, missing in _MISSING.items():
-        if structure.structure in (kind, "both") and not any(each.kind == kind for each in units):
-            raise UserError(f"--structure {kind}: {type(skeleton).__name__} has {missing}.")
-    return units
-
-
-def _heads(
-    targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool
-) -> Parts | None:
-    """The heads of a block's attention; None if its layers have other names, or its shapes do
-    not fit.
-    """
-    by_leaf = {target.layer.leaf: target for target in targets}
-    output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
-    number = getattr(config, "num_attention_heads", None)
-    if output is None or not isinstance(number, int) or output.matrix.columns % number:
-        return None
-    width = output.matrix.columns // number  # of a head
-    joined = next((by_leaf[leaf] for leaf in (*_JOINED, *_BY_GROUP) if leaf in by_leaf), None)
-    if joined is not None:
-        keys, rest = divmod(joined.matrix.rows - number * width, 2 * width)
-        if rest or keys < 1 or number % keys:
-            return None
-        rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
-        if joined.layer.leaf in _BY_GROUP:
-            grid = rows.reshape(keys, number // keys + 2, width)
-            parts = [
-                (joined, grid[:, :-2].reshape(number, width)),
-                (joined, grid[:, -2]),
-                (joined, grid[:, -1]),
-            ]
-        else:
-            parts = [(joined, each) for each in np.split(rows, [number, number + keys])]
-    elif {"q_proj", "k_proj", "v_proj"} <= by_leaf.keys():
-        layers = [by_leaf[leaf] for leaf in ("q_proj", "k_proj", "v_proj")]
-        queries, key_rows, value_rows = (layer.matrix.rows for layer in layers)
-        keys, rest = divmod(value_rows, width)
-        if rest or keys < 1 or number % keys or queries % number or key_rows % keys:
-            return None
-        counts = (number, keys, keys)
-        parts = [
-            (layer, np.arange(layer.matrix.rows, dtype=np.int64).reshape(count, -1))
-            for layer, count in zip(layers, counts, strict=True)
+        if structure.per_layer and architecture.experts:
+            raise UserError(f"{folder}: --per-layer is not for mixtures of experts. Leave it out.")
+        stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
+        # Of a block: its MLPs, then its experts.
+        groups: dict[tuple[int, bool, str], list[Target]] = {}
+        for layer in architecture.layers:
+            if layer.block is None or layer.tower != "language" or layer.kind != cls.layers:
+                continue
+            if layer not in stored:
+                raise UserError(
+                    f"{layer.name}: its weight is not stored by itself, or blocks share it, so its "
+                    "units cannot be pruned. Leave out --structure to prune weights."
+                )
+            if stored[layer].matrix.scales is not None:
+                raise UserError(
+                    f"{layer.name} is stored in FP8, and --structure needs plain weights. "
+                    "Use the unquantised model."
+                )
+            group = (layer.block, layer.expert is not None, cls._owner(layer))
+            groups.setdefault(group, []).append(stored[layer])
+        found = [
+            cls._of_layers(layers, model)
+            for _, layers in sorted(groups.items(), key=lambda item: item[0][:2])
         ]
-    else:
-        return None
-    module = output.name.rpartition(".")[0]
-    # Over all heads, they cannot be told apart.
-    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
-        size = math.prod(shapes.get(f"{module}.{norm}.weight", ()))
-        if number > 1 and size != width and size in (parts[0][1].size, parts[1][1].size):
-            return None
-    places = np.zeros(keys, dtype=np.int64)
-    together = number // keys
-    # Keys and values belong to all heads, so that they stay.
-    if keys == 1 < number or (by_query and keys < number):
-        places = np.arange(number) // (number // keys)
-        together = 1
-        parts = parts[:1]
-    rows_of: dict[Target, Indices] = {}
-    for target, part in parts:
-        own = part.reshape(number // together, -1)
-        rows_of[target] = np.concatenate([rows_of[target], own], 1) if target in rows_of else own
-    columns = np.arange(number * width, dtype=np.int64).reshape(number // together, -1)
-    return Parts.of("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
+        units = [parts for parts in found if parts is not None]
+        if not units:
+            name = type(model.skeleton).__name__
+            raise UserError(f"--structure {cls.kind}: {name} has {cls.missing}.")
+        return units
+
+    @staticmethod
+    @abstractmethod
+    def _owner(layer: Layer) -> str:
+        """What the layers of one attention or MLP of a block have in common."""
+
+    @classmethod
+    @abstractmethod
+    def _of_layers(cls, targets: list[Target], model: UnitModel) -> Self | None:
+        """The units of some layers of a block; None if they cannot be told apart."""
+
+    @classmethod
+    def differ_in_number(cls, config: Any) -> bool:
+        return isinstance(getattr(config, "intermediate_size", 0), list)
+
+    @property
+    def calibrated(self) -> list[Layer]:
+        return [self.output.layer]
+
+    def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
+        of_columns = squares(self.output.matrix, 0)
+        if norms is not None:
+            of_columns = of_columns * norms**2
+        return np.sqrt(of_columns[self.columns].sum(1))  # type: ignore[no-any-return]
+
+    @classmethod
+    def sums(
+        cls, runner: BlockwiseModel, units: Sequence[Units], tokens: Tensor, batch_size: int
+    ) -> dict[str, Tensor]:
+        return taylor_sums(runner, units, tokens, batch_size)
+
+    def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
+        return sums[self.columns].sum(1)  # type: ignore[no-any-return]
+
+    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+        gone = self.gone(kept)
+        tables = [(self.output, self.columns, 1)]
+        tables += [(target, rows, 0) for target, rows in self.rows.items()]
+        for target, table, dimension in tables:
+            matrix = target.matrix
+            removed = table[gone].ravel()
+            stored = matrix.stored
+            # A transposed matrix is stored with its inputs first.
+            place = 1 - dimension if matrix.transposed else dimension
+            cuts.leave_out(stored.name, matrix.expert, stored.shape[-2:], place, removed)
+            bias = model.architecture.stored_names.get(f"{target.name}.bias")
+            if dimension == 0 and bias is not None and matrix.expert is None:
+                cuts.leave_out(bias, None, (matrix.rows,), 0, removed)
+
+    @classmethod
+    def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
+        units = Parts.among(model.units)
+        widths = _width_of_each if model.structure.per_layer else _one_width
+        changes = widths(model, units, kept)
+        shapes = model.shapes_with(changes)
+        fewer = [parts for parts, stays in zip(units, kept, strict=True) if len(stays) < len(parts)]
+        if shapes is None:
+            raise fewer[0].no_field()
+        for name, shape in _smaller_shapes(model, units, kept).items():
+            if shapes.get(name) != shape:
+                owner = next(
+                    (
+                        parts
+                        for parts in fewer
+                        if name in {target.layer.parameter for target in parts.targets}
+                    ),
+                    fewer[0],
+                )
+                raise owner.no_field(f" (its model would need another {name})")
+        return changes
+
+    @abstractmethod
+    def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
+        """The fields of a text config that hold the number of units, with their new values.
+
+        Args:
+            stays: number of a block -> how many units of this role stay there; at least of this
+                one, and of all that lose some if the config has a number for each block.
+
+        Raises:
+            UserError: no field has the number.
+        """
+
+    def no_field(self, why: str = "") -> UserError:
+        """The error if config.json has no number for these units."""
+        return UserError(
+            f"config.json has no number for the {self.kind} of {self.role} in this form{why}. Keep "
+            "all shapes and set the removed ones to zero: --keep-shapes."
+        )
+
+    def fitted(self, kept: Indices) -> list[Target]:
+        return [self.output] if len(kept) < len(self) else []
+
+    @classmethod
+    def refit(
+        cls,
+        kept: Mapping[Units, Indices],
+        model: PreTrainedModel,
+        tokens: Tensor,
+        update: Update,
+        moved: MovedWeights,
+        **options: Any,
+    ) -> None:
+        targets = [target for units, stays in kept.items() for target in units.fitted(stays)]
+        unread = {units.name: units.unread(stays) for units, stays in kept.items()}
+
+        def mask_of(target: Target) -> Tensor:
+            read = torch.ones(target.matrix.columns, dtype=torch.bool)
+            read[unread[target.name]] = False
+            return read.expand(target.matrix.rows, -1)
+
+        update_model(model, targets, tokens, update, moved, mask_of=mask_of, **options)
+
+    def unread(self, kept: Indices) -> Indices:
+        return self.columns[self.gone(kept)].ravel()
 
 
-def _neurons(targets: list[Target], config: Any, keep_shapes: bool) -> Parts | None:
-    """The neurons of an MLP or expert: some of its layers map hidden states to features, and a
-    later one maps them back.
-    """
-    hidden = int(config.hidden_size)
-    routed = targets[0].layer.expert is not None
-    output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
-    if output is None or (not routed and _NARROW * output.matrix.columns <= hidden):
-        return None
-    width = output.matrix.columns
-    each = np.arange(width, dtype=np.int64)[:, None]
-    rows: dict[Target, Indices] = {}
-    for target in targets[: targets.index(output)]:
-        if target.matrix.columns == hidden and target.matrix.rows == width:
-            rows[target] = each
-        elif (
-            target.matrix.columns == hidden
-            and target.matrix.rows == 2 * width
-            and target.layer.leaf in _HALVES
-            and not routed
-        ):
-            rows[target] = np.concatenate([each, each + width], 1)
-    if not rows:
-        return None
-    # A number of routed experts: of DeepSeek, GLM-4 MoE.
-    shared = getattr(config, "n_shared_experts", None)
-    routed_width = getattr(config, "moe_intermediate_size", None)
-    is_multiple = (
-        isinstance(shared, int) and isinstance(routed_width, int) and width == shared * routed_width
-    )
-    role = output.layer.role
-    if is_multiple and "shared_expert" in role and not keep_shapes:
-        routed_role = role.replace("shared_experts", "experts.*")
-        return Parts.of("neurons", output, each, rows, multiple_of=routed_role)
-    return Parts.of("neurons", output, each, rows)
-
-
-def part_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
-    """The fields of config.json that change; arguments and errors are those of `config_changes`."""
-    stored = model.checkpoint.config
-    text = model.skeleton.config.get_text_config()
+def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
+    """The fields of config.json that hold the number of units of all layers."""
+    config = model.checkpoint.config
     changes = Changes()
 
     def put(name: str, value: Any) -> None:
-        path = field_path(model.skeleton, stored, name)
-        if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
+        path = model.path(name)
+        if (config[path[0]] if len(path) > 1 else config).get(path[-1]) != value:
             changes[path] = value
 
-    if model.per_layer:
-        return _own_widths(model, kept)
-    widths = {units.role: len(stays) for units, stays in zip(model.units, kept, strict=True)}
-    for units in model.units:
-        if units.multiple_of:
-            put("n_shared_experts", widths[units.role] // widths[units.multiple_of])
-    roles: dict[str, list[tuple[Parts, int]]] = {}
-    for units, stays in zip(model.units, kept, strict=True):
-        if len(stays) < len(units) and isinstance(units, Parts):
-            roles.setdefault(units.role, []).append((units, len(stays)))
-    # neurons, then heads.
-    for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):
-        units, stay = members[0]
-        if units.kind == "heads":
-            put("num_attention_heads", stay * units.heads)
-            if units.keys:
-                put(next((name for name in _KEY_HEADS if hasattr(text, name)), _KEY_HEADS[0]), stay)
-            put("head_dim", units.columns.shape[1] // units.heads)
-            continue
-        if units.multiple_of:
-            continue
-        names = next(names for word, names in _WIDTHS if word in role)
-        for name in names:
-            before = getattr(text, name, 0)
-            if isinstance(before, list) and len(units) in before:
-                by_block = {each.block: stays for each, stays in members}
-                put(name, [by_block.get(number, value) for number, value in enumerate(before)])
-                break
-            # of LFM2.
-            adjusts = name == "intermediate_size" and getattr(
-                text, "block_auto_adjust_ff_dim", False
-            )
-            # None: left to the default of the model.
-            if before is None or before == len(units) or adjusts:
-                put(name, stay)
-                if adjusts:
-                    put("block_auto_adjust_ff_dim", False)
-                break
-        else:
-            raise _no_number(units)
-    changed = [units for members in roles.values() for units, _ in members]
-    _check_shapes(model, kept, changes, changed)
+    widths = {parts.role: len(stays) for parts, stays in zip(units, kept, strict=True)}
+    first: dict[str, Parts] = {}
+    numbers: dict[str, dict[int, int]] = {}
+    for parts, stays in zip(units, kept, strict=True):
+        if parts.multiple_of:
+            put("n_shared_experts", len(stays) // widths[parts.multiple_of])
+        elif len(stays) < len(parts):
+            first.setdefault(parts.role, parts)
+            numbers.setdefault(parts.role, {})[parts.block] = len(stays)
+    # Neurons, then heads.
+    for role, parts in sorted(first.items(), key=lambda item: item[1].kind, reverse=True):
+        for name, value in parts.fields(model.config, numbers[role]).items():
+            put(name, value)
     return changes
 
 
-def _own_widths(model: UnitModel, kept: Sequence[Indices]) -> Changes:
+def _width_of_each(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
     """`per_layer_config`, which transformers defines: number of a layer -> fields that differ."""
-    stored = model.checkpoint.config
-    text = model.skeleton.config.get_text_config()
-    fields: dict[str, dict[str, int]] = {}
+    by_layer: dict[str, dict[str, int]] = {}
     changes = Changes()
-    for units, stays in zip(model.units, kept, strict=True):
-        assert isinstance(units, Parts)
-        own = fields.setdefault(str(units.block), {})
-        if units.kind == "heads":
-            own["num_attention_heads"] = len(stays) * units.heads
-            if units.keys:
-                own["num_key_value_heads"] = len(stays)
-            path = field_path(model.skeleton, stored, "head_dim")
-            changes[path] = units.columns.shape[1] // units.heads
+    for parts, stays in zip(units, kept, strict=True):
+        fields = parts.fields(model.config, {parts.block: len(stays)})
+        if "head_dim" in fields:
+            changes[model.path("head_dim")] = fields.pop("head_dim")
             # Else transformers' check of the number for all layers fails.
-            path = field_path(model.skeleton, stored, "allow_global_per_layer_attribute_access")
-            changes[path] = True
-            continue
-        names = next(names for word, names in _WIDTHS if word in units.role)
-        name = next((name for name in names if getattr(text, name, None) == len(units)), None)
-        if name is None:
-            raise _no_number(units)
-        own[name] = len(stays)
-    changes[field_path(model.skeleton, stored, "per_layer_config")] = fields
-    _check_shapes(model, kept, changes, model.units)
+            changes[model.path("allow_global_per_layer_attribute_access")] = True
+        by_layer.setdefault(str(parts.block), {}).update(fields)
+    changes[model.path("per_layer_config")] = by_layer
     return changes
 
 
-def _check_shapes(
-    model: UnitModel, kept: Sequence[Indices], changes: Changes, changed: Sequence[Units]
-) -> None:
-    """Raise UserError unless transformers' model of the changed config.json has the shapes that
-    are left.
-    """
-    shapes = smaller_model(model.skeleton, model.checkpoint.config, changes)
-    if shapes is None:
-        raise _no_number(changed[0])
-    for name, shape in _smaller_shapes(model, kept).items():
-        if shapes.get(name) != shape:
-            owner = next(
-                (each for each in changed if name in {t.layer.parameter for t in each.targets}),
-                changed[0],
-            )
-            raise _no_number(owner, f" (its model would need another {name})")
-
-
-def _no_number(units: Units, why: str = "") -> UserError:
-    return UserError(
-        f"config.json has no number for the {units.kind} of {units.role} in this form{why}. Keep "
-        "all shapes and set the removed ones to zero: --keep-shapes."
-    )
-
-
-def _smaller_shapes(model: UnitModel, kept: Sequence[Indices]) -> dict[str, Shape]:
+def _smaller_shapes(
+    model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]
+) -> dict[str, Shape]:
     """The shape of every parameter of transformers' model after the removal."""
-    wanted = dict(model.architecture.shapes)
-    for units, stays in zip(model.units, kept, strict=True):
-        gone = len(units) - len(stays)
-        assert isinstance(units, Parts)
-        for target in units.targets:
+    shapes = dict(model.architecture.shapes)
+    for parts, stays in zip(units, kept, strict=True):
+        gone = len(parts) - len(stays)
+        for target in parts.targets:
             layer = target.layer
-            expert = target.layer.expert
+            expert = layer.expert
             if expert is not None and expert.expert > 0:
                 continue  # all experts have the width of the first
-            rows = gone * units.rows[target].shape[1] if target in units.rows else 0
-            columns = gone * units.columns.shape[1] if target is units.output else 0
+            rows = gone * parts.rows[target].shape[1] if target in parts.rows else 0
+            columns = gone * parts.columns.shape[1] if target is parts.output else 0
             transposed = layer.transposed if expert is None else expert.transposed
-            *stack, first, second = wanted[layer.parameter]
-            first, second = (
-                (first - columns, second - rows) if transposed else (first - rows, second - columns)
-            )
-            wanted[layer.parameter] = (*stack, first, second)
+            less = (columns, rows) if transposed else (rows, columns)
+            *stack, first, second = shapes[layer.parameter]
+            shapes[layer.parameter] = (*stack, first - less[0], second - less[1])
             bias = f"{layer.name}.bias"
-            if expert is None and bias in wanted:
-                wanted[bias] = (wanted[bias][0] - rows,)
-    return wanted
+            if expert is None and bias in shapes:
+                shapes[bias] = (shapes[bias][0] - rows,)
+    return shapes

@@ -30,9 +30,9 @@ from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import NothingRemovedError, UserError, count_of, format_bytes
+from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line, machine_name, versions
-from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
+from emp_llm.common.paths import REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.check import Check
@@ -63,23 +63,19 @@ from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
-from emp_llm.structure.experts import Experts, refit_experts
-from emp_llm.structure.parts import Parts
-from emp_llm.structure.scores import unit_scores, unit_sums
-from emp_llm.structure.unit_model import config_changes, unit_model
+from emp_llm.structure.scores import BY_WEIGHTS, unit_scores, unit_sums
+from emp_llm.structure.unit_model import unit_model
 from emp_llm.structure.units import Changes, UnitModel, Units
 from emp_llm.structure.writing import (
     active_parameters,
     compare,
-    cut_of,
-    fitted,
-    left_of,
+    cuts_of,
+    elements_left,
     size_of,
     write_checkpoint,
 )
 from emp_llm.walk.checks import check_apart, update_warnings
 from emp_llm.walk.moved import MovedWeights
-from emp_llm.walk.update import update_model
 
 if TYPE_CHECKING:
     from emp_llm.evaluation.loss_budget import Judged
@@ -112,9 +108,7 @@ def prune_structure(
     structure = recipe.structure
     stopwatch = Stopwatch()
     assert structure is not None
-    summed = recipe.name == "taylor" or (
-        structure.structure in ("experts", "layers") and recipe.name != "magnitude"
-    )
+    summed = recipe.name not in BY_WEIGHTS
     reads_no_norms = summed or (judged is not None and recipe.name == "magnitude")
     norms = None if reads_no_norms else given_norms(options, recipe, given)
     suite = None if options.evaluate is None else find_suite(options.evaluate)
@@ -141,7 +135,7 @@ def prune_structure(
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
             _, choices, changes = _chosen(plan, recipe, matched, budget)
             notes += _choice_lines(choices, changes)
-        elif ranks().main and structure.structure in ("experts", "layers"):
+        elif ranks().main and plan.units[0].sizes_known:
             notes += _sizes_by_share(plan, recipe)
         if recipe.moves or (recipe.name != "magnitude" and norms is None):
             notes += self_notes(options.text_name)
@@ -160,26 +154,8 @@ def prune_structure(
         return planned, path
 
     # What is needed later is checked now: the text, the suite, the output.
-    routed = next(
-        (units for units in plan.units if isinstance(units, Parts) and units.output.layer.routed),
-        None,
-    )
-    if recipe.name == "taylor" and routed is not None:
-        raise UserError(
-            f"{routed.name}: --method taylor does not reach experts. Use --method "
-            "wanda or magnitude."
-        )
-    if (
-        routed is not None
-        and structure.width_multiple
-        and structure.width_multiple * routed.output.matrix.itemsize % 16
-    ):
-        needed = 16 // routed.output.matrix.itemsize
-        raise UserError(
-            f"--width-multiple {structure.width_multiple}: the products of all experts at once "
-            f"need a width that is a multiple of {needed} in this dtype. Give {needed}, or a "
-            "multiple of it."
-        )
+    for units in plan.units:
+        units.check(recipe)
     calibrates = recipe.name == "wanda" and norms is None
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data: CalibrationText | None = None
@@ -247,14 +223,11 @@ def prune_structure(
                     norms = kept_norms(out, stopwatch)
                     if norms is None:
                         dense = models.get(source.folder)
-                        outputs = [
-                            units.output.layer for units in plan.units if isinstance(units, Parts)
-                        ]
                         with stopwatch("calibrate"):
                             norms = calibrated(
                                 dense,
                                 data,
-                                outputs,
+                                plan.calibrated,
                                 options,
                                 origin,
                                 blocks=recipe.targets.blocks,
@@ -272,38 +245,24 @@ def prune_structure(
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
             moved = None
             update = recipe.update
-            moving = [target for each in choices for target in fitted(each)]
+            kept = {choice.units: choice.kept for choice in choices}
+            moving = [target for units, stays in kept.items() for target in units.fitted(stays)]
             if update is not None:
                 assert data is not None
                 tokens = data.tokens
-                how: dict[str, Any] = {
-                    "min_expert_tokens": recipe.targets.min_expert_tokens,
-                    "blocks": recipe.targets.blocks,
-                    "batch_size": options.batch_size,
-                    "hidden_states": options.hidden_states,
-                }
-                stays = {
-                    each.units: each.kept for each in choices if isinstance(each.units, Experts)
-                }
-                masks = {
-                    each.units.name: _mask(each)
-                    for each in choices
-                    if isinstance(each.units, Parts)
-                }
 
                 def refit(dense: PreTrainedModel, moved: MovedWeights) -> None:
-                    if stays:
-                        refit_experts(dense, stays, tokens, update, moved, **how)
-                    else:
-                        update_model(
-                            dense,
-                            moving,
-                            tokens,
-                            update,
-                            moved,
-                            mask_of=lambda target: masks[target.name],
-                            **how,
-                        )
+                    plan.units[0].refit(
+                        kept,
+                        dense,
+                        tokens,
+                        update,
+                        moved,
+                        min_expert_tokens=recipe.targets.min_expert_tokens,
+                        blocks=recipe.targets.blocks,
+                        batch_size=options.batch_size,
+                        hidden_states=options.hidden_states,
+                    )
 
                 moved = moved_weights(source.folder, models, out, stopwatch, "refit", refit)
 
@@ -324,26 +283,14 @@ def prune_structure(
                         }
                         write_bytes(out.files / STRUCTURE_NAME, save(tensors))
                     targets, record = _records(plan, choices, changes)
-                    for choice in choices:
-                        if isinstance(choice.units, Experts) and sums is not None:
-                            tokens, mass, *_ = sums[choice.units.name]
-                            choice.record.tokens_lost = float(
-                                tokens[choice.gone].sum() / tokens.sum()
-                            )
-                            choice.record.mass_lost = float(mass[choice.gone].sum() / mass.sum())
-                    if structure.structure == "experts":
-                        kept = {choice.units.name: choice.kept.tolist() for choice in choices}
-                        write_json(
-                            out.files / EXPERTS_NAME,
-                            {"num_experts": len(plan.units[0]), "kept_experts": kept},
-                        )
+                    if sums is not None:
+                        for choice in choices:
+                            choice.units.add_losses(choice.record, choice.kept, sums)
+                    for name, content in plan.units[0].side_files(kept).items():
+                        write_json(out.files / name, content)
                     if out.get("compared") is None:
                         dense = models.get(source.folder)
-                        in_stacks = any(
-                            target.layer.expert is not None
-                            for each in choices
-                            for target in fitted(each)
-                        )
+                        in_stacks = any(target.layer.expert is not None for target in moving)
                         with stopwatch("compare"):
                             if is_offloaded(dense) and in_stacks:
                                 logger.warning(
@@ -400,7 +347,7 @@ def prune_structure(
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=_unseen(choices, sums)
+                    warnings=([] if sums is None else plan.units[0].warnings(plan.units, sums))
                     + ([WHO_LOADS] if structure.per_layer else [])
                     + ([] if update is None else update_warnings(fits, moving, update)),
                     fits=fits,
@@ -477,7 +424,7 @@ def _chosen(
             asked = recipe.at(removed / all_units)
             return size_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0])
 
-        fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
+        fewest = sum(units.fewest for units in plan.units)
         recipe = recipe.at(budget.least(all_units - fewest, size_at) / all_units)
     choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
     counts = recipe.counts
@@ -499,32 +446,11 @@ def _chosen(
             "--beta, --sparsity, or a smaller --width-multiple."
         )
     if not structure.keep_shapes:
-        return recipe, choices, config_changes(plan, [choice.kept for choice in choices])
-    open_ = next(
-        (
-            each.units
-            for each in choices
-            if isinstance(each.units, Experts) and not each.units.closes
-        ),
-        None,
-    )
-    if open_ is not None:
-        raise UserError(
-            f"--keep-shapes: the router of {open_.name} has no bias, so that no expert can be "
-            "closed in it. Leave it out; every layer then keeps as many experts."
-        )
+        kept_units = [choice.kept for choice in choices]
+        return recipe, choices, plan.units[0].config_changes(plan, kept_units)
+    for units in plan.units:
+        units.check_zeroed()
     return recipe, choices, None
-
-
-def _mask(choice: Choice) -> Tensor:
-    """Which weights of the last layer of heads or neurons read units that stay: bool, shape
-    (outputs, inputs).
-    """
-    units = choice.units
-    assert isinstance(units, Parts)
-    kept = torch.ones(units.output.matrix.columns, dtype=torch.bool)
-    kept[choice.removed(units.columns)] = False
-    return kept.expand(units.output.matrix.rows, -1)
 
 
 def _records(
@@ -532,9 +458,9 @@ def _records(
 ) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
     coverage = plan.architecture.coverage(plan.targets)
-    done = cut_of(plan, choices, remove=True)
+    cuts = cuts_of(plan, choices, remove=True)
     stored = {target.matrix.stored.name: target.matrix.stored for target in plan.targets}
-    kept = sum(left_of(tensor, done) for tensor in stored.values())
+    kept = sum(elements_left(tensor, cuts) for tensor in stored.values())
     weights = coverage.weights or 1
     parameters = coverage.parameters or 1
     targets = TargetsRecord(
@@ -574,62 +500,31 @@ def _records(
 
 def _units_line(every: Sequence[Units]) -> str:
     """The numbers of heads and neurons of a model."""
-    if every[0].kind == "layers":
-        return f"found: {count_of(len(every[0]), 'decoder layer')} ({every[0].name})"
     roles: dict[str, list[Units]] = {}
     for units in every:
         roles.setdefault(units.role, []).append(units)
-    parts = [
-        f"{count_of(len(members), 'layer')} with {len(members[0])} {_words(members[0])} ({role})"
-        for role, members in roles.items()
-    ]
-    return f"found: {'; '.join(parts)}"
-
-
-def _unseen(choices: Sequence[Choice], sums: dict[str, Tensor] | None) -> list[str]:
-    """A sentence if no token of the text reached some experts, or none."""
-    every = (
-        [choice.units for choice in choices if isinstance(choice.units, Experts)]
-        if sums is not None
-        else []
-    )
-    unseen = {
-        units.name: int((sums[units.name][0] == 0).sum()) for units in every if sums is not None
-    }
-    first = next((name for name, count in unseen.items() if count), None)
-    total = sum(len(units) for units in every)
-    if first is None:
-        return []
-    return [
-        f"No token of the calibration reached {sum(unseen.values())} of {total:,} experts "
-        f"({unseen[first]} of {first}). They score 0; use more text, or text of more kinds."
-    ]
+    lines = [members[0].line(len(members)) for members in roles.values()]
+    return f"found: {'; '.join(lines)}"
 
 
 def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
     """The size of the model with some shares of its experts or layers. It does not depend on
     their scores.
     """
-    kind = plan.units[0].kind
+    routed = any(units.unreached(len(units)) for units in plan.units)
     lines = []
     for share in (0.75, 0.5, 0.25):
         asked = replace(recipe, counts=Share(1 - share))
+        ones = [np.ones(len(units)) for units in plan.units]
         try:
-            choices, _ = choose_units(
-                plan.units,
-                [np.ones(len(units)) for units in plan.units],
-                asked,
-                plan.width_by_block,
-            )
+            choices, _ = choose_units(plan.units, ones, asked, plan.width_by_block)
         except UserError:  # fewer than a token needs
             continue
         parameters, size = size_of(plan, choices)
-        active = (
-            f", {active_parameters(plan, choices, parameters):,} active per token"
-            if kind == "experts"
-            else ""
-        )
-        kept = f"{choices[0].record.kept} of {len(choices[0].units)} {kind}"
+        reached = active_parameters(plan, choices, parameters)
+        active = f", {reached:,} active per token" if routed else ""
+        first = choices[0]
+        kept = f"{first.record.kept} of {len(first.units)} {first.units.kind}"
         lines.append(f"with {kept}: {parameters:,} parameters{active}, {format_bytes(size)}")
     return lines
 
@@ -638,7 +533,7 @@ def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[st
     """How many heads and neurons stay, and what changes in config.json."""
     kinds: dict[str, list[Choice]] = {}
     for choice in choices:
-        kinds.setdefault(_words(choice.units), []).append(choice)
+        kinds.setdefault(choice.units.noun, []).append(choice)
     lines = []
     for words, members in kinds.items():
         kept, units, rule = (
@@ -651,11 +546,3 @@ def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[st
             f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}"
         )
     return lines
-
-
-def _words(units: Units) -> str:
-    return (
-        f"groups of {units.heads} heads"
-        if isinstance(units, Parts) and units.heads > 1
-        else units.kind
-    )

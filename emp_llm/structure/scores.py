@@ -1,58 +1,27 @@
-"""Scores of heads and neurons: by magnitude, by activations (wanda), or by gradients block by block
-(taylor).
-
-magnitude: of a head ||W_O[:, h]||_F, the norm of its columns in the output projection; of a neuron
-the product of the norms of
-    its rows and of its column, ||gate row|| * ||up row|| * ||down column||.
-wanda: the same, with every column of the last matrix multiplied by the norm of its input,
-||X_j||_2. taylor: sum over tokens and columns of |dL/dY * Y|, with Y the inputs of the last matrix
-    (the heads' outputs, the activations of the neurons) and L the loss of the next token.
-
-For taylor, all batches pass through the blocks once, and the hidden states that enter each block
-are kept. Then the blocks run again in reverse order, with the gradient of the hidden states that
-leave them. No gradient of a weight is computed, so that a model that cannot be trained on a machine
-can still be scored there.
-"""
+"""Scores of units: by their weights, or by what a pass of the text has collected."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import enough_memory
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
-from emp_llm.models.offload import execution_device, loaded_blocks
-from emp_llm.structure.experts import Experts, expert_scores, expert_sums
-from emp_llm.structure.layers import Layers, layer_sums
-from emp_llm.structure.parts import Parts
-from emp_llm.structure.units import Units, sums_of_ranks
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.structure.units import Scores, Units
 
-Scores = NDArray[np.float64]
-_BLOCK = 1 << 22  # weights read at a time
+BY_WEIGHTS = ("magnitude", "wanda")  # scores that read weights; all others need `unit_sums`
+_CHUNK = 1 << 22  # weights read at a time
 
 
 def unit_sums(
     runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int
 ) -> dict[str, Tensor]:
-    """What one pass of the text collects: `expert_sums` of experts, `layer_sums` of layers, else
-    `taylor_sums`.
-    """
-    if isinstance(every[0], Layers):
-        return layer_sums(runner, every[0], tokens, batch_size)
-    experts = [units for units in every if isinstance(units, Experts)]
-    if experts:
-        return expert_sums(runner, experts, tokens, batch_size)
-    return taylor_sums(runner, every, tokens, batch_size)
+    """What a pass of the text collects; `Units.sums` of their kind."""
+    return every[0].sums(runner, every, tokens, batch_size)
 
 
 def unit_scores(
@@ -64,206 +33,38 @@ def unit_scores(
         every: heads and neurons, experts, or layers.
         criterion: of the recipe. Weights are read for "magnitude" and "wanda".
         feature: name of the units -> what a calibration has collected: for "wanda" the norms of the
-            inputs of an output layer, shape (inputs,); for "taylor" the sums of |dL/dY * Y| for
-            each of them; the result of `expert_sums`, or of `layer_sums`. None if there is nothing
-            for this name.
+            inputs of their last layer, shape (inputs,); else the result of `unit_sums`. None if
+            there is nothing for this name.
 
     Raises:
         UserError: features of a layer are missing, or weights are not finite.
     """
-    collected = [None if feature is None else _collected(units, feature) for units in every]
-    if criterion not in ("magnitude", "wanda"):
-        return [
-            _score_of_sums(units, criterion, sums)
-            for units, sums in zip(every, collected, strict=True)
-        ]
-    read = [
-        target
-        for units in every
-        for target in (
-            [units.output] if isinstance(units, Parts) and units.heads else units.targets
-        )
-    ]
+    if criterion not in BY_WEIGHTS:
+        assert feature is not None
+        return [units.score_of_sums(criterion, units.collected(feature)) for units in every]
+    collected = [None if feature is None else units.collected(feature) for units in every]
+    weights = sum(target.matrix.numel for units in every for target in units.scored)
     scores = []
-    with (
-        FilePool() as files,
-        progress_bar(sum(target.matrix.numel for target in read), "scores", "W") as bar,
-    ):
+    with FilePool() as files, progress_bar(weights, "scores", "W") as bar:
+
+        def squares(matrix: Matrix, axis: int) -> Scores:
+            sums = np.zeros(matrix.columns if axis == 0 else matrix.rows)
+            for first, last in matrix.row_chunks(_CHUNK):
+                words = matrix.read(files.reader(matrix.stored.shard), first, last)
+                values = as_tensor(words, matrix.stored.dtype).to(torch.float64)
+                sums_of_chunk = values.square_().sum(axis).numpy()
+                if axis == 0:
+                    sums += sums_of_chunk
+                else:
+                    sums[first:last] = sums_of_chunk
+                bar.update(words.size)
+            return sums
+
         for units, norms in zip(every, collected, strict=True):
-            if isinstance(units, Parts):
-                squares = _squares(units.output.matrix, files, 0, bar)
-                if norms is not None:
-                    squares = squares * norms**2
-                score = np.sqrt(squares[units.columns].sum(1))
-                for target, rows in units.rows.items() if units.kind == "neurons" else ():
-                    score = score * np.sqrt(_squares(target.matrix, files, 1, bar))[rows].prod(1)
-            else:
-                score = np.zeros(len(units))
-                for target in units.targets:
-                    assert target.layer.expert is not None
-                    score[target.layer.expert.expert] += _squares(
-                        target.matrix, files, 0, bar
-                    ).sum()
-                score = np.sqrt(score)
+            score = units.score_of_weights(squares, norms)
             if not np.isfinite(score).all():
                 raise UserError(
                     f"{units.name}: the weights of its {units.kind} hold NaN or infinity."
                 )
             scores.append(score)
     return scores
-
-
-def _collected(units: Units, feature: Callable[[str], Tensor | None]) -> Scores:
-    """What a calibration has collected for some units; zeros for an expert that saw no token."""
-    found = feature(units.name)
-    if found is not None:
-        return found.double().numpy(force=True)
-    if isinstance(units, Parts) and units.output.layer.routed:
-        return np.zeros(units.output.matrix.columns)
-    raise UserError(
-        f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores."
-    )
-
-
-def _score_of_sums(units: Units, criterion: str, sums: Scores | None) -> Scores:
-    """The score of heads, neurons, experts or layers by what a calibration has collected."""
-    assert sums is not None
-    if isinstance(units, Experts):
-        return expert_scores(units, criterion, sums)
-    if isinstance(units, Parts):
-        return sums[units.columns].sum(1)  # type: ignore[no-any-return]
-    change, tokens = sums
-    return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
-
-
-def _squares(matrix: Matrix, files: FilePool, axis: int, bar: Any) -> Scores:
-    """Sums of squared weights: of each column (axis 0), or of each row (axis 1); float64."""
-    sums = np.zeros(matrix.columns if axis == 0 else matrix.rows)
-    for first, last in matrix.row_chunks(_BLOCK):
-        words = matrix.read(files.reader(matrix.stored.shard), first, last)
-        squares = (
-            as_tensor(words, matrix.stored.dtype).to(torch.float64).square_().sum(axis).numpy()
-        )
-        if axis == 0:
-            sums += squares
-        else:
-            sums[first:last] = squares
-        bar.update(words.size)
-    return sums
-
-
-def taylor_sums(
-    runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int
-) -> dict[str, Tensor]:
-    """sum over tokens of |dL/dY * Y| for the inputs Y of each unit's last layer: float64, shape
-    (inputs,), by its name.
-
-    L is the sum of -log p(next token) over all tokens of a batch.
-
-    Args:
-        runner: the dense model.
-        every: its units.
-        tokens: int64, shape (samples, length).
-        batch_size: sequences per forward pass.
-
-    Raises:
-        UserError: a sum is not finite, memory runs out, or a block passes no gradient to its
-            inputs.
-    """
-    batches = own_batches(tokens, batch_size)
-    sums = dict[str, Tensor]()
-    numbers = range(len(batches))
-    blocks = list(runner.blocks)
-    runner.model.requires_grad_(False)
-    with runner.walk(batches, "forward") as walk:
-        needed = sum(
-            walk.hidden.get(number, torch.device("cpu")).nbytes for number in numbers
-        ) * len(blocks)
-        with closing(
-            HiddenStates(choose_place(runner.hidden_states, needed, walk.device))
-        ) as entered:
-            for step in walk.steps():
-                for number in numbers:
-                    entered.put(
-                        step.index * len(batches) + number,
-                        walk.hidden.get(number, walk.device).clone(),
-                    )
-                step.run()
-            # From here on, the hidden states of the walk are their gradients.
-            for number in numbers:
-                walk.hidden.put(number, _gradient_of_loss(walk, number))
-            with (
-                progress_bar(len(blocks), "backward", " blocks") as bar,
-                closing(loaded_blocks(blocks[::-1])) as loaded,
-            ):
-                for index, _ in zip(reversed(range(len(blocks))), loaded, strict=True):
-                    own = [
-                        units.name
-                        for units in every
-                        if units.name.startswith(f"{runner.path}.{index}.")
-                    ]
-                    for number in numbers:
-                        state = entered.get(
-                            index * len(batches) + number, execution_device(blocks[index])
-                        )
-                        walk.hidden.put(number, _backward(walk, index, number, state, own, sums))
-                        bar.update(1 / len(batches))
-    in_order = {units.name: sums[units.name] for units in every if units.name in sums}
-    return sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
-
-
-def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
-    """dL/dh for the hidden states h that leave the last block."""
-    final = (
-        walk.hidden.get(number, execution_device(walk.runner.blocks[-1])).detach().requires_grad_()
-    )
-    logits = walk.tail(number, final=final).logits[:, :-1]
-    labels = walk.batches[number][:, 1:].to(logits.device)
-    with torch.enable_grad():
-        loss = functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), reduction="sum"
-        )
-        (gradient,) = torch.autograd.grad(loss, final)
-    return gradient
-
-
-def _backward(
-    walk: Walk, index: int, number: int, state: Tensor, names: list[str], sums: dict[str, Tensor]
-) -> Tensor:
-    """dL/dh for the hidden states h that enter a block, from that for those that leave it; adds
-    to the sums of its layers.
-    """
-    runner = walk.runner
-    block = walk.runner.blocks[index]
-    where = f"{runner.path}.{index} backwards"
-    device = execution_device(block)
-    seen = dict[str, Tensor]()
-    hooks = ExitStack()
-    for name in names:
-
-        def note(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-            seen[name] = args[0]
-
-        hooks.enter_context(runner.model.get_submodule(name).register_forward_pre_hook(note))
-    with hooks, torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
-        state = state.detach().requires_grad_()
-        output = walk.call(number, index, block, state)
-        upper = walk.hidden.get(number, device)
-        entering, *gradients = torch.autograd.grad(
-            output, [state, *seen.values()], upper, allow_unused=True
-        )
-    if entering is None:
-        raise UserError(
-            f"{runner.path}.{index}: no gradient passes through it; use another score than taylor."
-        )
-    for (name, inputs), gradient in zip(seen.items(), gradients, strict=True):
-        if gradient is not None:
-            products = (
-                (inputs.detach().float() * gradient.float())
-                .abs()
-                .flatten(0, -2)
-                .sum(0, dtype=torch.float64)
-                .cpu()
-            )
-            sums[name] = sums[name] + products if name in sums else products
-    return entering

@@ -1,17 +1,26 @@
-"""The units of a model, of any structure."""
+"""The units of a model, of any kind."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from emp_llm.checkpoint.checkpoint import SAVE_AGAIN, Checkpoint
-from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
-from emp_llm.models.loading import build_skeleton, has_own_widths
+from emp_llm.models.loading import build_skeleton
 from emp_llm.options.recipe import StructureRecipe
-from emp_llm.structure.experts import expert_changes, find_experts
-from emp_llm.structure.layers import check_layers, find_layers, layer_changes
-from emp_llm.structure.parts import find_parts, part_changes
-from emp_llm.structure.units import Changes, Indices, UnitModel, Units
+from emp_llm.structure.experts import Experts
+from emp_llm.structure.heads import Heads
+from emp_llm.structure.layers import Layers
+from emp_llm.structure.neurons import Neurons
+from emp_llm.structure.units import UnitModel, Units
+
+# Of --structure -> the kinds of units. Those of a model are of one kind, or heads and neurons.
+KINDS: dict[str, tuple[type[Units], ...]] = {
+    "heads": (Heads,),
+    "neurons": (Neurons,),
+    "both": (Heads, Neurons),
+    "experts": (Experts,),
+    "layers": (Layers,),
+}
 
 
 def unit_model(
@@ -43,46 +52,8 @@ def unit_model(
             f"{folder}: --structure is for decoder-only models, and this one has an encoder."
         )
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
-    if structure.structure == "experts":
-        return UnitModel(skeleton, architecture, [*find_experts(skeleton, architecture)])
-    if structure.structure == "layers":
-        model = UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
-        check_layers(model)
-        return model
-    further = list(architecture.further_blocks)
-    if further and not structure.keep_shapes:
-        raise UserError(
-            f"{folder}: transformers does not load {shortened_list(further)}, which have the "
-            "shapes of a decoder block. They would not fit config.json after --structure "
-            f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
-        )
-    if has_own_widths(skeleton.config):
-        raise UserError(
-            f"{folder}: its layers differ in width already. --structure takes models whose layers "
-            "are alike; prune the dense model again, or give --structure layers."
-        )
-    units: list[Units] = [*find_parts(skeleton, architecture, structure)]
-    if structure.per_layer and architecture.experts:
-        raise UserError(f"{folder}: --per-layer is not for mixtures of experts. Leave it out.")
-    by_block = isinstance(getattr(skeleton.config.get_text_config(), "intermediate_size", 0), list)
-    return UnitModel(
-        skeleton, architecture, units, by_block or structure.per_layer, structure.per_layer
-    )
-
-
-def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
-    """The fields of config.json that change if only some units stay.
-
-    Args:
-        model: dense.
-        kept: the numbers of the units that stay, of each of `model.units`.
-
-    Raises:
-        UserError: config.json has no number for such units, or the smaller model would need other
-            shapes.
-    """
-    if model.units[0].kind == "experts":
-        return expert_changes(model, kept)
-    if model.units[0].kind == "layers":
-        return layer_changes(model, kept[0])
-    return part_changes(model, kept)
+    model = UnitModel(skeleton, architecture, structure)
+    for kind in KINDS[structure.structure]:
+        model.units.extend(kind.find(model, blocks))
+    model.units.sort(key=lambda units: units.block)  # of a block, heads come first
+    return model

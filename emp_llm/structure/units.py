@@ -1,11 +1,15 @@
-"""Units: what goes as a whole, and the config.json of the model that is left."""
+"""Units: what goes as a whole. A kind of unit is a class that says what is found, scored, cut,
+fitted and compared; `unit_model.py` has the table of them.
+"""
 
 import copy
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -15,24 +19,64 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import write_json
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.matrices import Matrix
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.layers import Shape
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.loading import take_own_widths
+from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.records.run_report import UnitsRecord
+from emp_llm.update.update import Update
+from emp_llm.walk.moved import MovedWeights
 
 Indices = NDArray[np.int64]
-# The names of a field of config.json and of the parts around it -> its new value.
+Scores = NDArray[np.float64]
+# The names of a field of config.json and of the objects around it -> its new value.
 Changes = dict[tuple[str, ...], Any]
+# Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of
+# its indices stay: bool.
+Kept = dict[str, dict[int | None, list[Tensor]]]
+# (matrix, axis) -> sums of squared weights of its columns (axis 0) or rows (axis 1), float64.
+Squares = Callable[[Matrix, int], Scores]
+
+
+@dataclass
+class Cuts:
+    """What becomes of the stored tensors.
+
+    Attributes:
+        kept: what stays of those of which a part goes.
+        names: the new name of those that get one; None: the tensor goes.
+        fills: tensor -> the value in the place of what does not stay, where shapes stay; others
+            have 0.
+    """
+
+    kept: Kept = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)
+    fills: dict[str, float] = field(default_factory=dict)
+
+    def leave_out(
+        self, name: str, expert: int | None, shape: Shape, dimension: int, gone: Any
+    ) -> None:
+        """Some indices of a dimension go; `shape` is that of the expert's matrix, or of the
+        tensor.
+        """
+        whole = [torch.ones(size, dtype=torch.bool) for size in shape]
+        self.kept.setdefault(name, {}).setdefault(expert, whole)[dimension][gone] = False
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
+class Units(ABC):
     """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or
     all decoder layers.
 
     Attributes:
-        kind: what they are.
+        kind: the plural noun, as in --structure.
+        comparable: whether scores of different blocks are on one scale.
+        listed: the report has the score of each unit, and the numbers of those that stay.
+        sizes_known: a dry run lists sizes of the model, which do not depend on the scores.
         name: of the layer that reads heads or neurons; of the module of all experts; of the list of
             layers.
         role: the name within the block, shared by the units of all blocks.
@@ -46,7 +90,11 @@ class Units:
             a shared expert as a number of routed ones. Empty for all others.
     """
 
-    kind: Literal["heads", "neurons", "experts", "layers"]
+    kind: ClassVar[str]
+    comparable: ClassVar[bool] = True
+    listed: ClassVar[bool] = False
+    sizes_known: ClassVar[bool] = False
+
     name: str
     role: str
     block: int
@@ -58,6 +106,204 @@ class Units:
     def __len__(self) -> int:
         return len(self.places)
 
+    @classmethod
+    def among(cls, units: Iterable["Units"]) -> list[Self]:
+        """Those of this kind."""
+        return [candidate for candidate in units if isinstance(candidate, cls)]
+
+    # Found.
+
+    @classmethod
+    @abstractmethod
+    def find(cls, model: "UnitModel", blocks: str | None) -> list[Self]:
+        """The units of a model, in its order.
+
+        Args:
+            model: without its units.
+            blocks: name of the list of decoder blocks; None: detected.
+
+        Raises:
+            UserError: it has none, or they are stored in a form that cannot be pruned.
+        """
+
+    @classmethod
+    def differ_in_number(cls, config: Any) -> bool:
+        """Whether a text config has a number of units for each block."""
+        return False
+
+    @property
+    def noun(self) -> str:
+        """What is counted."""
+        return self.kind
+
+    def line(self, count: int) -> str:
+        """The units of this role in the plan of a run; `count` blocks have them."""
+        return f"{count_of(count, 'layer')} with {len(self)} {self.noun} ({self.role})"
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise UserError if a recipe does not fit these units."""
+        return
+
+    # Scored.
+
+    @property
+    def scored(self) -> list[Target]:
+        """The matrices whose weights a score by weights reads."""
+        return self.targets
+
+    @property
+    def calibrated(self) -> list[Layer]:
+        """The layers whose input norms a score by activations reads."""
+        return []
+
+    def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
+        """The score of each unit by its weights; with `norms`, those of the inputs of its last
+        layer.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    @abstractmethod
+    def sums(
+        cls, runner: BlockwiseModel, units: Sequence["Units"], tokens: Tensor, batch_size: int
+    ) -> dict[str, Tensor]:
+        """What a pass of the text collects, by the name of the units. A collective call.
+
+        Args:
+            runner: the dense model.
+            units: all of the model.
+            tokens: int64, shape (samples, length).
+            batch_size: sequences per forward pass.
+        """
+
+    @abstractmethod
+    def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
+        """The score of each unit by its element of `sums`."""
+
+    def collected(self, feature: Callable[[str], Tensor | None]) -> Scores:
+        """What a calibration has collected for these units, float64."""
+        values = feature(self.name)
+        if values is None:
+            raise UserError(
+                f"{self.name}: the calibration did not reach it, so its {self.kind} have no scores."
+            )
+        return values.double().numpy(force=True)
+
+    # Chosen.
+
+    @property
+    def fewest(self) -> int:
+        """How many stay at least."""
+        return self.least * len(np.unique(self.places))
+
+    @property
+    def required(self) -> int:
+        """How many must stay even where the others are set to zero."""
+        return 0
+
+    def rounded(self, number: int, structure: StructureRecipe) -> int:
+        """The number of units that stay if all blocks keep `number`."""
+        return number
+
+    def gone(self, kept: Indices) -> Indices:
+        """The numbers of the units that do not stay, ascending."""
+        return np.setdiff1d(np.arange(len(self)), kept)
+
+    # Cut.
+
+    @abstractmethod
+    def cut(self, model: "UnitModel", kept: Indices, remove: bool, cuts: Cuts) -> None:
+        """Add to `cuts` what becomes of the stored tensors if only the units `kept` stay. The
+        others are removed; or, unless `remove`, set to zero or closed in their router.
+        """
+
+    def check_zeroed(self) -> None:
+        """Raise UserError if a unit cannot be left out while all shapes stay."""
+        return
+
+    def unreached(self, number: int) -> int:
+        """How many parameters of `number` units a token does not reach."""
+        return 0
+
+    @classmethod
+    @abstractmethod
+    def config_changes(cls, model: "UnitModel", kept: Sequence[Indices]) -> Changes:
+        """The fields of config.json that change if only some units stay.
+
+        Args:
+            model: dense.
+            kept: the numbers of the units that stay, of each of `model.units`.
+
+        Raises:
+            UserError: config.json has no number for such units, or the smaller model would need
+                other shapes.
+        """
+
+    # Fitted.
+
+    def fitted(self, kept: Indices) -> list[Target]:
+        """The matrices whose weights a refit moves."""
+        return []
+
+    @classmethod
+    def refit(
+        cls,
+        kept: Mapping["Units", Indices],
+        model: PreTrainedModel,
+        tokens: Tensor,
+        update: Update,
+        moved: MovedWeights,
+        **options: Any,
+    ) -> None:
+        """Move the fitted matrices of all units of a model; `options` are those of `update_model`.
+        A collective call.
+        """
+        raise NotImplementedError
+
+    # Compared with the dense model.
+
+    def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
+        """A context in which the dense model runs without the other units, apart from the
+        `unread` inputs.
+        """
+        return nullcontext()
+
+    def unread(self, kept: Indices) -> Indices:
+        """The inputs of the fitted matrices that belong to the other units."""
+        return np.arange(0)
+
+    def kept_outputs(
+        self, model: PreTrainedModel, kept: Indices, run: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The logits of a pass, and the outputs of the kept units, shape (tokens, units, columns),
+        if a wrong order of units shows there.
+
+        Args:
+            model: the dense model, or the smaller one.
+            run: passes a prompt through it, and returns the logits.
+        """
+        return None
+
+    @abstractmethod
+    def remedy(self, keeps_shapes: bool) -> str:
+        """What to do if the written model computes something else than the dense one."""
+
+    # Recorded.
+
+    def add_losses(self, record: UnitsRecord, kept: Indices, sums: Mapping[str, Tensor]) -> None:
+        """Put into a record what the tokens of the text lose."""
+        return
+
+    @classmethod
+    def warnings(cls, units: Sequence["Units"], sums: Mapping[str, Tensor]) -> list[str]:
+        """What to know about the scores of a model's units."""
+        return []
+
+    @classmethod
+    def side_files(cls, kept: Mapping["Units", Indices]) -> dict[Path, Any]:
+        """Further files beside the checkpoint: path -> content, for JSON."""
+        return {}
+
 
 @dataclass(frozen=True, eq=False)
 class UnitModel:
@@ -65,25 +311,71 @@ class UnitModel:
 
     Attributes:
         skeleton: its model without weights.
+        structure: which units, and how they go.
         units: in the model's order.
-        width_by_block: whether each block may have a number of neurons or heads of its own.
-        per_layer: config.json gets them as `per_layer_config`.
     """
 
     skeleton: PreTrainedModel
     architecture: Architecture
-    units: list[Units]
-    width_by_block: bool = False
-    per_layer: bool = False
+    structure: StructureRecipe
+    units: list[Units] = field(default_factory=list)
 
     @property
     def checkpoint(self) -> Checkpoint:
         return self.architecture.checkpoint
 
     @property
+    def config(self) -> Any:
+        """The configuration of the text model."""
+        return self.skeleton.config.get_text_config()
+
+    @property
+    def width_by_block(self) -> bool:
+        """Whether each block may have a number of neurons or heads of its own."""
+        return self.structure.per_layer or self.units[0].differ_in_number(self.config)
+
+    @property
     def targets(self) -> list[Target]:
         """All matrices of which a part goes with a unit."""
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
+
+    @property
+    def calibrated(self) -> list[Layer]:
+        """The layers whose input norms a score by activations reads."""
+        return [layer for units in self.units for layer in units.calibrated]
+
+    def path(self, name: str) -> tuple[str, ...]:
+        """The path of a field of the text model in config.json."""
+        name = getattr(self.config, "attribute_map", {}).get(name, name)
+        nested = isinstance(self.checkpoint.config.get("text_config"), dict)
+        return ("text_config", name) if nested else (name,)
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of all stored parameters and buffers of the dense model."""
+        return _shapes_of(self.skeleton)
+
+    def shapes_with(self, changes: Changes) -> dict[str, Shape] | None:
+        """The shapes of the model of a changed config.json; None if its numbers do not fit
+        together.
+        """
+        with TemporaryDirectory() as folder:
+            write_json(
+                Path(folder) / "config.json", changed_config(self.checkpoint.config, changes)
+            )
+            take_own_widths(type(self.skeleton))
+            try:
+                with torch.device("meta"):
+                    config = type(self.skeleton.config).from_pretrained(folder)
+                    return _shapes_of(type(self.skeleton)(config))
+            except Exception:  # of the model's own code
+                return None
+
+
+def _shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
+    """Of all parameters and buffers in the state of a model, tied ones under each of their
+    names.
+    """
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def sums_of_ranks(sums: dict[str, Tensor], what: str, dtypes: str = "float32") -> dict[str, Tensor]:
@@ -97,50 +389,22 @@ def sums_of_ranks(sums: dict[str, Tensor], what: str, dtypes: str = "float32") -
     Raises:
         UserError: a sum is not finite.
     """
-    shares = ranks().gather(sums)
-    total: dict[str, Tensor] = {name: sum(share[name] for share in shares) for name in shares[0]}
-    for name, each in total.items():
-        if not bool(torch.isfinite(each).all()):
+    by_rank = ranks().gather(sums)
+    total: dict[str, Tensor] = {
+        name: sum(of_rank[name] for of_rank in by_rank) for name in by_rank[0]
+    }
+    for name, values in total.items():
+        if not bool(torch.isfinite(values).all()):
             raise UserError(f"{name}: {what} are not finite. Load the model with --dtype {dtypes}.")
     return total
-
-
-def field_path(skeleton: PreTrainedModel, config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The path of a field of the text model in a config.json."""
-    name = getattr(skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
-    return ("text_config", name) if isinstance(config.get("text_config"), dict) else (name,)
-
-
-def smaller_model(
-    skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes
-) -> dict[str, Shape] | None:
-    """The shapes of the tensors of a changed config.json's model; None if its numbers do not fit
-    together.
-    """
-    with TemporaryDirectory() as folder:
-        write_json(Path(folder) / "config.json", changed_config(config, changes))
-        take_own_widths(type(skeleton))
-        try:
-            with torch.device("meta"):
-                smaller: Any = type(skeleton)(type(skeleton.config).from_pretrained(folder))
-        except Exception:  # of the model's own code
-            return None
-    return shapes_of(smaller)
-
-
-def shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
-    """The shapes of all stored parameters and buffers of a model, tied ones under each of their
-    names.
-    """
-    return {name: tuple(each.shape) for name, each in model.state_dict().items()}
 
 
 def changed_config(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     """A copy of a configuration with some values replaced or added."""
     changed = copy.deepcopy(dict(config))
-    for (*parts, name), value in changes.items():
-        part = changed
-        for outer in parts:
-            part = part[outer]
-        part[name] = value
+    for (*around, name), value in changes.items():
+        holder = changed
+        for outer in around:
+            holder = holder[outer]
+        holder[name] = value
     return changed

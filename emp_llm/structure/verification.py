@@ -3,6 +3,7 @@ every tensor is compared.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.units import UnitModel, changed_config
-from emp_llm.structure.writing import cut, cut_of, fitted_at
+from emp_llm.structure.writing import cut_matrices, cuts_of, fitted_at
 
 
 def check_units(
@@ -56,22 +57,21 @@ def check_units(
         ):
             raise UserError(f"{path}: it does not name {units.name}. Download it again.")
     stored_scores = [stored[f"{units.name}.scores"].numpy() for units in model.units]
-    for units, found, noted in zip(
+    for units, scores, noted in zip(
         model.units, unit_scores(model.units, recipe.name, feature), stored_scores, strict=True
     ):
-        if found.shape != noted.shape or not np.allclose(found, noted, rtol=1e-9, atol=0):
+        if scores.shape != noted.shape or not np.allclose(scores, noted, rtol=1e-9, atol=0):
             say(f"{units.name}: its scores are not those of {recipe.method}.")
     findings.checked[" or ".join(dict.fromkeys(units.kind for units in model.units))] += sum(
         len(units) for units in model.units
     )
 
-    by_rule = [msgspec.structs.replace(each, kept=each.rule) for each in record.layers.values()]
+    by_rule = [msgspec.structs.replace(units, kept=units.rule) for units in record.layers.values()]
     chosen, _ = choose_units(
         model.units, stored_scores, recipe, model.width_by_block, removed_by_role(by_rule)
     )
     choices = [
-        Choice(each.units, each.scores, stored[f"{each.units.name}.kept"].numpy(), each.record)
-        for each in chosen
+        replace(choice, kept=stored[f"{choice.units.name}.kept"].numpy()) for choice in chosen
     ]
     for wanted, choice in zip(chosen, choices, strict=True):
         if not np.array_equal(wanted.kept, choice.kept):
@@ -92,10 +92,10 @@ def _check_tensors(
     """
     say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
-    done = cut_of(model, choices, remove)
+    cuts = cuts_of(model, choices, remove)
     refitted = set(fitted_at(choices)) if recipe.update is not None else set()
     refitted |= healed_tensors(model.architecture, recipe)
-    expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
+    expected = {name: cuts.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
         with safe_open(shard, framework="pt") as source:
             for tensor in tensors:
@@ -107,30 +107,22 @@ def _check_tensors(
                 if theirs is None or theirs.dtype != tensor.dtype:
                     say(f"{name}: it is missing, or has another dtype.")
                     continue
-                wanted = source.get_tensor(tensor.name)
-                fill = done.fills.get(tensor.name, 0.0)
-                parts = [
-                    cut(wanted if expert is None else wanted[expert], stays, remove, fill)
-                    for expert, stays in sorted(
-                        done.kept.get(tensor.name, {}).items(), key=lambda item: item[0] or 0
-                    )
-                ]
-                if parts:
-                    wanted = (
-                        torch.stack(parts) if len(parts[0].shape) < len(tensor.shape) else parts[0]
-                    )
+                stored = source.get_tensor(tensor.name)
+                matrices = cut_matrices(stored, tensor.name, cuts, remove)
+                whole = matrices[0].dim() == stored.dim()
+                wanted = matrices[0] if whole else torch.stack(matrices)
                 with safe_open(theirs.shard, framework="pt") as file:
-                    got = file.get_tensor(name)
-                if wanted.shape != got.shape:
+                    written = file.get_tensor(name)
+                if wanted.shape != written.shape:
                     say(
-                        f"{name}: it has the shape {list(got.shape)}; {list(wanted.shape)} are "
+                        f"{name}: it has the shape {list(written.shape)}; {list(wanted.shape)} are "
                         "kept."
                     )
                 elif tensor.name in refitted:
-                    if not remove and bool((got[wanted == 0] != 0).any()):
+                    if not remove and bool((written[wanted == 0] != 0).any()):
                         say(f"{name}: weights of removed units are not zero.")
                 elif not torch.equal(
-                    *(each.contiguous().view(torch.uint8) for each in (wanted, got))
+                    *(values.contiguous().view(torch.uint8) for values in (wanted, written))
                 ):
                     say(f"{name}: its values are not those of the source.")
     for name in pruned.tensors.keys() - set(expected.values()):
@@ -144,7 +136,7 @@ def check_shapes(architecture: Architecture, findings: Findings) -> None:
     Args:
         architecture: of the pruned checkpoint.
     """
-    shapes = {name: each.shape for name, each in architecture.checkpoint.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in architecture.checkpoint.tensors.items()}
     for parameter, name in architecture.stored_names.items():
         by_config = architecture.shapes.get(parameter, shapes[name])
         if shapes[name] != by_config:

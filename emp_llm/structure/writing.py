@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,65 +32,30 @@ from emp_llm.checkpoint.files import (
     write_json,
 )
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
-from emp_llm.checkpoint.matrices import as_tensor, torch_dtype
+from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
-from emp_llm.models.modules import find_blocks, weight_of
+from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
-from emp_llm.structure.experts import Experts, closed_routers
-from emp_llm.structure.layers import Layers, passed_by
-from emp_llm.structure.parts import Parts
-from emp_llm.structure.units import Changes, UnitModel, changed_config
+from emp_llm.structure.units import Changes, Cuts, Indices, Kept, UnitModel, changed_config
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
-# Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of
-# its indices stay: bool.
-Kept = dict[str, dict[int | None, list[Tensor]]]
-_CLOSED = -1e30  # added to what a router chooses by, or the lowest number of the dtype
 _ALIGNMENT = 8  # of the first tensor, as in safetensors
 _PROMPT = 512  # tokens
 _ROUNDS = 7
 _SECONDS = 15.0  # no new round of passes begins after this time
-_REPORT = "Please report the class of the model"
-_REMEDIES = {
-    "heads": "Its attention may depend on the number of heads; add --keep-shapes. Or it stores "
-    "queries, keys and values in another order than is known here.",
-    "neurons": f"Its MLP stores gates and features in another order than is known here. {_REPORT}.",
-    "experts": f"Its router chooses in a way that is not known here. {_REPORT}.",
-    "layers": f"Its layers depend on their number in a way that is not known here. {_REPORT}.",
-}
-_KEPT_SHAPES = (
-    "It stores queries, keys and values in another order than is known here, so its heads cannot "
-    f"be pruned. {_REPORT}, and use --structure neurons."
-)
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-@dataclass
-class Cut:
-    """What becomes of the stored tensors.
-
-    Attributes:
-        kept: what stays of those of which a part goes.
-        names: the new name of those that get one; None: the tensor goes.
-        fills: tensor -> the value in the place of what does not stay, where shapes stay; others
-            have 0.
-    """
-
-    kept: Kept = field(default_factory=dict)
-    names: dict[str, str | None] = field(default_factory=dict)
-    fills: dict[str, float] = field(default_factory=dict)
-
-
-def cut_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cut:
+def cuts_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cuts:
     """What becomes of the stored tensors if only some units stay.
 
     Args:
@@ -100,60 +64,21 @@ def cut_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cut:
         remove: the others are removed; else they are set to zero, and experts are closed in their
             router.
     """
-    done = Cut()
-    tensors = model.checkpoint.tensors
-    kept = done.kept
+    cuts = Cuts()
     for choice in choices:
-        units = choice.units
-        stays = [int(each) for each in choice.kept]
-        if isinstance(units, Layers):
-            new = {name: units.new_name(name, stays) for name in units.stored}
-            done.names |= {name: other for name, other in new.items() if name != other}
-        elif isinstance(units, Experts):
-            for name, dimension in units.together.items():
-                masks = [torch.ones(size, dtype=torch.bool) for size in tensors[name].shape]
-                masks[dimension][choice.gone] = False
-                kept[name] = {None: masks}
-            for name, expert in units.own.items():
-                if not remove and expert not in stays:
-                    kept[name] = {None: [torch.zeros(tensors[name].shape[0], dtype=torch.bool)]}
-                elif remove:
-                    # The last number is the expert's.
-                    before, _, after = name.rpartition(f".{expert}.")
-                    done.names[name] = (
-                        f"{before}.{stays.index(expert)}.{after}" if expert in stays else None
-                    )
-            for name in units.closes:
-                dtype = torch_dtype(tensors[name].dtype)
-                done.fills[name] = max(_CLOSED, torch.finfo(dtype).min / 4)
-        elif isinstance(units, Parts):
-            parts = [(units.output, units.columns, False)] + [
-                (target, table, True) for target, table in units.rows.items()
-            ]
-            for target, table, outputs in parts:
-                matrix = target.matrix
-                removed = choice.removed(table)
-                whole = [torch.ones(size, dtype=torch.bool) for size in matrix.stored.shape[-2:]]
-                masks = kept.setdefault(matrix.stored.name, {}).setdefault(matrix.expert, whole)
-                masks[int(outputs == matrix.transposed)][removed] = False
-                bias = model.architecture.stored_names.get(f"{target.name}.bias")
-                if outputs and bias in tensors and matrix.expert is None:
-                    kept.setdefault(bias, {None: [torch.ones(matrix.rows, dtype=torch.bool)]})[
-                        None
-                    ][0][removed] = False
-    return done
+        choice.units.cut(model, choice.kept, remove, cuts)
+    return cuts
 
 
-def cut(tensor: Tensor, kept: Sequence[Tensor], remove: bool, fill: float = 0.0) -> Tensor:
+def cut_tensor(tensor: Tensor, kept: Sequence[Tensor], remove: bool, fill: float = 0.0) -> Tensor:
     """A stored tensor without what does not stay, or with another value in its place."""
     for dimension, stays in enumerate(kept):
-        if not bool(stays.all()):
-            places = (stays if remove else ~stays).nonzero()[:, 0]
-            tensor = (
-                tensor.index_select(dimension, places)
-                if remove
-                else tensor.index_fill(dimension, places, fill)
-            )
+        if bool(stays.all()):
+            continue
+        if remove:
+            tensor = tensor.index_select(dimension, stays.nonzero()[:, 0])
+        else:
+            tensor = tensor.index_fill(dimension, (~stays).nonzero()[:, 0], fill)
     return tensor
 
 
@@ -165,17 +90,16 @@ def smaller_shape(tensor: StoredTensor, kept: Kept) -> tuple[int, ...]:
     return (*tensor.shape[: len(tensor.shape) - len(sizes)], *sizes)
 
 
-def left_of(tensor: StoredTensor, done: Cut) -> int:
+def elements_left(tensor: StoredTensor, cuts: Cuts) -> int:
     """How many elements of a stored tensor stay. Its experts may have different numbers of
     neurons, where shapes stay.
     """
-    if done.names.get(tensor.name, "") is None:
+    if cuts.names.get(tensor.name, "") is None:
         return 0
-    parts = done.kept.get(tensor.name)
-    return (
-        tensor.numel
-        if parts is None
-        else sum(math.prod(int(each.sum()) for each in masks) for masks in parts.values())
+    if tensor.name not in cuts.kept:
+        return tensor.numel
+    return sum(
+        math.prod(int(stays.sum()) for stays in masks) for masks in cuts.kept[tensor.name].values()
     )
 
 
@@ -183,11 +107,14 @@ def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
     """(elements, bytes) of all tensors if only some units stay; without choices, of the dense
     model.
     """
-    done = cut_of(model, choices, remove=True)
-    sizes = [
-        (left_of(tensor, done), BITS[tensor.dtype]) for tensor in model.checkpoint.tensors.values()
-    ]
-    return sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes)
+    cuts = cuts_of(model, choices, remove=True)
+    elements = 0
+    size = 0
+    for tensor in model.checkpoint.tensors.values():
+        left = elements_left(tensor, cuts)
+        elements += left
+        size += left * BITS[tensor.dtype] // 8
+    return elements, size
 
 
 def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: int) -> int:
@@ -199,11 +126,7 @@ def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: i
         parameters: of the model with these units.
     """
     stay = {choice.units: len(choice.kept) for choice in choices}
-    for units in model.units:
-        if isinstance(units, Experts):
-            each = sum(target.matrix.numel for target in units.targets) // len(units)
-            parameters -= (stay.get(units, len(units)) - units.top_k) * each
-    return parameters
+    return parameters - sum(units.unreached(stay.get(units, len(units))) for units in model.units)
 
 
 def write_checkpoint(
@@ -228,47 +151,31 @@ def write_checkpoint(
     checkpoint = model.checkpoint
     folder = out.files
     remove = changes is not None
-    done = cut_of(model, choices, remove)
-    hashes: dict[str, str] = dict(out.get("shards") or {})
+    cuts = cuts_of(model, choices, remove)
     for relative in checkpoint.side_files():
         source = checkpoint.folder / relative
         path = folder / relative
         path.parent.mkdir(parents=True, exist_ok=True)
         if changes is not None and str(relative) == "config.json":
             write_json(path, changed_config(read_json(source), changes))
-        elif changes is not None and str(relative) == INDEX_NAME:
-            index = read_json(source, limit=INDEX_LIMIT)
-            parameters, size = size_of(model, choices)
-            metadata = index.get("metadata") or {}
-            new = {"total_size": size, "total_parameters": parameters}
-            named = {
-                done.names.get(name, name): shard for name, shard in index["weight_map"].items()
-            }
-            index |= {
-                "weight_map": {name: shard for name, shard in named.items() if name is not None}
-            }
-            write_json(
-                path,
-                index
-                | {"metadata": metadata | {name: new[name] for name in new if name in metadata}},
-            )
+        elif remove and str(relative) == INDEX_NAME:
+            write_json(path, _smaller_index(source, cuts, size_of(model, choices)))
         else:
             shutil.copyfile(source, path)
-    with progress_bar(
-        sum(shard.stat().st_size for shard in checkpoint.shards), "write", "B"
-    ) as bar:
+    hashes: dict[str, str] = dict(out.get("shards") or {})
+    total = sum(shard.stat().st_size for shard in checkpoint.shards)
+    with progress_bar(total, "write", "B") as bar:
         for shard in checkpoint.shards:
             if shard.name not in hashes or not (folder / shard.name).is_file():
                 tensors = [
-                    tensor for tensor in checkpoint.tensors.values() if tensor.shard == shard
+                    tensor
+                    for tensor in checkpoint.tensors.values()
+                    if tensor.shard == shard and cuts.names.get(tensor.name, "") is not None
                 ]
                 tensors.sort(key=lambda tensor: tensor.start)
-                tensors = [
-                    tensor for tensor in tensors if done.names.get(tensor.name, "") is not None
-                ]
-                shapes = [smaller_shape(tensor, done.kept if remove else {}) for tensor in tensors]
-                names = [done.names.get(tensor.name) or tensor.name for tensor in tensors]
-                content = _content(shard, tensors, done, remove, fitted_at(choices), moved)
+                shapes = [smaller_shape(tensor, cuts.kept if remove else {}) for tensor in tensors]
+                names = [cuts.names.get(tensor.name) or tensor.name for tensor in tensors]
+                content = _content(shard, tensors, cuts, remove, fitted_at(choices), moved)
                 hashes[shard.name] = write_shard(
                     shard, tensors, names, shapes, content, folder / shard.name
                 )
@@ -278,23 +185,29 @@ def write_checkpoint(
     return hashes
 
 
-def fitted(choice: Choice) -> list[Target]:
-    """The matrices whose weights a refit moves: those that read heads or neurons, and the last ones
-    of the kept experts and of the shared one."""
-    if isinstance(choice.units, Experts):
-        shared = [] if choice.units.shared is None else [choice.units.shared]
-        return [choice.units.outputs[number] for number in choice.kept] + shared
-    return [choice.units.output] if isinstance(choice.units, Parts) and len(choice.gone) else []
+def _smaller_index(source: Path, cuts: Cuts, sizes: tuple[int, int]) -> dict[str, Any]:
+    """The index of shards without the removed tensors; `sizes` are those of `size_of`."""
+    index: dict[str, Any] = read_json(source, limit=INDEX_LIMIT)
+    metadata = index.get("metadata") or {}
+    parameters, size = sizes
+    known = {"total_size": size, "total_parameters": parameters}
+    new = {name: value for name, value in known.items() if name in metadata}
+    names = {name: cuts.names.get(name, name) for name in index["weight_map"]}
+    weight_map = {
+        names[name]: shard for name, shard in index["weight_map"].items() if names[name] is not None
+    }
+    return index | {"weight_map": weight_map, "metadata": metadata | new}
 
 
 def fitted_at(choices: Sequence[Choice]) -> dict[str, dict[int | None, Target]]:
     """Stored tensor -> number of an expert in it (None: the tensor is one matrix) -> the matrix
     there that a refit moves.
     """
-    found: dict[str, dict[int | None, Target]] = {}
-    for target in (target for choice in choices for target in fitted(choice)):
-        found.setdefault(target.matrix.stored.name, {})[target.matrix.expert] = target
-    return found
+    targets: dict[str, dict[int | None, Target]] = {}
+    for choice in choices:
+        for target in choice.units.fitted(choice.kept):
+            targets.setdefault(target.matrix.stored.name, {})[target.matrix.expert] = target
+    return targets
 
 
 def write_shard(
@@ -319,7 +232,7 @@ def write_shard(
         )
         offset = end
     stored = json.loads(header_text(shard))
-    header = {name: each for name, each in stored.items() if name == "__metadata__"}
+    header = {name: entry for name, entry in stored.items() if name == "__metadata__"}
     header |= dict(entries[name] for name in stored if name in entries)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -334,9 +247,9 @@ def write_shard(
 def _content(
     shard: Path,
     tensors: Sequence[StoredTensor],
-    done: Cut,
+    cuts: Cuts,
     remove: bool,
-    moves: Mapping[str, Mapping[int | None, Target]],
+    fits: Mapping[str, Mapping[int | None, Target]],
     moved: MovedWeights | None,
 ) -> Iterator[memoryview]:
     """The bytes of the tensors of a shard, one matrix at a time. What stays whole is read from
@@ -345,18 +258,25 @@ def _content(
     with safe_open(shard, framework="pt") as file:
         for tensor in tensors:
             stored = file.get_tensor(tensor.name)
-            masks = done.kept.get(tensor.name, {None: []})
-            for expert, target in moves.get(tensor.name, {}).items():
+            for expert, target in fits.get(tensor.name, {}).items():
                 weight = None if moved is None else moved.rows(target, 0, target.matrix.rows)
                 if weight is not None:
-                    (stored if expert is None else stored[expert]).copy_(
-                        weight.T if target.matrix.transposed else weight
-                    )
-            for number, stays in sorted(masks.items(), key=lambda item: item[0] or 0):
-                part = stored if number is None else stored[number]
-                yield tensor_bytes(
-                    cut(part, stays, remove, done.fills.get(tensor.name, 0.0)).contiguous()
-                )
+                    matrix = stored if expert is None else stored[expert]
+                    matrix.copy_(weight.T if target.matrix.transposed else weight)
+            for matrix in cut_matrices(stored, tensor.name, cuts, remove):
+                yield tensor_bytes(matrix.contiguous())
+
+
+def cut_matrices(stored: Tensor, name: str, cuts: Cuts, remove: bool) -> list[Tensor]:
+    """A stored tensor without what does not stay: as a whole, or the matrix of each of its
+    experts.
+    """
+    masks = cuts.kept.get(name, {None: []})
+    fill = cuts.fills.get(name, 0.0)
+    return [
+        cut_tensor(stored if expert is None else stored[expert], masks[expert], remove, fill)
+        for expert in sorted(masks, key=lambda number: number or 0)
+    ]
 
 
 def compare(
@@ -386,29 +306,21 @@ def compare(
         (1, length),
         generator=torch.Generator().manual_seed(0),
     )
-    heads = next(
-        (choice for choice in choices if choice.units.kind == "heads" and len(choice.gone)), None
-    )
     with _without_units(dense, choices, moved):
-        wanted, wanted_heads = _logits_and_heads(dense, ids, heads)
-    logits, found_heads = _logits_and_heads(written, ids, heads)
+        wanted, wanted_units = _outputs(dense, ids, choices)
+    logits, written_units = _outputs(written, ids, choices)
     difference = float((wanted - logits).norm() / wanted.norm())
     differences = {"logits": difference}
-    # A wrong order shows there in any dtype.
-    if wanted_heads is not None and found_heads is not None:
-        differences["heads that stay"] = _difference_of_heads(wanted_heads, found_heads)
+    if wanted_units is not None and written_units is not None:
+        differences["heads that stay"] = _largest_difference(wanted_units, written_units)
     limit = _LIMITS.get(dense.dtype, 0.1)
     for what, value in differences.items():
-        if value <= limit:
-            continue
-        kinds = [choice.units.kind for choice in choices]
-        remedy = _REMEDIES["heads" if "heads" in kinds else kinds[0]]
-        if "heads" in kinds and not record.config:  # all shapes are kept
-            remedy = _KEPT_SHAPES
-        raise UserError(
-            "the written model does not compute what the dense model does without its removed "
-            f"parts: the {what} differ by {value:.2g} of their norm. {remedy}"
-        )
+        if value > limit:
+            raise UserError(
+                "the written model does not compute what the dense model does without its removed "
+                f"parts: the {what} differ by {value:.2g} of their norm. "
+                f"{choices[0].units.remedy(keeps_shapes=not record.config)}"
+            )
     record.prompt_tokens = length
     record.difference = difference
     if is_offloaded(dense) or is_offloaded(written):
@@ -422,16 +334,16 @@ def compare(
         for number in range(_ROUNDS):
             if number > 1 and time.perf_counter() - start > _SECONDS:
                 break
-            for model, own in zip((dense, written), seconds, strict=True):
-                own.append(_seconds(model, ids))
+            for model, of_model in zip((dense, written), seconds, strict=True):
+                of_model.append(_seconds(model, ids))
                 bar.update(1)
-    for model, cost, own in zip(
+    for model, cost, of_model in zip(
         (dense, written), (record.dense, record.pruned), seconds, strict=True
     ):
         with FlopCounterMode(display=False) as counter:
             _logits(model, ids)
         cost.flops_per_token = counter.get_total_flops() / length
-        cost.tokens_per_second = length / statistics.median(own)
+        cost.tokens_per_second = length / statistics.median(of_model)
 
 
 @contextmanager
@@ -442,37 +354,21 @@ def _without_units(
     their new values.
     """
     before: list[tuple[Tensor, Tensor]] = []
-    removed: list[nn.Module] = []
-    hooks = ExitStack()
     try:
-        for choice in choices:
-            if isinstance(choice.units, Layers):
-                removed = [
-                    find_blocks(model, choice.units.name)[1][number] for number in choice.gone
-                ]
-            for target in fitted(choice):
-                new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
-                if is_offloaded(model):  # a weight is there during a call alone
-                    gone: Any = (
-                        choice.removed(choice.units.columns)
-                        if isinstance(choice.units, Parts)
-                        else []
-                    )
-                    hooks.enter_context(_with_weight(model, target, new, gone))
-                    continue
-                weight = weight_of(model, target.layer)
-                before.append((weight, weight.clone()))
-                if new is not None:
-                    weight.copy_(new)
-                if isinstance(choice.units, Parts):
-                    weight[:, choice.removed(choice.units.columns).to(weight.device)] = 0
-        hooks.enter_context(passed_by(model, removed))
-        hooks.enter_context(
-            closed_routers(
-                model, {c.units: c.kept for c in choices if isinstance(c.units, Experts)}
-            )
-        )
-        with hooks:
+        with ExitStack() as hooks:
+            for choice in choices:
+                unread = choice.units.unread(choice.kept)
+                hooks.enter_context(choice.units.without(model, choice.kept))
+                for target in choice.units.fitted(choice.kept):
+                    new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                    if is_offloaded(model):  # a weight is there during a call alone
+                        hooks.enter_context(_with_weight(model, target, new, unread))
+                        continue
+                    weight = weight_of(model, target.layer)
+                    before.append((weight, weight.clone()))
+                    if new is not None:
+                        weight.copy_(new)
+                    weight[:, unread] = 0
             yield
     finally:
         for weight, values in before:
@@ -480,13 +376,13 @@ def _without_units(
 
 
 def _with_weight(
-    model: PreTrainedModel, target: Target, new: Tensor | None, gone: Sequence[int] | Tensor
+    model: PreTrainedModel, target: Target, new: Tensor | None, unread: Indices
 ) -> Any:
     """A hook with which a layer of an offloaded model has another weight.
 
     Args:
         new: the weight, shape (outputs, inputs); None: the dense one.
-        gone: inputs whose weights are zero.
+        unread: inputs whose weights are zero.
     """
 
     def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -496,7 +392,7 @@ def _with_weight(
                 target.matrix.read(files.reader(stored.shard), 0, target.matrix.rows), stored.dtype
             ).float()
         wanted = (dense if new is None else new).to(torch.float32, copy=True)
-        wanted[:, gone] = 0
+        wanted[:, unread] = 0
         change = (wanted - dense).to(output.device)
         return output + (args[0].float() @ change.T).to(output.dtype)
 
@@ -516,33 +412,24 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return hidden.float().cpu()
 
 
-def _logits_and_heads(
-    model: PreTrainedModel, ids: Tensor, choice: Choice | None
+def _outputs(
+    model: PreTrainedModel, ids: Tensor, choices: Sequence[Choice]
 ) -> tuple[Tensor, Tensor | None]:
-    """The logits, and what the kept heads of an attention give, shape (tokens, units, columns)."""
-    if choice is None or not isinstance(choice.units, Parts):
-        return _logits(model, ids), None
-    columns = torch.from_numpy(choice.units.columns)
-    kept = columns[torch.from_numpy(choice.kept)]
-    inputs: list[Tensor] = []
-
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.append(args[0].float().cpu().flatten(0, -2))
-
-    with model.get_submodule(choice.units.output.layer.name).register_forward_pre_hook(note):
-        logits = _logits(model, ids)
-    if inputs[0].shape[-1] == columns.numel():  # all shapes are kept
-        return logits, inputs[0][:, kept]
-    return logits, inputs[0].reshape(-1, *kept.shape)
+    """The logits, and what the kept units give of the first layer in which their order shows."""
+    for choice in choices:
+        outputs = choice.units.kept_outputs(model, choice.kept, lambda: _logits(model, ids))
+        if outputs is not None:
+            return outputs
+    return _logits(model, ids), None
 
 
-def _difference_of_heads(wanted: Tensor, found: Tensor) -> float:
-    """The largest of all heads, relative to the head's norm; one that gives next to nothing
-    counts by the others.
+def _largest_difference(wanted: Tensor, written: Tensor) -> float:
+    """The largest of all units, relative to the norm of the unit's outputs; one that gives next
+    to nothing counts by the others.
     """
     norms = wanted.norm(dim=(0, 2))
     floor = 0.01 * norms.square().mean().sqrt() + torch.finfo(norms.dtype).tiny
-    return float(((found - wanted).norm(dim=(0, 2)) / norms.maximum(floor)).max())
+    return float(((written - wanted).norm(dim=(0, 2)) / norms.maximum(floor)).max())
 
 
 @torch.no_grad()
