@@ -93,7 +93,7 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.models.blockwise import BlockwiseModel
     from emp_llm.options.recipe import StructureRecipe
-    from emp_llm.structure.taylor import taylor_sums
+    from emp_llm.structure.scores import taylor_sums
     from emp_llm.structure.unit_model import unit_model
 
     taylor_sums(

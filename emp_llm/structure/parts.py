@@ -24,7 +24,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Kind, Layer, Shape
 from emp_llm.models.loading import has_own_widths
-from emp_llm.structure.taylor import taylor_sums
+from emp_llm.structure.scores import taylor_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
 from emp_llm.walk.moved import MovedWeights
