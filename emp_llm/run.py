@@ -112,7 +112,7 @@ def run(
         elif job.id not in elsewhere:
             elsewhere.add(job.id)
             logger.info(
-                "%s: %s works on it; waiting for that.", job.id, files.runner() or "another machine"
+                "%s: %s works on it; waiting for that.", job.id, files.runner() or "another process"
             )
 
     try:
@@ -228,15 +228,10 @@ class Machine(NamedTuple):
     threads: int | None
 
     def gpus_of(self, job: Job) -> int:
-        """The number of GPUs that a job gets: those of its plan, or a worker's part of all; none
-        if its processes are more than the machine has.
-        """
-        needs = job.needs
+        """The number of GPUs that a job gets: those of its plan, or a worker's part of all."""
         count = len(self.gpus or [])
-        if count < needs.processes:
-            return 0
-        wanted = max(needs.processes, count // self.workers) if needs.gpus is None else needs.gpus
-        return min(wanted, count)
+        wanted = job.needs.gpus
+        return min(count, max(1, count // self.workers) if wanted is None else wanted)
 
 
 def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machine:

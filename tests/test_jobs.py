@@ -24,8 +24,16 @@ from conftest import Run
 from emp_llm import cli
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster import jobs as cluster_jobs
-from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, Needs, read_plan, write_plan
-from emp_llm.cluster.jobs import launches as cluster_launches
+from emp_llm.cluster.jobs import (
+    Attempt,
+    Job,
+    JobFiles,
+    JobState,
+    Needs,
+    launch_of,
+    read_plan,
+    write_plan,
+)
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.plan import plan
@@ -53,20 +61,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """
     programs: dict[str, str] = {}
 
-    def launches(job: Job, **_: Any) -> list[tuple[list[str], dict[str, str]]]:
+    def launch_of(job: Job, **_: Any) -> tuple[list[str], dict[str, str]]:
         report = json.dumps({"command": job.command})
         write = (
             f"import os; os.makedirs({job.output!r}); open({job.output!r} + "
             f"'/emp_report.json', 'w').write({report!r})"
         )
-        return [
-            (
-                [sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)],
-                dict(os.environ),
-            )
-        ]
+        program = programs.get(job.id, "WRITE").replace("WRITE", write)
+        return [sys.executable, "-S", "-c", program], dict(os.environ)
 
-    monkeypatch.setattr(cluster_jobs, "launches", launches)
+    monkeypatch.setattr(cluster_jobs, "launch_of", launch_of)
     return programs
 
 
@@ -167,14 +171,14 @@ def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
 
 
 def test_plans_of_version_0_2_are_read(tmp_path: Path) -> None:
-    """Their estimates are numbers of the plan; the number of nodes has no meaning now."""
+    """Their estimates are numbers of the plan; nodes and processes have no meaning now."""
     study_of(tmp_path, job("a"))
     line = json.loads((tmp_path / "plan.jsonl").read_text())
     line["needs"] = {"nodes": 2, "processes": 2, "gpus": 2, "gpu_gb": 80.0}
     line["needs"] |= {"memory_gb": 4.0, "disk_gb": 1.0, "hours": 0.1}
     (tmp_path / "plan.jsonl").write_text(json.dumps(line))
     (read,) = read_plan(tmp_path)
-    assert read.needs == Needs(processes=2, gpus=2, memory_gb=4.0, hours=0.1)
+    assert read.needs == Needs(gpus=2, memory_gb=4.0, hours=0.1)
 
 
 def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
@@ -261,6 +265,18 @@ def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
 
 
 # Running.
+
+
+def test_the_process_of_a_job() -> None:
+    norms = job("norms", kind="calibrate", command="emp-llm calibrate --model 'my model'")
+    words, environment = launch_of(norms, environment={"PATH": "/bin"})
+    assert words == [sys.executable, "-m", "emp_llm.calibrate", "--model", "my model"]
+    assert environment == {"PATH": "/bin"}
+    shown = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    _, environment = launch_of(norms, gpus=[1], threads=3, environment=shown)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-7", "OMP_NUM_THREADS": "3"}
+    _, environment = launch_of(job("a", needs=Needs(gpus=0)), environment=shown)
+    assert environment == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_jobs_run_in_order(
@@ -470,9 +486,9 @@ def test_threads_are_the_schedulers(
 ) -> None:
     """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
     given: list[int | None] = []
-    launches = cluster_jobs.launches
+    launch_of = cluster_jobs.launch_of
     monkeypatch.setattr(
-        cluster_jobs, "launches", lambda job, **how: given.append(how["threads"]) or launches(job)
+        cluster_jobs, "launch_of", lambda job, **how: given.append(how["threads"]) or launch_of(job)
     )
     study_of(tmp_path, job("a"), job("b"))
     assert run_study(tmp_path, only="a").complete
@@ -522,35 +538,12 @@ def test_a_full_disk(
 # States.
 
 
-def test_a_job_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where locks are not seen across machines, signs of life are: by the clock of the file
-    server.
-    """
+def test_a_job_of_a_machine_that_is_gone(tmp_path: Path) -> None:
     files = JobFiles(tmp_path, job("a"))
     JobState(id="a", command=files.job.command, status="running", host="node7").save(
         files.state_path
     )
     assert files.status() == "stopped"
-    files.lock_path.touch()
-    assert files.status() == "running"
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock is wrong
-    assert files.status() == "running"
-    monkeypatch.setattr(
-        cluster_jobs, "server_time", lambda _: files.lock_path.stat().st_mtime + 300
-    )
-    assert files.status() == "stopped"
-
-
-def test_signs_of_life(
-    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_jobs, "BEAT", 0.0)
-    scripted["a"] = "import time; time.sleep(0.3)"
-    attempt = Attempt(tmp_path, job("a"))
-    os.utime(attempt.files.lock_path, (1, 1))
-    assert attempt.poll() is None
-    assert attempt.files.lock_path.stat().st_mtime > 1
-    until(lambda: attempt.poll() is not None)
 
 
 def test_an_output_of_another_plan(
@@ -762,9 +755,9 @@ def test_a_refit_of_every_method_gets_the_text(models: Models, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("there", "given"),
     [
-        (0, {"one": [], "four": [], "pair": []}),
-        (2, {"one": [0], "four": [0, 1], "pair": []}),
-        (8, {"one": [0], "four": [0, 1, 2, 3]}),
+        (0, {"one": [], "four": [], "any": []}),
+        (2, {"one": [0], "four": [0, 1], "any": [0, 1]}),
+        (8, {"one": [0], "four": [0, 1, 2, 3], "none": []}),
     ],
 )
 def test_a_plan_for_more_gpus_than_there_are(
@@ -778,19 +771,20 @@ def test_a_plan_for_more_gpus_than_there_are(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     seen: dict[str, Any] = {}
 
-    def launches(job: Job, gpus: list[int], **_: Any) -> list[tuple[list[str], dict[str, str]]]:
+    def launch(job: Job, gpus: list[int], **_: Any) -> tuple[list[str], dict[str, str]]:
         seen[job.id] = gpus
-        (real,) = cluster_launches(job, gpus=gpus, environment={})[:1]
-        assert real[1]["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
-        return [
-            (
-                [sys.executable, "-S", "-c", f"import os; os.makedirs({job.output!r})"],
-                dict(os.environ),
-            )
-        ]
+        environment = launch_of(job, gpus=gpus, environment={})[1]
+        assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
+        program = f"import os; os.makedirs({job.output!r})"
+        return [sys.executable, "-S", "-c", program], dict(os.environ)
 
-    monkeypatch.setattr(cluster_jobs, "launches", launches)
-    needs = {"one": {"gpus": 1}, "four": {"gpus": 4}, "pair": {"gpus": 4, "processes": 4}}
+    monkeypatch.setattr(cluster_jobs, "launch_of", launch)
+    needs: dict[str, Any] = {
+        "one": {"gpus": 1},
+        "four": {"gpus": 4},
+        "any": {},
+        "none": {"gpus": 0},
+    }
     jobs = [
         job(name, kind="calibrate", command=f"emp-llm calibrate --output runs/{name}")
         for name in needs

@@ -5,6 +5,7 @@ is busy or done does not.
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +111,21 @@ def test_ranks_may_end_at_different_times(met: Met) -> None:
 
     done = met(3, work)
     assert (done.codes, done.error) == ([0, 0, 0], "")
+
+
+def test_ranks_end_at_sigterm_where_they_can_resume(met: Met, tmp_path: Path) -> None:
+    """Also if a scheduler sends it twice."""
+
+    def work(rank: int) -> None:
+        for seconds in (0.2, 0.3):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(0.3)
+            (tmp_path / f"cleaned-{rank}").touch()
+
+    done = met(2, work)
+    assert done.codes == [143, 143]
+    assert done.errors == ["terminated by SIGTERM.\n", "rank 1: terminated by SIGTERM.\n"]
+    assert len(list(tmp_path.glob("cleaned-?"))) == 2

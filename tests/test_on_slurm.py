@@ -122,9 +122,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 
 def plan_of(study: Path, command: Run, model: Path, suite: Path) -> list[str]:
-    """Plan a study of a recipe and a suite; the calibration runs as 2 processes. Returns the
-    commands of the jobs.
-    """
+    """Plan a study of a recipe and a suite. Returns the commands of the jobs."""
     done = command(
         "plan", "--models", model, "--output", study, *OPTIONS.format(suite=suite).split()
     )
@@ -132,10 +130,7 @@ def plan_of(study: Path, command: Run, model: Path, suite: Path) -> list[str]:
     jobs = [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()]
     for each in jobs:
         short = each["id"] == "llama.dense.evaluate"
-        each["needs"] = {
-            "hours": 0.16 if short else 0.25,
-            "processes": 2 if each["kind"] == "calibrate" else 1,
-        }
+        each["needs"] = {"hours": 0.16 if short else 0.25}
     (study / "plan.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
     return [each["command"] for each in jobs]
 

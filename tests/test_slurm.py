@@ -33,7 +33,7 @@ def arrays_of(
 # Grouping
 
 
-# Jobs, and their arrays: the jobs by index, and the arrays that come first, whole or task by task.
+# Jobs, and their arrays: the jobs, and the arrays that come first.
 FOUR = [job(f"a{i}") for i in range(4)]
 GROUPS = {
     "recipes of a model": (
@@ -42,11 +42,7 @@ GROUPS = {
             *(job(f"p{i}", "c") for i in range(2)),
             *(job(f"e{i}", f"p{i}") for i in range(2)),
         ],
-        ["0:c", "0:p0 1:p1 after 001", "0:e0 1:e1 each after 002"],
-    ),
-    "an index without a job": (
-        [job("a"), job("b"), job("c"), job("after-a", "a", gpus=1), job("after-c", "c", gpus=1)],
-        ["0:a 1:b 2:c", "0:after-a 2:after-c each after 001"],
+        ["c", "p0 p1 after 001", "e0 e1 after 002"],
     ),
     "jobs that wait for several": (
         [
@@ -55,12 +51,12 @@ GROUPS = {
             job("p1"),
             *(job(f"e{i}", "d", f"p{i}", hours=9.0) for i in range(2)),
         ],
-        ["0:d", "0:p0 1:p1", "0:e0 1:e1 after 001 002"],
+        ["d", "p0 p1", "e0 e1 after 001 002"],
     ),
-    "others are done or queued": ([job("e0", "done"), job("e1", "queued")], ["0:e0 1:e1 after 7"]),
+    "others are done or queued": ([job("e0", "done"), job("e1", "queued")], ["e0 e1 after 7"]),
     "large arrays are divided": (
         [*FOUR, job("last", *(each.id for each in FOUR))],
-        ["0:a0 1:a1 2:a2", "0:a3", "0:last after 001 002"],
+        ["a0 a1 a2", "a3", "last after 001 002"],
     ),
 }
 
@@ -94,8 +90,7 @@ def test_arrays_of_jobs(name: str) -> None:
     ]
     shown = []
     for each in arrays:
-        words = [f"{index}:{job.id}" for index, job in each.jobs.items()]
-        words += ["each"] * each.task_by_task + ["after"] * bool(each.after)
+        words = [job.id for job in each.jobs] + ["after"] * bool(each.after)
         shown.append(" ".join([*words, *(name.removesuffix("-calibrate") for name in each.after)]))
     assert shown == expected
 
@@ -114,7 +109,7 @@ def test_needs_are_the_plans_then_the_sites(tmp_path: Path) -> None:
     assert needs_text(needs, site) == "4 cores, 2 GB, 3:03 h"
     assert site.needs_of(command_job("a", "prune", "")) == Needs(memory_gb=9.0, hours=2.0)
     assert site.minutes_of(Needs(hours=100.0)) == site.minutes_of(Needs()) == 600
-    assert needs_text(Needs(processes=4, gpus=4), site) == "4 GPUs, 16 cores, 10:00 h"
+    assert needs_text(Needs(gpus=4), site) == "4 GPUs, 4 cores, 10:00 h"
 
 
 # Scripts
@@ -123,9 +118,7 @@ def test_needs_are_the_plans_then_the_sites(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -> None:
     site = read_site(example)
-    text = script_text(
-        arrays_of([job(name, gpus=2, processes=2) for name in "ab"], site)[0], site, tmp_path
-    )
+    text = script_text(arrays_of([job(name, gpus=2) for name in "ab"], site)[0], site, tmp_path)
     for script in (text, (EXAMPLES / "job.sh").read_text()):
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert "#@" not in text
@@ -150,7 +143,7 @@ def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -
     [
         ('partiton = "gpu"', "unknown field partiton"),
         ("max_hours = 0.05", "signal_seconds 180 must be less than max_hours, 180 seconds"),
-        ("[needs.calibrate]\nnodes = 2", "unknown field nodes"),
+        ("[needs.calibrate]\nprocesses = 2", "unknown field processes"),
         ('gpus = "--gres=gpu"', "gpus must be an option with {gpus}"),
         (
             'options = ["--array=1-3"]',
@@ -274,7 +267,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) ->
         if line.startswith("$ sbatch")
     ]
     assert [call[-1] for call in calls] == ["slurm/001-calibrate.sh", "slurm/002-calibrate.sh"]
-    assert "--dependency=aftercorr:001-calibrate" in calls[1]
+    assert "--dependency=afterany:001-calibrate" in calls[1]
     (study / "activations").mkdir()
     for name in "ab":
         (study / "activations" / name).touch()

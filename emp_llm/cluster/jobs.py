@@ -14,21 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
-from uuid import uuid4
 
 import msgspec
 from msgspec import Meta
 
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import FileLock, holder_of
-from emp_llm.common.errors import UserError, count_of, quotable
-from emp_llm.common.machine import available_cores
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.ranks import LOST_CODE, RESUMES
 from emp_llm.records.base import FileRecord, Part, read_record, record_of
@@ -38,7 +36,6 @@ JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 
 Number = Annotated[int, Meta(ge=1)]
-GpuCount = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -46,14 +43,12 @@ class Needs(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # as `Quart
     """What a job needs. A GB is 1e9 bytes; null is the site's number, or the machine's.
 
     Attributes:
-        processes: number of ranks, each with a whole model.
         gpus: number of GPUs; 0: the job computes on the CPU.
         memory_gb: main memory.
         hours: time.
     """
 
-    processes: Number = 1
-    gpus: GpuCount | None = None
+    gpus: Annotated[int, Meta(ge=0)] | None = None
     memory_gb: Positive | None = None
     hours: Positive | None = None
 
@@ -190,14 +185,10 @@ def option_of(job: Job, flag: str) -> str:
 
 
 JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
-BEAT = 20.0  # seconds between two signs of life
-# Seconds after which a job on another machine, without a lock that can be seen here, has died.
-_SILENT = 120.0
-_GLANCE = 0.5  # seconds: one who looks who holds a lock holds it for a moment
+_GLANCE = 0.5  # seconds to wait for a lock: `runner` takes it for a moment
 _PATIENCE = 100.0  # seconds that a command has to end after SIGTERM
 # Variables with the number of the scheduler's job.
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-_CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # of processes that end because another has ended
 
 
 class JobState(FileRecord, kw_only=True, omit_defaults=False):
@@ -265,7 +256,7 @@ class JobFiles:
         command.
         """
         state = self.state()
-        if self._is_running(state):
+        if self.runner() is not None:
             return "running"
         if self.is_complete(state):
             return "done"
@@ -287,19 +278,6 @@ class JobFiles:
             return []
         lines = [quotable(line) for line in text.splitlines() if line.strip()]
         return lines[-count:] if count else []
-
-    def _is_running(self, state: JobState | None) -> bool:
-        """Whether a process works on the job: by its lock, or on a file system without locks by
-        its signs of life.
-        """
-        if self.runner() is not None:
-            return True
-        if state is None or state.status != "running" or state.host == socket.gethostname():
-            return False
-        try:
-            return server_time(self.lock_path.parent) - self.lock_path.stat().st_mtime < _SILENT
-        except OSError:
-            return False
 
     def is_complete(self, state: JobState | None) -> bool:
         """Whether the output is finished, given the state of the last attempt.
@@ -329,165 +307,34 @@ class JobFiles:
         return made.complete and self.job.kind != "sweep"
 
 
-def server_time(folder: Path) -> float:
-    """The clock of a folder's file server, in seconds, by a file that is written and deleted."""
-    path = folder / f".{uuid4().hex}.now"
-    try:
-        path.touch()
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
-    finally:
-        path.unlink(missing_ok=True)
-
-
-# How a job is started.
-
-
-def launches(
+def launch_of(
     job: Job,
     *,
     gpus: Sequence[int] | None = None,
     threads: int | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> list[tuple[list[str], dict[str, str]]]:
-    """The words and the environment of each process of a job, for the study's folder.
+) -> tuple[list[str], dict[str, str]]:
+    """The words and the environment of a job's process, for the study's folder.
 
     Args:
         gpus: numbers of the GPUs that the job may use, counted among those that the environment
             shows; None: as the environment says. A job that needs no GPU sees none.
-        threads: number of cores for all processes; None: OMP_NUM_THREADS of the environment, or
-            all cores.
+        threads: number of cores; None: as the environment says.
         environment: of this process.
-
-    Raises:
-        UserError: the job has fewer GPUs than processes.
     """
-    needs = job.needs
-    processes = needs.processes
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
-    common = dict(environment)
-    if needs.gpus == 0:
-        common["CUDA_VISIBLE_DEVICES"] = ""
-    elif needs.gpus is not None and needs.gpus < processes:
-        raise UserError(
-            f"{job.id} has {count_of(processes, 'process', 'processes')} and "
-            f"{count_of(needs.gpus, 'GPU')}. Each process holds the whole model on a GPU of its "
-            "own; change processes or gpus in the plan."
-        )
-    elif gpus is not None:  # each rank takes the one with its local number
+    own = dict(environment)
+    if job.needs.gpus == 0:
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    elif gpus is not None:
         shown = environment.get("CUDA_VISIBLE_DEVICES")
         names = None if shown is None else [name.strip() for name in shown.split(",")]
-        common["CUDA_VISIBLE_DEVICES"] = ",".join(
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(
             str(number) if names is None else names[number] for number in gpus
         )
-    if threads is not None or (processes > 1 and not environment.get("OMP_NUM_THREADS")):
-        common["OMP_NUM_THREADS"] = str(max(1, (threads or available_cores()) // processes))
-    if processes == 1:
-        return [(words, common)]
-    host = "127.0.0.1"
-    with socket.create_server((host, 0)) as free:
-        port = str(free.getsockname()[1])
-    common |= {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-    }
-    # Else it warns of every address without a name.
-    common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return [
-        (words, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)
-    ]
-
-
-class Processes:
-    """The processes of a job. If one fails, the others are asked to end.
-
-    Args:
-        study: folder in which they run.
-        launched: of `launches`.
-        log: file for what they print; None: they print where this process does.
-        inherited: files that stay open in them.
-
-    Attributes:
-        failure: number and return code of the process that failed first.
-    """
-
-    def __init__(
-        self,
-        study: Path,
-        launched: list[tuple[list[str], dict[str, str]]],
-        log: Path | None = None,
-        inherited: Sequence[int] = (),
-    ) -> None:
-        self.failure: tuple[int, int] | None = None
-        self._stopped: float | None = None
-        self._all: list[subprocess.Popen[bytes]] = []
-        with nullcontext() if log is None else log.open("ab") as file:
-            for words, environment in launched:
-                process = subprocess.Popen(
-                    words,
-                    cwd=study,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    pass_fds=inherited,
-                    start_new_session=True,  # Ctrl-C reaches it once, through this process
-                )
-                self._all.append(process)
-
-    def poll(self) -> int | None:
-        """None while one runs; then 0, or the exit code of the one that failed first: 143 also
-        if SIGTERM has killed it.
-        """
-        failed = [
-            (number, process.returncode)
-            for number, process in enumerate(self._all)
-            if process.poll()
-        ]
-        if failed and self.failure is None:
-            self.failure = min(failed, key=lambda each: each[1] in _CONSEQUENCES)
-            self.stop()
-        if self._stopped is not None and time.monotonic() - self._stopped > _PATIENCE:
-            self.kill()
-        if any(process.returncode is None for process in self._all):
-            return None
-        code = 0 if self.failure is None else self.failure[1]
-        return 128 - code if code < 0 else code
-
-    @property
-    def cause(self) -> str:
-        """Which process was ended by a signal; empty if none was, as a process that fails itself
-        says why.
-        """
-        if self.failure is None or self.failure[1] >= 0 or self.failure[1] in _CONSEQUENCES:
-            return ""
-        number, code = self.failure
-        name = signal.Signals(-code).name
-        reason = "; the machine may have too little memory" if name == "SIGKILL" else ""
-        return f"process {number} ({self._all[number].pid}) was ended by {name}{reason}. {RESUMES}"
-
-    def stop(self) -> None:
-        """Ask the processes to end where they can resume."""
-        if self._stopped is None:
-            self._stopped = time.monotonic()
-            for process in self._all:
-                process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End the processes and theirs at once."""
-        for process in self._all:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def wait(self) -> int:
-        """The exit code when all have ended."""
-        while (code := self.poll()) is None:
-            time.sleep(0.05)
-        return code
+    if threads is not None:
+        own["OMP_NUM_THREADS"] = str(threads)
+    return words, own
 
 
 class Attempt:
@@ -498,7 +345,7 @@ class Attempt:
         study: folder of the study.
         job: of its plan.
         gpus: numbers of the GPUs for it; None: as the environment says.
-        threads: cores for its processes; None: all of them.
+        threads: cores for it; None: as the environment says.
 
     Attributes:
         files: of the job.
@@ -511,9 +358,8 @@ class Attempt:
         self, study: Path, job: Job, gpus: Sequence[int] | None = None, threads: int | None = None
     ) -> None:
         self.files = files = JobFiles(study, job)
-        self._processes: Processes | None = None  # while it runs
-        self._stopping = False
-        self._message: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # while it runs
+        self._stopped: float | None = None
         for path in (files.lock_path, files.log_path, files.output):
             with _writable(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -528,7 +374,7 @@ class Attempt:
                 self._state.status = "done"
                 self._lock.release()
                 return
-            launched = launches(job, gpus=gpus, threads=threads)
+            words, environment = launch_of(job, gpus=gpus, threads=threads)
             self._state = JobState(
                 id=job.id,
                 command=job.command,
@@ -543,13 +389,23 @@ class Attempt:
             )
             with _writable(files.state_path):
                 self._state.save(files.state_path)
-            self._began = self._beat = time.monotonic()
+            self._began = time.monotonic()
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self._log(
                 f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}"
             )
-            # They share the lock: if this process is killed, it stays until they have ended.
-            self._processes = Processes(study, launched, files.log_path, [self._lock.descriptor])
+            with files.log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    words,
+                    cwd=study,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # It shares the lock: if this process is killed, it stays until that has ended.
+                    pass_fds=[self._lock.descriptor],
+                    start_new_session=True,  # Ctrl-C reaches it once, through this process
+                )
         except BaseException:
             self._lock.release()
             raise
@@ -558,37 +414,33 @@ class Attempt:
         """The state of the finished job; None while it runs. UserError if the state cannot be
         written.
         """
-        if self._processes is None:
+        if self._process is None:
             return self._state
-        now = time.monotonic()
-        if now - self._beat > BEAT:
-            self._beat = now
-            with suppress(OSError):
-                os.utime(self.files.lock_path)
-        code = self._processes.poll()
-        # Before the others say that they end as well.
-        if self._processes.failure is not None and self._message is None:
-            self._message = self._processes.cause or self._last_line()
+        if self._stopped is not None and time.monotonic() - self._stopped > _PATIENCE:
+            self.kill()
+        code = self._process.poll()
         if code is None:
             return None
-        self._processes = None
+        self._process = None
         state = self._state
-        output = self.files.output
-        state.exit_code = code
-        state.seconds += now - self._began
+        state.exit_code = 128 - code if code < 0 else code
+        state.seconds += time.monotonic() - self._began
         if code == 0:
-            state.status = "done" if output.exists() else "failed"
+            written = self.files.output.exists()
+            state.status = "done" if written else "failed"
             state.message = (
                 ""
-                if output.exists()
+                if written
                 else f"the command ended well, but did not write {self.files.job.output}"
             )
         else:
-            state.status = (
-                "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
-            )
-            state.message = self._message or self._last_line()
-            if state.message != self._last_line():
+            resumes = self._stopped is not None or state.exit_code in (130, 143, LOST_CODE)
+            state.status = "stopped" if resumes else "failed"
+            state.message = "".join(self.files.last_lines(1))
+            if code < 0 and state.exit_code != 143:  # a process that fails itself says why
+                name = signal.Signals(-code).name
+                reason = "; the machine may have too little memory" if name == "SIGKILL" else ""
+                state.message = f"the process was ended by {name}{reason}. {RESUMES}"
                 self._log(state.message)
         try:
             with _writable(self.files.state_path):
@@ -599,17 +451,16 @@ class Attempt:
 
     def stop(self) -> None:
         """Ask the command to end where it can resume."""
-        if self._processes is not None:
-            self._stopping = True
-            self._processes.stop()
+        if self._process is not None and self._stopped is None:
+            self._stopped = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the command and all its processes at once."""
-        if self._processes is not None:
-            self._processes.kill()
-
-    def _last_line(self) -> str:
-        return "".join(self.files.last_lines(1))
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _log(self, line: str) -> None:
         with self.files.log_path.open("ab") as log:

@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.cluster.jobs import GpuCount, Job, JobKind, Needs, Number, Positive
+from emp_llm.cluster.jobs import Job, JobKind, Needs, Number
 from emp_llm.common.errors import UserError, count_of, printable, quotable
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import converted
@@ -64,20 +63,10 @@ _OWN_OPTIONS = {
 }
 
 
-class SiteNeeds(
-    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """What jobs of one kind need, where their plan does not say it. A GB is 1e9 bytes.
-
-    Attributes:
-        gpus: number of GPUs; null: none.
-        memory_gb: main memory; null: the cluster's default.
-        hours: time; null: the longest.
+class SiteNeeds(Needs, frozen=True, forbid_unknown_fields=True):  # type: ignore[misc]  # as `Quartiles`
+    """What jobs need where their plan does not say it; null: no GPU, the cluster's default memory,
+    the longest time.
     """
-
-    gpus: GpuCount | None = None
-    memory_gb: Positive | None = None
-    hours: Hours | None = None
 
 
 class Site(
@@ -91,7 +80,7 @@ class Site(
         cpu_partition: partition of jobs without GPUs; null: `partition`.
         gpus: the option that asks for GPUs, with {gpus} for their number.
         memory: the option that asks for memory, with {megabytes} for MiB; empty: no such option.
-        cpus: cores for each process of a job.
+        cpus: cores of a job.
         options: further options of sbatch.
         max_hours: longest time limit. A job that needs more is stopped and queued again, and
             resumes.
@@ -140,7 +129,7 @@ class Site(
         """
         values: dict[str, Any] = {}
         for needs in (self.needs.get("all"), self.needs.get(job.kind), job.needs):
-            values |= {} if needs is None else msgspec.to_builtins(needs)  # without nulls
+            values |= {} if needs is None else needs.as_dict()  # without nulls
         return Needs(**values)
 
     def minutes_of(self, needs: Needs) -> int:
@@ -263,33 +252,21 @@ class JobArray:
     Attributes:
         name: unique in the study.
         needs: of each task.
-        jobs: index of the task -> its job.
-        after: arrays that come first, by their names or their numbers in Slurm.
-        task_by_task: each task waits only for the task of the same index in the one array that
-            comes first. Otherwise it waits for all tasks, and refuses to begin if a job that it
-            needs has failed.
+        jobs: of the tasks, in their order.
+        after: arrays that come first, by their names or their numbers in Slurm. A task waits until
+            they have ended, and refuses to begin if a job that it needs has failed.
     """
 
     name: str
     needs: Needs
-    jobs: dict[int, Job]
+    jobs: tuple[Job, ...]
     after: tuple[str, ...] = ()
-    task_by_task: bool = False
-
-    @property
-    def indices(self) -> str:
-        """The indices for sbatch: "0-3,7"."""
-        runs = []
-        for _, members in groupby(enumerate(sorted(self.jobs)), lambda place: place[1] - place[0]):
-            run = [index for _, index in members]
-            runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-        return ",".join(runs)
 
 
 def needs_text(needs: Needs, site: Site) -> str:
     """What each task of an array asks for, in words."""
-    cores = count_of(site.cpus * needs.processes, "core")
-    words = [count_of(needs.gpus, "GPU"), cores] if needs.gpus else [cores]
+    words = [count_of(needs.gpus, "GPU")] if needs.gpus else []
+    words.append(count_of(site.cpus, "core"))
     if needs.memory_gb is not None:
         words.append(f"{needs.memory_gb:g} GB")
     minutes = site.minutes_of(needs)
@@ -314,24 +291,17 @@ def grouped_jobs(
         depth[job.id] = 1 + max((depth[name] for name in job.after if name in depth), default=0)
         groups[depth[job.id], job.kind, site.needs_of(job)].append(job)
     arrays: list[JobArray] = []
-    places: dict[str, tuple[str, int]] = {}  # id -> its array and index
+    array_of: dict[str, str] = {}  # id -> its array
     for level, kind, needs in sorted(groups, key=lambda group: group[0]):
         members = groups[level, kind, needs]
         for start in range(0, len(members), site.largest_array):
-            part = members[start : start + site.largest_array]
-            before = [
-                name for job in part for name in job.after if name in places or name in queued
-            ]
-            after = {
-                places[name][0] if name in places else queued[name].partition("_")[0]
-                for name in before
-            }
-            indexed = {places[name][1]: job for job in part for name in job.after if name in places}
-            task_by_task = len(after) == 1 and len(indexed) == len(part) == len(before)
-            indexed = indexed if task_by_task else dict(enumerate(part))
+            tasks = members[start : start + site.largest_array]
+            before = {name for job in tasks for name in job.after}
+            after = {array_of[name] for name in before if name in array_of}
+            after |= {queued[name].partition("_")[0] for name in before if name in queued}
             name = f"{first + len(arrays):03d}-{kind}"
-            arrays.append(JobArray(name, needs, indexed, tuple(sorted(after)), task_by_task))
-            places |= {job.id: (name, index) for index, job in indexed.items()}
+            arrays.append(JobArray(name, needs, tuple(tasks), tuple(sorted(after))))
+            array_of |= {job.id: name for job in tasks}
     return arrays
 
 
@@ -358,7 +328,7 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     places = f"%{site.at_once}" if site.at_once is not None else ""
     chosen = {
         "job-name": array.name,
-        "array": f"{array.indices}{places}",
+        "array": f"0-{len(array.jobs) - 1}{places}",
         "chdir": str(study),
         "output": f"{FOLDER_NAME}/{array.name}-%a.log",
         "partition": site.partition
@@ -369,7 +339,7 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
         "constraint": site.constraint,
         "nodes": "1",
         "ntasks": "1",
-        "cpus-per-task": str(site.cpus * needs.processes),
+        "cpus-per-task": str(site.cpus),
         "time": f"{minutes // 60}:{minutes % 60:02d}:00",
         "signal": f"TERM@{site.signal_seconds}",
     }
@@ -403,13 +373,8 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
 
 
 def list_text(array: JobArray) -> str:
-    """The list of an array: the id of the job of task N on line N + 1; an empty line for an
-    index without a task.
-    """
-    return "".join(
-        f"{array.jobs[index].id if index in array.jobs else ''}\n"
-        for index in range(max(array.jobs) + 1)
-    )
+    """The list of an array: the id of the job of task N on line N + 1."""
+    return "".join(f"{job.id}\n" for job in array.jobs)
 
 
 # Slurm's commands.
@@ -473,10 +438,8 @@ def sbatch_words(array: JobArray, numbers: Mapping[str, str]) -> list[str]:
     """
     options = [f"--export={','.join(EXPORTED)}"]
     if array.after:
-        kind = "aftercorr" if array.task_by_task else "afterany"
-        options.append(
-            f"--dependency={kind}:{':'.join(numbers.get(name, name) for name in array.after)}"
-        )
+        before = ":".join(numbers.get(name, name) for name in array.after)
+        options.append(f"--dependency=afterany:{before}")
     return ["sbatch", "--parsable", *options, f"{FOLDER_NAME}/{array.name}.sh"]
 
 

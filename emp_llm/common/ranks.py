@@ -1,5 +1,5 @@
-"""Ranks: the processes of one job, started by `emp-llm run`, torchrun or accelerate. A single
-process is rank 0 of 1.
+"""Ranks: the processes of one command, started by torchrun or accelerate. A single process is
+rank 0 of 1.
 """
 
 import atexit
