@@ -257,9 +257,8 @@ def published_values(result: Results) -> tuple[float | None, dict[str, Value]] |
     pruned = result.pruned
     if result.made_by.quantization is not None:
         return None
-    source, method = (result.model, "dense")
-    if pruned is not None:
-        source, method = (pruned.of, pruned.recipe.method)
+    source = result.model if pruned is None else pruned.of
+    method = "dense" if pruned is None else pruned.recipe.method
     models = read_json(data_folder("eval") / "published" / "llama.json")["results"]
     methods = {PurePath(name).name: methods for name, methods in models.items()}
     row = methods.get(PurePath(source).name, {}).get(method)
