@@ -21,8 +21,9 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory.masks import check_merged
 from emp_llm.models.architecture import Architecture
-from emp_llm.models.layers import MIXES_TOKENS, Layer
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
+from emp_llm.models.names import MIXES_TOKENS
 from emp_llm.models.offload import resident_parameter
 
 # In the names of wrapped parts.

@@ -13,7 +13,6 @@ For patterns N:M, the columns are put in an order afterwards in which large ones
 groups. An order is a rotation too: of the stream, of each head's values, and of the neurons.
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -30,14 +29,14 @@ from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory, out_of_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
-from emp_llm.models.layers import ROUTER_NAMES, Layer
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
+from emp_llm.models.names import ROUTERS, WRITERS
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import parse_pattern
 from emp_llm.records.rotation import RotationRecord
 
-_WRITERS = re.compile(r"o_proj|out_proj|wo|dense|c_proj|down_proj|w2|output_linear")
 # Of Adam on the entries of A, over the root of its width: the best at widths of 64, 192 and 256.
 _RATE = 0.2
 _ROWS = 512  # of each matrix, drawn anew in each step
@@ -262,12 +261,10 @@ def _block_of(
         )
     heads = config.num_attention_heads
     block = _Block(norms, ([], []), [], [])
-    readers = {
-        layer: weight_of(model, layer) for layer in layers if not _WRITERS.fullmatch(layer.leaf)
-    }
+    readers = {layer: weight_of(model, layer) for layer in layers if layer.leaf not in WRITERS}
     # Others read readers.
     readers = {layer: weight for layer, weight in readers.items() if weight.shape[1] == width}
-    for layer in (layer for layer in layers if _WRITERS.fullmatch(layer.leaf)):
+    for layer in (layer for layer in layers if layer.leaf in WRITERS):
         weight = weight_of(model, layer)
         bias = bias_of(model, layer)
         parent = layer.name.rpartition(".")[0]
@@ -319,9 +316,9 @@ def _block_of(
     known = {layer.parameter for layer in layers}
     for leaf, parameter in model.get_submodule(name).named_parameters():
         if f"{name}.{leaf}" not in known and parameter.dim() > 1 and width in parameter.shape:
-            if leaf.rpartition(".")[0].rpartition(".")[2] not in ROUTER_NAMES or parameter.shape[
-                1:
-            ] != (width,):
+            if leaf.rpartition(".")[0].rpartition(".")[2] not in ROUTERS or parameter.shape[1:] != (
+                width,
+            ):
                 raise _refusal(f"{name}.{leaf} is not the weight of a linear layer")
             block.readers[1].append(parameter.data)
     return block

@@ -18,16 +18,21 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
-from emp_llm.models.layers import (
+from emp_llm.models.layers import Kind, Layer, Shape, Tower, named_tower, tower_of, within
+from emp_llm.models.names import (
+    EMBEDDINGS,
+    HEAD_LEAVES,
+    HEADS,
+    LLAMA_ATTENTION,
+    LLAMA_BLOCKS,
+    LLAMA_EMBEDDING,
+    LLAMA_HEAD,
+    LLAMA_MLP,
+    LLAMA_MORE_NORMS,
+    LLAMA_NORM,
+    LLAMA_NORMS,
     MIXES_TOKENS,
-    ROUTER_NAMES,
-    Kind,
-    Layer,
-    Shape,
-    Tower,
-    named_tower,
-    tower_of,
-    within,
+    ROUTERS,
 )
 from emp_llm.records.run_report import TargetsRecord
 
@@ -43,9 +48,6 @@ _SCOPES: dict[str, tuple[Kind, ...]] = {
     "attention": ("attention",),
     "all-linear": ("mlp", "attention", "other"),
 }
-# Lookup tables, in a block or outside: relative position biases, position embeddings.
-_TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
-_HEADS = re.compile(r"(^|[._])(lm_?heads?|unembed|embed_out)([._]|$)", re.IGNORECASE)
 _LONGEST = 2**31 - 1  # rows or columns, which kernels count in 32 bits
 _SECONDS = 2.0  # for one match of a user's expression
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
@@ -378,7 +380,7 @@ class Architecture:
         return tuple(
             name
             for name in others
-            if name.removesuffix(".weight").rpartition(".")[2] not in ROUTER_NAMES
+            if name.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
         )
 
     def _dense_towers(self, tower: str) -> dict[str, int]:
@@ -521,25 +523,6 @@ def check_calibrated(layers: Iterable[Layer]) -> None:
     )
 
 
-_BLOCKS = "model.layers"
-_EMBEDDING = "model.embed_tokens.weight"
-_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
-_NORMS = {f"{_BLOCKS}.*.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
-_MORE_NORMS = {
-    f"{_BLOCKS}.*.{name}.weight"
-    for name in (
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
-}
-# The linear layers of attention and MLP, joined or apart, in the order of the modules.
-_ATTENTION = (("q_proj", "k_proj", "v_proj", "o_proj"), ("o_proj", "qkv_proj"))
-_MLP = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
-
-
 def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architecture | None:
     """The architecture of a checkpoint that follows the conventions of Llama in every name and
     shape; None for any other.
@@ -555,7 +538,7 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
     ):
         return None
-    if "auto_map" in config or "model_type" not in config or blocks not in (None, _BLOCKS):
+    if "auto_map" in config or "model_type" not in config or blocks not in (None, LLAMA_BLOCKS):
         return None
     keys = (
         "vocab_size",
@@ -587,19 +570,24 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         "embed_tokens": (vocabulary, hidden),
         "lm_head": (vocabulary, hidden),
     }
-    tied = config.get("tie_word_embeddings") is True and _HEAD not in shapes
-    for attention, mlp in product(_ATTENTION, _MLP):
+    head_weight = f"{LLAMA_HEAD}.weight"
+    norm = f"{LLAMA_NORM}.weight"
+    in_block = f"{LLAMA_BLOCKS}.*"
+    norms = {f"{in_block}.{name}.weight" for name in LLAMA_NORMS}
+    more_norms = {f"{in_block}.{name}.weight" for name in LLAMA_MORE_NORMS}
+    tied = config.get("tie_word_embeddings") is True and head_weight not in shapes
+    for attention, mlp in product(LLAMA_ATTENTION, LLAMA_MLP):
         roles: list[tuple[str, Kind]] = [(f"self_attn.{leaf}", "attention") for leaf in attention]
         roles += [(f"mlp.{leaf}", "mlp") for leaf in mlp]
         inside = [
-            Layer(f"{_BLOCKS}.{block}.{role}", kind, block)
+            Layer(f"{LLAMA_BLOCKS}.{block}.{role}", kind, block)
             for block in range(number)
             for role, kind in roles
         ]
         layers = [
-            Layer("model.embed_tokens", "embedding", None),
+            Layer(LLAMA_EMBEDDING, "embedding", None),
             *inside,
-            Layer("lm_head", "head", None),
+            Layer(LLAMA_HEAD, "head", None),
         ]
         matrices = {
             layer.parameter: shape_of[layer.leaf]
@@ -609,17 +597,19 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         if not matrices.items() <= shapes.items():
             continue
         others = Counter(
-            re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {_NORM}
+            re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {norm}
         )
-        biases = {f"{_BLOCKS}.*.{role}.bias" for role, _ in roles}
+        biases = {f"{in_block}.{role}.bias" for role, _ in roles}
         if (
-            _NORM in shapes
-            and _NORMS <= others.keys() <= _NORMS | _MORE_NORMS | biases
+            norm in shapes
+            and norms <= others.keys() <= norms | more_norms | biases
             and set(others.values()) == {number}
         ):
-            stored_names = {_HEAD: _EMBEDDING} | {name: name for name in shapes}
+            stored_names = {head_weight: f"{LLAMA_EMBEDDING}.weight"} | {
+                name: name for name in shapes
+            }
             in_blocks = {
-                name: shape for name, shape in shapes.items() if name.startswith(f"{_BLOCKS}.")
+                name: shape for name, shape in shapes.items() if name.startswith(f"{LLAMA_BLOCKS}.")
             }
             return Architecture(checkpoint, layers, stored_names, in_blocks)
     return None
@@ -662,13 +652,13 @@ def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
         return None
     number = re.search(r"(?:^|\.)(\d+)\.", name)
     leaf = module.rpartition(".")[2]
-    if _HEADS.search(module) or shape[0] == vocabulary != shape[1]:
-        return Layer(module, "embedding" if _TABLES.search(leaf) else "head", None)
+    if HEADS.search(module) or shape[0] == vocabulary != shape[1]:
+        return Layer(module, "embedding" if EMBEDDINGS.search(leaf) else "head", None)
     if number is None:
-        kind: Kind = "head" if leaf in ("lm_head", "embed_out", "output") else "embedding"
-    elif _TABLES.search(leaf):
+        kind: Kind = "head" if leaf in HEAD_LEAVES else "embedding"
+    elif EMBEDDINGS.search(leaf):
         kind = "embedding"
-    elif leaf in ROUTER_NAMES and shape[0] * 4 <= shape[1]:
+    elif leaf in ROUTERS and shape[0] * 4 <= shape[1]:
         kind = "router"
     else:
         kind = "attention" if MIXES_TOKENS.search(module) else "mlp"

@@ -6,22 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from emp_llm.models.names import AUDIO, OF_AN_EXPERT, VISION
+
 Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
 Tower = Literal["language", "vision", "audio"]
 Shape = tuple[int, ...]
-
-# Names of submodules that mix tokens. The other linear layers of a block are its MLP.
-MIXES_TOKENS = re.compile(
-    r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE
-)
-IS_MLP = re.compile(r"(mlp|feedforward)$", re.IGNORECASE)  # a class of which this is the end
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-_OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
-# Parts of names that tell an encoder of images or sound.
-_VISION = re.compile(
-    r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE
-)
-_AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class Layer:
     @property
     def routed(self) -> bool:
         """Whether it sees only the tokens routed to it."""
-        return self.expert is not None or _OF_AN_EXPERT.search(self.name) is not None
+        return self.expert is not None or OF_AN_EXPERT.search(self.name) is not None
 
     @property
     def parameter(self) -> str:
@@ -98,9 +87,9 @@ class Layer:
 def named_tower(name: str) -> Tower | None:
     """The tower that a part of a name tells ("visual.blocks.0.attn"); None if it tells none."""
     for part in name.split("."):
-        if _VISION.search(part):
+        if VISION.search(part):
             return "vision"
-        if _AUDIO.search(part):
+        if AUDIO.search(part):
             return "audio"
     return None
 

@@ -31,9 +31,6 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.layers import (
-    IS_MLP,
-    MIXES_TOKENS,
-    ROUTER_NAMES,
     ExpertSlice,
     Kind,
     Layer,
@@ -42,10 +39,9 @@ from emp_llm.models.layers import (
     tower_of,
     within,
 )
+from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS, ROUTERS
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
-_CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
-_HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert
 Lists = dict[str, nn.ModuleList]
 
@@ -237,7 +233,7 @@ def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
     weight: Any = module.weight
     outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
     *around, leaf = name.split(".")
-    if leaf in ROUTER_NAMES and outputs * 4 <= inputs:
+    if leaf in ROUTERS and outputs * 4 <= inputs:
         return "router"
     classes = []
     for part in around:
@@ -458,7 +454,7 @@ def _half(path: str, paths: list[str]) -> str:
         return ""
     halves = {}
     for other in paths:
-        match = _HALF.search(other)
+        match = HALF.search(other)
         halves[other] = match[1] if match else other
     return halves[path] if len(set(halves.values())) == len(paths) else path
 
@@ -483,7 +479,7 @@ def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Towe
                 continue
             if within(root, path) or any(within(encoder, path) for encoder in encoders):
                 visit(child, path)
-            elif root or _CONNECTS.search(leaf):
+            elif root or CONNECTS.search(leaf):
                 others[path] = connects
 
     visit(model, "")

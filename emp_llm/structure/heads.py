@@ -17,13 +17,16 @@ from transformers import PreTrainedModel
 
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
+from emp_llm.models.names import (
+    ATTENTION_OUTPUTS,
+    HEAD_NORMS,
+    JOINED,
+    JOINED_BY_GROUP,
+    QUERY_KEY_VALUE,
+)
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.units import Indices, UnitModel
 
-_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # of attention
-_APART = ("q_proj", "k_proj", "v_proj")
-_JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
-_BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -53,7 +56,7 @@ class Heads(Parts):
     @classmethod
     def _of_layers(cls, targets: list[Target], model: UnitModel) -> Self | None:
         by_leaf = {target.layer.leaf: target for target in targets}
-        output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
+        output = next((by_leaf[leaf] for leaf in ATTENTION_OUTPUTS if leaf in by_leaf), None)
         number = getattr(model.config, "num_attention_heads", None)
         if output is None or not isinstance(number, int) or output.matrix.columns % number:
             return None
@@ -64,7 +67,7 @@ class Heads(Parts):
         module = output.name.rpartition(".")[0]
         # Over all heads, they cannot be told apart.
         sizes = [rows.size for _, rows in made[:2]]
-        for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+        for norm in HEAD_NORMS:
             size = math.prod(model.architecture.shapes.get(f"{module}.{norm}.weight", ()))
             if number > 1 and size != width and size in sizes:
                 return None
@@ -145,20 +148,20 @@ def _queries_keys_values(
         number: of heads.
         width: of a head.
     """
-    joined = next((by_leaf[leaf] for leaf in (*_JOINED, *_BY_GROUP) if leaf in by_leaf), None)
+    joined = next((by_leaf[leaf] for leaf in (*JOINED, *JOINED_BY_GROUP) if leaf in by_leaf), None)
     if joined is not None:
         keys, rest = divmod(joined.matrix.rows - number * width, 2 * width)
         if rest or keys < 1 or number % keys:
             return None
         rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
-        if joined.layer.leaf in _JOINED:
+        if joined.layer.leaf in JOINED:
             return [(joined, part) for part in np.split(rows, [number, number + keys])]
         groups = rows.reshape(keys, number // keys + 2, width)
         queries = groups[:, :-2].reshape(number, width)
         return [(joined, queries), (joined, groups[:, -2]), (joined, groups[:, -1])]
-    if not by_leaf.keys() >= set(_APART):
+    if not by_leaf.keys() >= set(QUERY_KEY_VALUE):
         return None
-    layers = [by_leaf[leaf] for leaf in _APART]
+    layers = [by_leaf[leaf] for leaf in QUERY_KEY_VALUE]
     query_rows, key_rows, value_rows = (layer.matrix.rows for layer in layers)
     keys, rest = divmod(value_rows, width)
     if rest or keys < 1 or number % keys or query_rows % number or key_rows % keys:

@@ -14,11 +14,11 @@ from torch import Tensor
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
+from emp_llm.models.names import GATE_AND_UP
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.units import Indices, Scores, Squares, UnitModel
 
-_HALVES = ("gate_up_proj",)  # all gates, then all features
 # A part narrower than this share of the hidden states is a low-rank connection, not an MLP.
 _NARROW = 4
 # Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the
@@ -59,7 +59,7 @@ class Neurons(Parts):
         for target in targets[: targets.index(output)]:
             if target.matrix.columns != hidden:
                 continue
-            joined = target.layer.leaf in _HALVES and not routed
+            joined = target.layer.leaf in GATE_AND_UP and not routed
             if target.matrix.rows == width:
                 rows[target] = columns
             elif target.matrix.rows == 2 * width and joined:

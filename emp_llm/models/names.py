@@ -1,0 +1,57 @@
+"""The names by which layers are known, of all families. Imports neither torch nor transformers.
+
+A leaf is the last component of a layer's name. Tables of a file format (GGUF) lie with the format,
+and those of fields of config.json with what reads the fields.
+"""
+
+import re
+
+# Submodules that mix tokens. The other linear layers of a block are its MLP.
+MIXES_TOKENS = re.compile(
+    r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE
+)
+IS_MLP = re.compile(r"(mlp|feedforward)$", re.IGNORECASE)  # a class of which this is the end
+
+# Leaves of attention.
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
+JOINED_BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+
+# Leaves of MLPs and mixtures of experts.
+GATE_AND_UP = ("gate_up_proj",)  # all gates, then all features
+ROUTERS = ("gate", "router", "shared_expert_gate")
+OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
+
+# Leaves that write to the residual stream.
+WRITERS = (*ATTENTION_OUTPUTS, "down_proj", "w2", "output_linear")
+
+# Outside of blocks, but for relative position biases.
+EMBEDDINGS = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
+HEADS = re.compile(r"(^|[._])(lm_?heads?|unembed|embed_out)([._]|$)", re.IGNORECASE)
+HEAD_LEAVES = ("lm_head", "embed_out", "output")
+
+# Parts of names that tell an encoder of images or sound, and what connects it with the decoder.
+VISION = re.compile(
+    r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE
+)
+AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
+CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
+HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
+
+# Llama's conventions, which most published models follow in every name.
+LLAMA_BLOCKS = "model.layers"
+LLAMA_EMBEDDING = "model.embed_tokens"
+LLAMA_NORM = "model.norm"
+LLAMA_HEAD = "lm_head"
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+LLAMA_MORE_NORMS = (
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+# Joined or apart, in the order of the modules.
+LLAMA_ATTENTION = ((*QUERY_KEY_VALUE, "o_proj"), ("o_proj", "qkv_proj"))
+LLAMA_MLP = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
