@@ -4,7 +4,6 @@ less.
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -364,7 +363,7 @@ def test_unusual_blocks(ids: torch.Tensor) -> None:
 def test_blocks_that_write_by_other_names_are_refused(
     ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rotation, "_WRITERS", re.compile("writes"))
+    monkeypatch.setattr(rotation, "WRITERS", ("writes",))
     with pytest.raises(
         UserError,
         match=r"model\.layers\.0 has no linear layer with a known name "
