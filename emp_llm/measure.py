@@ -89,7 +89,7 @@ def measure(
             HELD_OUT,
             LossBudget,
             LossCurve,
-            deciding,
+            divided,
             within_budgets,
         )
 
@@ -127,7 +127,7 @@ def measure(
             further=HELD_OUT if budgets else 0,
         )
         if budgets:
-            held_out = deciding(data.further, text.text_name)
+            held_out, _ = divided(data.further, text.text_name)
     with OutputFile(path) as out:
         if calibrates and data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin

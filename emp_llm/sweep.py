@@ -138,7 +138,7 @@ def sweep(
     from emp_llm.pruning.scores import Scores, recorded
     from emp_llm.pruning.updates import check_updatable, move_weights
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.walk.checks import check_apart, check_update, update_warnings
+    from emp_llm.walk.checks import check_apart, check_update
     from emp_llm.walk.moved import MovedWeights
 
     if ranks().count > 1:
@@ -368,10 +368,7 @@ def sweep(
                     if of_norms is None and moved is not None and data is not None:
                         about = model_origin(source.name, source.revision, checkpoint)
                         of_norms = fit_origin(data, text, about)
-                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
-                    if moved is not None and update is not None:
-                        report.fits = moved.records()
-                        report.warnings += update_warnings(report.fits, targets, update)
+                    report = report_of(named, pruner, outcomes, chosen.coverage, moved, of_norms)
                     report.dtype = loading.dtype
                     report.device_map = loading.device_map
                     report.point = point_record(point)

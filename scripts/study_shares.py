@@ -36,7 +36,7 @@ from emp_llm.evaluation.block_shares import (
     shares_by_cost,
 )
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
-from emp_llm.evaluation.loss_budget import HELD_OUT, LossCurve, deciding
+from emp_llm.evaluation.loss_budget import HELD_OUT, LossCurve, divided
 from emp_llm.evaluation.perplexity import text_tokens
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models.loading import load_tokenizer
@@ -94,7 +94,7 @@ class ModelStudy:
         length = suite.seqlen or 512
         number = min(model.limit, len(tokens) // length)
         test = tokens[: number * length].view(number, length)
-        texts = (deciding(data.further, model.text), test)
+        texts = (divided(data.further, model.text)[0], test)
         self.curves = [self.curve(model, each, scratch) for each in texts]
         self.blocks = sorted(
             {each.layer.block for each in self.chosen.targets if each.layer.block is not None}

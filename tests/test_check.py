@@ -131,7 +131,9 @@ def test_a_mix_of_texts_has_some_of_each(
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
     seen: list[CalibrationText] = []
-    monkeypatch.setattr(check.Check, "measure_dense", lambda self, _: seen.append(self._tokens))
+    monkeypatch.setattr(
+        check, "held_out_perplexity", lambda folder, config, tokens, *_: seen.append(tokens)
+    )
     prune(
         models("llama"), output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH
     )

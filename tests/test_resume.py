@@ -233,7 +233,9 @@ def test_run_with_other_options_is_refused(
     )
     options = unfinished | {"calibration": str(text), "samples": 2, "seqlen": 32} | change
     with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.prune.load_packages", lambda: pytest.fail("torch is loaded"))
+        patch.setattr(
+            "emp_llm.evaluation.prune_run.load_packages", lambda: pytest.fail("torch is loaded")
+        )
         with pytest.raises(UserError, match=match):
             prune(**options)
     oracle.edited_copy(

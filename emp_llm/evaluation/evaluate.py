@@ -36,7 +36,6 @@ from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.loading import check_head
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import check_ids
-from emp_llm.options.model import LoadingOptions
 from emp_llm.records.evaluation import EvaluationRecord, Measures
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
@@ -206,16 +205,18 @@ def pending_matches(output: Path, signature: dict[str, Any]) -> bool:
 
 
 def measures_of_baseline(
-    baseline: Path | None, source: LocalModel, prepared: PreparedSuite, loading: LoadingOptions
+    baseline: Path | None,
+    source: LocalModel,
+    prepared: PreparedSuite,
+    dtype: str,
+    device_map: str,
 ) -> Measures | None:
     """Earlier results of the dense model; None without a baseline. UserError if they are of
     another model, suite or dtype.
     """
     if baseline is None:
         return None
-    wanted = new_results(
-        source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map
-    )
+    wanted = new_results(source, prepared.suite, prepared.batch_size, dtype, device_map)
     return dense_measures(baseline, wanted.made_by)
 
 
@@ -225,7 +226,7 @@ def evaluate_checkpoint(
     report: RunReport,
     prepared: PreparedSuite,
     models: OneModel,
-    loading: LoadingOptions,
+    device_map: str,
     stopwatch: Stopwatch,
     dense: Measures | None = None,
 ) -> RunReport:
@@ -250,7 +251,7 @@ def evaluate_checkpoint(
             for name in ("dense", "pruned")[len(measured) :]:
                 model = models_of[name]
                 results = new_results(
-                    model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map
+                    model, prepared.suite, prepared.batch_size, models.dtype, device_map
                 )
                 path = folder / f"{name}.json"
                 try:

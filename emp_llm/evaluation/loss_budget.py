@@ -128,10 +128,12 @@ class Judged:
     record: LossRecord
 
 
-Run = Callable[[Recipe, PruneOptions, Judged], RunReport]
+Run = Callable[[Recipe, PruneOptions, Given, Judged], RunReport]
 
 
-def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run) -> RunReport:
+def prune_to_loss(
+    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: Given, run: Run
+) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
     Args:
@@ -140,8 +142,6 @@ def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run)
     Raises:
         UserError: the text is too short, or even the least sparsity goes beyond the budget.
     """
-    assert options.loss is not None
-    budget = LossBudget.of(options.loss)
     source = find_model(options.model, options.revision, options.trust_remote_code)
     units = recipe.structure
     name = recipe.method if units is None else f"{units.structure}-{recipe.method}"
@@ -161,7 +161,7 @@ def prune_to_loss(recipe: Recipe, options: PruneOptions, given: Given, run: Run)
                 raise search.nothing()
             final = recipe.at(taken)
             search.models.free()
-            report = run(final, replace(options, loss=None), search.judged(taken))
+            report = run(final, replace(options, loss=None), given, search.judged(taken))
         else:
             report = search.by_runs(sparsities, run)
         shutil.rmtree(work)
@@ -183,8 +183,8 @@ def sparsities_of(recipe: Recipe) -> list[float]:
     return [number / 1000 for number in range(10, 991)]
 
 
-def deciding(further: Tensor | None, text: str, flag: str = "--loss") -> Tensor:
-    """Those of the held-out sequences that decide; every third one judges.
+def divided(further: Tensor | None, text: str, flag: str = "--loss") -> tuple[Tensor, Tensor]:
+    """The held-out sequences that decide, and every third one, which judges.
 
     Args:
         text: its name.
@@ -199,7 +199,7 @@ def deciding(further: Tensor | None, text: str, flag: str = "--loss") -> Tensor:
             f"{flag} needs at least {_LEAST} sequences of text behind those of the "
             f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
         )
-    return further[[number for number in range(len(further)) if number % 3 != 2]]
+    return further[[number for number in range(len(further)) if number % 3 != 2]], further[2::3]
 
 
 def next_point(
@@ -456,13 +456,9 @@ class _Search:
             self.models,
             further=HELD_OUT,
         )
-        further = data.further
-        tokens = deciding(further, options.text_name)
-        assert further is not None
+        self._deciding, self._judges = divided(data.further, options.text_name)
         if recipe.heal is not None:
             check_healable(self.checkpoint.config, data, self.targets)
-        self._judges = further[2::3]
-        self._deciding = tokens
         self.curve = LossCurve(
             self.models,
             source,
@@ -503,11 +499,13 @@ class _Search:
     @cached_property
     def _norms(self) -> Activations | None:
         """The norms of the masks, calibrated once; None if their scores need none."""
-        if self._recipe.structure is not None or not self._masks.needs_activations:
+        if not self._masks.needs_activations:
             return None
         options = self._options
         if options.activations is not None:
             return given_norms(options, self._masks, self._given)
+        if self._recipe.structure is not None:  # each run collects its own
+            return None
         file = self._work / "activations.safetensors"
         if not file.is_file():
             with stage("calibrate"):
@@ -629,7 +627,7 @@ class _Search:
         self.models.free()
         options = replace(self._options, loss=None, output=self._folder(sparsity), overwrite=True)
         try:
-            run(self._recipe.at(sparsity), options, self.judged(sparsity))
+            run(self._recipe.at(sparsity), options, self._given, self.judged(sparsity))
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self.curve.dense
@@ -651,8 +649,7 @@ class _Search:
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        units = self._recipe.structure is not None
-        norms = None if units or not self._recipe.needs_activations else self._norms
+        norms = self._norms if self._recipe.needs_activations else None
         return Judged(self._judges, norms, record)
 
 

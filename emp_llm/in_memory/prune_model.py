@@ -35,15 +35,15 @@ from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.options.words import RecipeOptions, recipe_of
-from emp_llm.pruning.chosen import Chosen, choose_targets
-from emp_llm.pruning.counts import check_groups, counts_of, matched
+from emp_llm.pruning.chosen import Chosen, choose_targets, scores_of
+from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
-from emp_llm.pruning.scores import Scores, recorded
+from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
-from emp_llm.walk.checks import check_apart, check_update, update_warnings
+from emp_llm.walk.checks import check_update
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -214,27 +214,24 @@ def _decide(
     stopwatch = Stopwatch()
     chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe)
     targets = chosen.targets
-    recipe = matched(recipe, chosen.targets)
     first = resident_parameter(model, targets[0].layer.parameter)
     if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
         logger.warning("%s", pruned_before(name_of(model), recipe))
-    check_groups(recipe, targets)
-    scores = Scores(weights, targets, recipe)
     update = recipe.update
     if update is not None:
         flag = f"method {recipe.method}" if update.searches else "update=Refit()"
         _check_text(model, data, flag, "block by block")
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
-        check_update(targets, recipe.update_flag, recipe.without_update)
-        config: Any = model.config
-        check_apart(config.to_dict(), recipe.update_flag, recipe.without_update)
     if recipe.heal is not None:
         from emp_llm.in_memory.healing import text_to_heal
 
         _check_text(model, data, "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")
         text_to_heal(data, tokenizer, text, model)
+    config: Any = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
+    scores = scores_of(chosen, recipe, config)
+    recipe = scores.recipe
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next
     # is calibrated.
@@ -278,28 +275,22 @@ def _decide(
         masks, outcomes = _masks(model, pruner, moved)
 
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
-    about = None if norms is None else norms.about
     record = report_of(
         ModelSource(model=name_of(model), revision=revision),
-        recipe,
         pruner,
         outcomes,
         chosen.coverage,
-        about,
+        moved,
+        None if norms is None else norms.about,
     )
     record.stages = stage_records(stopwatch.record)
     starving = starving_rows(pruner, outcomes)
     if starving is not None:
         logger.warning("warning: %s", starving)
         record.warnings.insert(0, starving)
-    found: dict[str, Tensor] = {}
-    if moved is not None and update is not None:
-        record.fits = moved.records()
-        found = moved.weights()
-        record.warnings = [*update_warnings(record.fits, targets, update), *record.warnings]
-    return ModelReport(record, masks, norms, model), [
-        (each, found[each.name]) for each in targets if each.name in found
-    ]
+    weights_of = {} if moved is None else moved.weights()
+    values = [(target, weights_of[target.name]) for target in targets if target.name in weights_of]
+    return ModelReport(record, masks, norms, model), values
 
 
 def _check_text(model: nn.Module, data: Any, flag: str, runs: str) -> None:

@@ -21,7 +21,7 @@ STRUCTURE_CRITERIA = {
     "experts": ("reap", "man", "frequency", "mass", "magnitude"),
     "layers": ("cosine",),
 }
-_OF_UNITS = tuple(
+OF_UNITS = tuple(
     {name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"}
 )
 _KINDS = {
@@ -106,15 +106,13 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     ] = None
 
 
-def check_wanted(options: PruneOptions, given: Given, data: object) -> None:
-    """Raise UserError if the user asks for a check, and the run measures more, or reads no text
-    (`data` is None).
-    """
+def check_wanted(options: PruneOptions, given: Given, reads_text: bool) -> None:
+    """Raise UserError if the user asks for a check, and the run measures more, or reads no text."""
     if "check" not in given or not options.check:
         return
     if options.evaluate is not None:
         raise UserError("--check: --evaluate measures both models. Leave out one of them.")
-    if data is None:
+    if not reads_text:
         raise UserError(
             "--check measures text behind that of the calibration, and this run reads "
             "none. Leave it out."
@@ -131,7 +129,7 @@ def check_options(
     if structure.structure is not None:
         _check_for_units(given)
         _check_structured(structured(recipe, structure), options)
-    elif recipe.name in _OF_UNITS:
+    elif recipe.name in OF_UNITS:
         units = {"taylor": "heads and neurons", "cosine": "layers"}.get(recipe.name, "experts")
         raise UserError(
             f"--method {recipe.method} scores {units}, not weights. Add --structure, "

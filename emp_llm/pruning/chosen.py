@@ -2,15 +2,20 @@
 that they cover.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.models.architecture import Architecture, Target, check_calibrated, check_coverage
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.counts import check_groups, matched
+from emp_llm.pruning.scores import Scores
 from emp_llm.records.run_report import TargetsRecord
+from emp_llm.walk.checks import check_apart, check_update
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,11 @@ class Chosen:
     def checkpoint(self) -> Checkpoint:
         """The model's files, or its weights in memory."""
         return self.architecture.checkpoint
+
+    @property
+    def bytes(self) -> int:
+        """Size of the targets, as they are stored."""
+        return sum(target.matrix.numel * target.matrix.itemsize for target in self.targets)
 
     def layers_to_calibrate(self) -> list[Layer]:
         """All linear layers, so that the activations can be reused for other targets, and all
@@ -55,6 +65,24 @@ def choose_targets(architecture: Architecture, recipe: Recipe) -> Chosen:
             f"{no_inputs.name}: an embedding has no input activations; use a magnitude method."
         )
     return Chosen(architecture, targets, coverage)
+
+
+def scores_of(chosen: Chosen, recipe: Recipe, config: Mapping[str, Any]) -> Scores:
+    """The scores of the targets by a recipe, which gets the numbers of the run that it matches.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        UserError: the recipe does not fit the targets.
+    """
+    targets = chosen.targets
+    recipe = matched(recipe, targets)
+    check_groups(recipe, targets)
+    if recipe.update is not None:
+        check_update(targets, recipe.update_flag, recipe.without_update)
+        check_apart(config, recipe.update_flag, recipe.without_update)
+    return Scores(chosen.checkpoint, targets, recipe)
 
 
 def targets_of_folder(

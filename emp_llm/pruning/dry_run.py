@@ -107,13 +107,12 @@ def dry_run(
     if effective is not None:
         name = f"{name}, order {effective.order:g}, group {recipe.group}"
         name += ", counts by |W|" if recipe.counts_by_magnitude else ""
-    size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
     if effective is not None and not unknown and not hollow and ranks().main:
         betas = sorted({*CURVE_BETAS, effective.beta or 1.0})
         weights = sum(target.matrix.numel for target in chosen.targets)
         logger.info(
             "reading the targets (%s) for the sparsity at each beta; nothing is written.",
-            format_bytes(size),
+            format_bytes(chosen.bytes),
         )
         curve = curve_points(betas, kept_at_betas(scores, betas), weights, checkpoint.parameters)
     return DryRun(
@@ -127,7 +126,7 @@ def dry_run(
         else None,
         resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
         fit_bytes=None if update is None else update_bytes(chosen.targets, update),
-        fit_disk_bytes=None if update is None else size,
+        fit_disk_bytes=None if update is None else chosen.bytes,
         push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,

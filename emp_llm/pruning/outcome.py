@@ -32,9 +32,11 @@ from emp_llm.records.run_report import (
 )
 from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.selection.rule import RowFigures, mass_bound
+from emp_llm.walk.checks import update_warnings
 
 if TYPE_CHECKING:
     from emp_llm.pruning.masks import Pruner
+    from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 ALL_KEPT = "all kept"
@@ -112,33 +114,39 @@ def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]
 
 def report_of(
     source: ModelSource,
-    recipe: Recipe,
     pruner: "Pruner",
     outcomes: Outcomes,
     coverage: TargetsRecord,
-    calibration: CalibrationRecord | None,
+    moved: "MovedWeights | None" = None,
+    calibration: CalibrationRecord | None = None,
 ) -> RunReport:
     """The report of a run, without stages and evaluation, which are added later.
 
     Args:
         source: the dense model.
-        recipe: of the run; the beta of a requested sparsity is filled in.
-        pruner, outcomes: of the finished pruning.
+        pruner, outcomes: of the finished pruning. The beta of a requested sparsity is filled in.
         coverage: the share of the model that the targets cover.
+        moved: what the recipe's update made of the kept weights; None without one.
         calibration: origin of the norms; None if none were needed.
     """
+    recipe = pruner.scores.recipe
     matrices = matrix_records(outcomes, pruner)
+    fits = {} if moved is None else moved.records()
+    warnings = warnings_of(matrices, pruner)
+    if recipe.update is not None:
+        warnings = [*update_warnings(fits, pruner.targets, recipe.update), *warnings]
     return RunReport(
         source=source,
         command=command_line(),
-        recipe=recipe_in_force(recipe, pruner),
+        recipe=recipe_in_force(pruner),
         calibration=calibration,
         versions=versions(),
         stages={},
         targets=targets_record(outcomes, coverage, pruner),
         sizes=sizes_record(outcomes, pruner.checkpoint, recipe.moves),
         matrices=matrices,
-        warnings=warnings_of(matrices, pruner),
+        warnings=warnings,
+        fits=fits,
     )
 
 
@@ -164,8 +172,9 @@ def log_warnings(warnings: list[str]) -> None:
         )
 
 
-def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> RecipeOptions:
+def recipe_in_force(pruner: "Pruner") -> RecipeOptions:
     """The recipe as records hold it, with the beta of a requested sparsity."""
+    recipe = pruner.scores.recipe
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
     return recorded(recipe).but(beta=beta) if recipe.adaptive else recorded(recipe)

@@ -2,19 +2,13 @@
 masks, and its place in the run.
 """
 
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import Stopwatch
-from emp_llm.common.progress import stage
-from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
@@ -83,33 +77,3 @@ def move_weights(
         batch_size=batch_size,
         hidden_states=hidden_states,
     )
-
-
-def moved_weights(
-    dense: Path,
-    models: OneModel,
-    out: OutputFolder,
-    stopwatch: Stopwatch,
-    name: str,
-    update: Callable[[PreTrainedModel, MovedWeights], None],
-) -> MovedWeights:
-    """The weights that a run's update moves, or those of an interrupted run, in the work folder. A
-    collective call.
-
-    Args:
-        dense: folder of the model.
-        models, out, stopwatch: of the run.
-        name: of the update.
-        update: puts the blocks that are not finished into moved weights, given the model.
-    """
-    with stage(name):
-        moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        done = out.get("refitted")
-        if done is not None:
-            stopwatch.record |= done
-            return moved
-        model = models.get(dense)
-        with stopwatch(name):
-            update(model, moved)
-        out.note(refitted=dict(stopwatch.record))
-    return moved

@@ -4,68 +4,41 @@ decoder layers.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from emp_llm.calibration.activations import keep_norms, kept_norms
-from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
-from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import (
-    calibrated,
-    calibration_signature,
-    delete_progress,
-    fit_origin,
-    model_origin,
-)
 from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import NothingRemovedError, UserError, format_bytes
-from emp_llm.common.machine import Stopwatch, command_line, machine_name, versions
-from emp_llm.common.paths import REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
+from emp_llm.common.machine import command_line, versions
+from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.check import Check
-from emp_llm.evaluation.evaluate import (
-    evaluate_checkpoint,
-    mark_pending,
-    measures_of_baseline,
-    pending_matches,
-    prepare_suite,
-)
-from emp_llm.evaluation.suites import find_suite
-from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
+from emp_llm.evaluation.prune_run import PruneRun
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import check_head, load_model, load_tokenizer
+from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
-from emp_llm.models.one_model import OneModel
-from emp_llm.options.base import Given
-from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import Effective, Match, Recipe, Share
+from emp_llm.options.recipe import Effective, Match, Recipe, Share, StructureRecipe
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers
-from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.scores import recorded
-from emp_llm.pruning.updates import moved_weights
-from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
-from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
-from emp_llm.structure.scores import BY_WEIGHTS, unit_scores, unit_sums
+from emp_llm.structure.scores import unit_scores, unit_sums
 from emp_llm.structure.unit_model import unit_model
-from emp_llm.structure.units import Changes, UnitModel, Units
+from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
 from emp_llm.structure.writing import (
     active_parameters,
     compare,
@@ -77,364 +50,202 @@ from emp_llm.structure.writing import (
 from emp_llm.walk.checks import check_apart, update_warnings
 from emp_llm.walk.moved import MovedWeights
 
-if TYPE_CHECKING:
-    from emp_llm.evaluation.loss_budget import Judged
-
 logger = logging.getLogger(__name__)
+Feature = Callable[[str], Tensor | None]
 WHO_LOADS = (
     "its layers differ in width, and transformers' own classes do not load that yet: "
     "emp_llm.runtime.load does, and llama.cpp, after emp-llm export."
 )
 
 
-def prune_structure(
-    recipe: Recipe, options: PruneOptions, given: Given, judged: "Judged | None" = None
-) -> tuple[RunReport | DryRun, Path]:
-    """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with
-    zeros in their place.
+@dataclass(frozen=True)
+class Decision:
+    """Which units stay.
 
-    Args:
-        recipe: of `options.prune.structured`.
-        options: the model, its calibration, the output, the evaluation.
-        given: the names of the options that the user gave.
-        judged: of a run for --loss.
+    Attributes:
+        recipe: with the beta and the sparsity in force.
+        choices: in the order of the units.
+        changes: the fields of config.json that change; None: units are set to zero.
+    """
 
-    Returns:
-        The report, or the plan of a dry run; and the folder of the checkpoint.
+    recipe: Recipe
+    choices: list[Choice]
+    changes: Changes | None
+
+    @property
+    def kept(self) -> dict[Units, Indices]:
+        """The numbers of the units that stay."""
+        return {choice.units: choice.kept for choice in self.choices}
+
+    @property
+    def fitted(self) -> list[Target]:
+        """The matrices whose weights a refit moves."""
+        return [target for units, kept in self.kept.items() for target in units.fitted(kept)]
+
+
+def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
+    """What `prune_units` would do."""
+    model = _unit_model(run, structure)
+    run.output()  # is only checked
+    options = run.options
+    recipe = run.recipe
+    notes = [_units_line(model.units)]
+    if ranks().main and recipe.name == "magnitude" and not run.source.hollow:
+        notes += _decision_lines(_decided(run, structure, model))
+    elif ranks().main and model.units[0].sizes_known:
+        notes += _sizes_by_share(model, recipe)
+    if run.reads_text:
+        notes += self_notes(options.text_name)
+    notes += healing_notes(model.checkpoint, model.targets, recipe, options)
+    return DryRun(
+        layers=planned_layers(model.targets),
+        coverage=model.architecture.coverage(model.targets),
+        output=str(run.path),
+        disk_bytes=model.checkpoint.output_bytes,
+        needs_overwrite=os.path.lexists(run.path) and not options.overwrite,
+        model_bytes=sum(size for size, _ in model.checkpoint.states.values()),
+        push_to_hub=options.push_to_hub,
+        recipe=recipe.method,
+        notes=notes,
+    )
+
+
+def prune_units(run: PruneRun, structure: StructureRecipe) -> RunReport:
+    """Write the checkpoint without whole heads, neurons, experts or layers, or with zeros in their
+    place.
 
     Raises:
         UserError: the options do not fit the model or the output.
     """
-    structure = recipe.structure
-    stopwatch = Stopwatch()
-    assert structure is not None
-    summed = recipe.name not in BY_WEIGHTS
-    reads_no_norms = summed or (judged is not None and recipe.name == "magnitude")
-    norms = None if reads_no_norms else given_norms(options, recipe, given)
-    suite = None if options.evaluate is None else find_suite(options.evaluate)
-    source = find_model(
-        options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run
-    )
-
-    # Which units.
-    plan = unit_model(source.folder, structure, recipe.targets.blocks, options.trust_remote_code)
-    checkpoint = plan.checkpoint
-    path = options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
-    if recipe.update is not None:
-        check_apart(checkpoint.config, recipe.update_flag, recipe.without_update)
-    if recipe.name == "taylor":
-        check_head(source.folder, "Use --method wanda, which needs none.")
-        check_apart(checkpoint.config, "--method taylor", "Use --method wanda")
-    counts = recipe.counts
-    matched = _matched(Path(counts.run)) if isinstance(counts, Match) else None
-    budget = Budget.of(options.parameters, options.memory)
-    if options.dry_run:
-        # Is only checked.
-        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)
-        notes = [_units_line(plan.units)]
-        if recipe.name == "magnitude" and ranks().main and not source.hollow:
-            _, choices, changes = _chosen(plan, recipe, matched, budget)
-            notes += _choice_lines(choices, changes)
-        elif ranks().main and plan.units[0].sizes_known:
-            notes += _sizes_by_share(plan, recipe)
-        if recipe.moves or (recipe.name != "magnitude" and norms is None):
-            notes += self_notes(options.text_name)
-        notes += healing_notes(checkpoint, plan.targets, recipe, options)
-        planned = DryRun(
-            layers=planned_layers(plan.targets),
-            coverage=plan.architecture.coverage(plan.targets),
-            output=str(path),
-            disk_bytes=checkpoint.output_bytes,
-            needs_overwrite=os.path.lexists(path) and not options.overwrite,
-            model_bytes=sum(size for size, _ in checkpoint.states.values()),
-            push_to_hub=options.push_to_hub,
-            recipe=recipe.method,
-            notes=notes,
+    model = _unit_model(run, structure)
+    for units in model.units:
+        units.check(run.recipe)
+    if run.sums_units and run.options.execution == "model":
+        raise UserError(
+            f"--method {run.recipe.method} runs the model block by block; leave out "
+            "--execution model."
         )
-        return planned, path
+    run.check()
+    if run.awaits_evaluation:
+        return read_report(run.path)
+    with run.output() as out:
+        run.begin(out)
 
-    # What is needed later is checked now: the text, the suite, the output.
-    for units in plan.units:
-        units.check(recipe)
-    calibrates = recipe.name == "wanda" and norms is None
-    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
-    data: CalibrationText | None = None
-    made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
-    if recipe.moves or summed or calibrates:
-        data = calibration_data(
-            options, plan.architecture, options.trust_remote_code, models=models
-        )
-        if options.execution == "model" and summed:
-            raise UserError(
-                f"--method {recipe.method} runs the model block by block; leave out "
-                "--execution model."
+        # What the scores need: sums over the text, or the norms of the inputs of last layers.
+        sums = _sums(run, model, out) if run.sums_units else {}
+        norms = run.calibrated(out, model.calibrated) if run.calibrates else run.norms
+        feature: Feature | None = sums.get if run.sums_units else None
+        if norms is not None:
+            feature = norms.of
+
+        # Which units stay, and the values of the last layers.
+        with stage("choose"):
+            decision = _decided(run, structure, model, feature)
+        moved = None
+        update = decision.recipe.update
+        if update is not None:
+            refit = partial(
+                model.units[0].refit,
+                decision.kept,
+                tokens=run.text.tokens,
+                update=update,
+                min_expert_tokens=run.recipe.targets.min_expert_tokens,
+                blocks=run.recipe.targets.blocks,
+                batch_size=run.options.batch_size,
+                hidden_states=run.options.hidden_states,
             )
-        if recipe.heal is not None:
-            check_healable(checkpoint.config, data, plan.targets)
-        made_of |= calibration_signature(data, options) | {
-            "dtype": options.dtype,
-            "device_map": options.device_map,
-        }
-    if judged is None:
-        check_wanted(options, given, data)
+            moved = run.moved(out, update.name, refit)
+        dense = run.held_out_perplexity(run.source.folder)
+
+        # The first rank writes, and compares with the dense model. Healing trains what was written.
+        report, hashes = ranks().first(
+            partial(_write, run, structure, model, decision, sums, moved, out)
+        )
+        return run.finish(out, report, hashes, norms, dense)
+
+
+def _unit_model(run: PruneRun, structure: StructureRecipe) -> UnitModel:
+    """The model and its units, which the run gets to know."""
+    recipe = run.recipe
+    trust = run.options.trust_remote_code
+    model = unit_model(run.source.folder, structure, recipe.targets.blocks, trust)
+    run.architecture = model.architecture
+    run.targets = model.targets
+    config = model.checkpoint.config
+    if recipe.update is not None:
+        check_apart(config, recipe.update_flag, recipe.without_update)
+    if recipe.name == "taylor":
+        check_head(run.source.folder, "Use --method wanda, which needs none.")
+        check_apart(config, "--method taylor", "Use --method wanda")
+    budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
-        made_of |= {"budget": budget.flag}
+        run.made_of["budget"] = budget.flag
+    matched = _matched(recipe)
     if matched is not None:
-        made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
-    signature = run_signature(checkpoint, recipe, made_of)
-    prepared = None
-    if suite is not None:
-        prepared = prepare_suite(
-            suite, source.folder, load_tokenizer(source.folder, options.trust_remote_code)
-        )
-    measured = (
-        None
-        if prepared is None
-        else measures_of_baseline(options.baseline, source, prepared, options)
-    )
-    origin = model_origin(source.name, source.revision, checkpoint)
-    if prepared is not None and pending_matches(path, signature):
-        report = read_report(path)
-    else:
-        out = OutputFolder(path, [source.folder], checkpoint.output_bytes, options.overwrite)
-        with out:
-            out.begin(signature, "" if data is None else machine_name())
-            keep_generated(out.files / SELF_NAME, data)
-
-            # What the scores need: sums over the text, or the norms of the inputs of last layers.
-            sums: dict[str, Tensor] | None = None
-            if summed:
-                assert data is not None
-                with stage("score"):
-                    # Of an interrupted run.
-                    sums = _kept_sums(out, stopwatch)
-                    if sums is None:
-                        runner = BlockwiseModel(
-                            models.get(source.folder), recipe.targets.blocks, options.hidden_states
-                        )
-                        with stopwatch("score"):
-                            sums = unit_sums(runner, plan.units, data.tokens, options.batch_size)
-                        del runner
-                        out.write(SUMS_NAME, save(sums))
-                        out.note(sums=dict(stopwatch.record))
-            if calibrates:
-                assert data is not None
-                with stage("calibrate"):
-                    norms = kept_norms(out, stopwatch)
-                    if norms is None:
-                        dense = models.get(source.folder)
-                        with stopwatch("calibrate"):
-                            norms = calibrated(
-                                dense,
-                                data,
-                                plan.calibrated,
-                                options,
-                                origin,
-                                blocks=recipe.targets.blocks,
-                                resume=out.calibration,
-                            )
-                        del dense
-                        keep_norms(out, norms, stopwatch)
-                    delete_progress(out.calibration)
-
-            # Which units stay, and the values of the last layers.
-            with stage("choose"):
-                feature: Any = None if norms is None else norms.of
-                if sums is not None:
-                    feature = sums.get
-                recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
-            moved = None
-            update = recipe.update
-            kept = {choice.units: choice.kept for choice in choices}
-            moving = [target for units, stays in kept.items() for target in units.fitted(stays)]
-            if update is not None:
-                assert data is not None
-                tokens = data.tokens
-
-                def refit(dense: PreTrainedModel, moved: MovedWeights) -> None:
-                    plan.units[0].refit(
-                        kept,
-                        dense,
-                        tokens,
-                        update,
-                        moved,
-                        min_expert_tokens=recipe.targets.min_expert_tokens,
-                        blocks=recipe.targets.blocks,
-                        batch_size=options.batch_size,
-                        hidden_states=options.hidden_states,
-                    )
-
-                moved = moved_weights(source.folder, models, out, stopwatch, "refit", refit)
-
-            # The first rank writes, and compares with the dense model. Healing trains what was
-            # written.
-            healing = None
-            if ranks().main:
-                with stage("prune"):
-                    with stopwatch("prune"):
-                        hashes = write_checkpoint(plan, choices, changes, moved, out)
-                        tensors = {
-                            f"{choice.units.name}.kept": torch.from_numpy(choice.kept)
-                            for choice in choices
-                        }
-                        tensors |= {
-                            f"{choice.units.name}.scores": torch.from_numpy(choice.scores)
-                            for choice in choices
-                        }
-                        write_bytes(out.files / STRUCTURE_NAME, save(tensors))
-                    targets, record = _records(plan, choices, changes)
-                    if sums is not None:
-                        for choice in choices:
-                            choice.units.add_losses(choice.record, choice.kept, sums)
-                    for name, content in plan.units[0].side_files(kept).items():
-                        write_json(out.files / name, content)
-                    if out.get("compared") is None:
-                        dense = models.get(source.folder)
-                        in_stacks = any(target.layer.expert is not None for target in moving)
-                        with stopwatch("compare"):
-                            if is_offloaded(dense) and in_stacks:
-                                logger.warning(
-                                    "warning: the model is offloaded; speed and logits "
-                                    "are not compared."
-                                )
-                            else:
-                                device_map = "disk" if is_offloaded(dense) else options.device_map
-                                small = load_model(
-                                    out.files, device_map, options.dtype, options.trust_remote_code
-                                )
-                                compare(dense, small, choices, moved, record)
-                                del small
-                        del dense
-                        out.note(compared=record.as_dict())
-                    record = msgspec.convert(out.get("compared"), StructureRecord)
-            check = None
-            further = getattr(data, "further", None) if judged is None else judged.tokens
-            if options.check and suite is None and further is not None:
-                check = Check(further, checkpoint.config, models)
-                with stopwatch("check"):
-                    check.measure_dense(source.folder)
-            if recipe.heal is not None:
-                assert data is not None
-                ranks().share(None)
-                models.free()
-                with stopwatch("heal"):
-                    healing = heal_folder(out, source.folder, recipe, data, options, origin)
-            checked = None
-            if check is not None:
-                ranks().share(None)  # the first rank has written
-                with stopwatch("check"):
-                    checked = check.record(out.files)
-                models.free()
-            if ranks().main:
-                identity = identity_of(checkpoint)
-                if norms is not None and not calibrates:
-                    warn_if_foreign(norms, identity, source.folder)
-                fits = {} if moved is None else moved.records()
-                about = None
-                if norms is not None:
-                    about = norms.about
-                elif data is not None:
-                    about = fit_origin(data, options, origin)
-                report = RunReport(
-                    source=ModelSource(
-                        model=source.name, revision=source.revision, identity=identity
-                    ),
-                    command=command_line(),
-                    recipe=recorded(recipe),
-                    calibration=about,
-                    versions=versions(),
-                    stages=stage_records(stopwatch.record),
-                    targets=targets,
-                    sizes=None,
-                    matrices={},
-                    warnings=([] if sums is None else plan.units[0].warnings(plan.units, sums))
-                    + ([WHO_LOADS] if structure.per_layer else [])
-                    + ([] if update is None else update_warnings(fits, moving, update)),
-                    fits=fits,
-                    structure=record,
-                    dtype=options.dtype,
-                    device_map=options.device_map,
-                    healing=healing,
-                    check=checked,
-                )
-                if healing is not None:
-                    report.warnings += healing_warnings(healing)
-                report.save(out.files / REPORT_NAME)
-                digest = None if norms is None else norms.digest
-                write_manifest(
-                    out.files,
-                    checkpoint,
-                    identity,
-                    report.recipe,
-                    digest,
-                    hashes if recipe.heal is None else {},
-                )
-                if prepared is not None:
-                    mark_pending(out.files, signature)
-            out.complete()
-            report = ranks().share(report if ranks().main else None)
-        log_warnings(report.warnings)
-
-    if prepared is not None:
-        report = evaluate_checkpoint(
-            path, source, report, prepared, models, options, stopwatch, measured
-        )
-    return report, path
+        run.made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
+    return model
 
 
-def _matched(run: Path) -> Removed:
-    """What an earlier run has removed, by its report."""
-    structure = read_report(run).structure
+def _matched(recipe: Recipe) -> Removed | None:
+    """What the run that a recipe matches has removed, by its report; None if it matches none."""
+    if not isinstance(recipe.counts, Match):
+        return None
+    structure = read_report(Path(recipe.counts.run)).structure
     if structure is None:
         raise UserError(
-            f"--match {run}: that run removed weights, not heads or neurons. Give one "
-            "with --structure."
+            f"--match {recipe.counts.run}: that run removed weights, not heads or neurons. Give "
+            "one with --structure."
         )
     return removed_by_role(structure.layers.values())
 
 
-def _kept_sums(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | None:
-    """The sums of an interrupted run of the same command; None if it did not finish them."""
-    if out.get("sums") is None:
-        return None
-    stopwatch.record |= out.get("sums")
-    sums: dict[str, Tensor] = ranks().first(lambda: load_file(out.files / SUMS_NAME))
+def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tensor]:
+    """The sums over the text that score units, or those of an interrupted run."""
+    with stage("score"):
+        times = out.get("sums")
+        if times is not None:
+            run.stopwatch.record |= times
+            kept: dict[str, Tensor] = ranks().first(partial(load_file, out.files / SUMS_NAME))
+            return kept
+        blocks = run.recipe.targets.blocks
+        runner = BlockwiseModel(run.dense(), blocks, run.options.hidden_states)
+        with run.stopwatch("score"):
+            sums = unit_sums(runner, model.units, run.text.tokens, run.options.batch_size)
+        out.write(SUMS_NAME, save(sums))
+        out.note(sums=dict(run.stopwatch.record))
     return sums
 
 
-def _chosen(
-    plan: UnitModel,
-    recipe: Recipe,
-    matched: Removed | None,
-    budget: Budget | None,
-    feature: Callable[[str], Tensor | None] | None = None,
-) -> tuple[Recipe, list[Choice], Changes | None]:
-    """The recipe with its beta and sparsity in force, the choices, and the fields of config.json
-    that change, if any do.
+def _decided(
+    run: PruneRun,
+    structure: StructureRecipe,
+    model: UnitModel,
+    feature: Feature | None = None,
+) -> Decision:
+    """Which units stay.
+
+    Args:
+        feature: what a score needs of the text, by name.
+
+    Raises:
+        NothingRemovedError: all do.
     """
-    structure = recipe.structure
-    scores = unit_scores(plan.units, recipe.name, feature)
-    assert structure is not None
+    recipe = run.recipe
+    scores = unit_scores(model.units, recipe.name, feature)
+    budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
-        all_units = sum(len(units) for units in plan.units)
-
-        def size_at(removed: int) -> tuple[int, int]:
-            if removed == 0:
-                return size_of(plan, [])
-            asked = recipe.at(removed / all_units)
-            return size_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0])
-
-        fewest = sum(units.fewest for units in plan.units)
-        recipe = recipe.at(budget.least(all_units - fewest, size_at) / all_units)
-    choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
+        recipe = _within(budget, recipe, model, scores)
+    choices, beta = choose_units(
+        model.units, scores, recipe, model.width_by_block, _matched(recipe)
+    )
     counts = recipe.counts
     if isinstance(counts, Effective):
         if counts.beta is None and beta is not None:
             logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
         recipe = replace(recipe, counts=replace(counts, beta=beta))
-    total, rule, kept = (
-        sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept")
-    )
+    total = sum(choice.record.units for choice in choices)
+    rule = sum(choice.record.rule for choice in choices)
+    kept = sum(choice.record.kept for choice in choices)
     if rule == total:
         raise NothingRemovedError(
             f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity."
@@ -445,12 +256,101 @@ def _chosen(
             "is removed. Use --keep-shapes, which sets them to zero where they are, a lower "
             "--beta, --sparsity, or a smaller --width-multiple."
         )
-    if not structure.keep_shapes:
-        kept_units = [choice.kept for choice in choices]
-        return recipe, choices, plan.units[0].config_changes(plan, kept_units)
-    for units in plan.units:
-        units.check_zeroed()
-    return recipe, choices, None
+    if structure.keep_shapes:
+        for units in model.units:
+            units.check_zeroed()
+        return Decision(recipe, choices, None)
+    indices = [choice.kept for choice in choices]
+    return Decision(recipe, choices, model.units[0].config_changes(model, indices))
+
+
+def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[Scores]) -> Recipe:
+    """The recipe with the lowest sparsity that keeps to a budget."""
+    total = sum(len(units) for units in model.units)
+
+    def size_at(removed: int) -> tuple[int, int]:
+        if removed == 0:
+            return size_of(model, [])
+        asked = recipe.at(removed / total)
+        return size_of(model, choose_units(model.units, scores, asked, model.width_by_block)[0])
+
+    fewest = sum(units.fewest for units in model.units)
+    return recipe.at(budget.least(total - fewest, size_at) / total)
+
+
+def _write(
+    run: PruneRun,
+    structure: StructureRecipe,
+    model: UnitModel,
+    decision: Decision,
+    sums: Mapping[str, Tensor],
+    moved: MovedWeights | None,
+    out: OutputFolder,
+) -> tuple[RunReport, dict[str, str]]:
+    """Write the shards and side files, and compare both models; the report so far, and the hash of
+    each shard.
+    """
+    choices = decision.choices
+    with stage("prune"):
+        with run.stopwatch("prune"):
+            hashes = write_checkpoint(model, choices, decision.changes, moved, out)
+            tensors = {}
+            for choice in choices:
+                tensors[f"{choice.units.name}.kept"] = torch.from_numpy(choice.kept)
+                tensors[f"{choice.units.name}.scores"] = torch.from_numpy(choice.scores)
+            write_bytes(out.files / STRUCTURE_NAME, save(tensors))
+        targets, record = _records(model, choices, decision.changes)
+        if sums:
+            for choice in choices:
+                choice.units.add_losses(choice.record, choice.kept, sums)
+        for name, content in model.units[0].side_files(decision.kept).items():
+            write_json(out.files / name, content)
+        if out.get("compared") is None:
+            _compare(run, decision, moved, out.files, record)
+            out.note(compared=record.as_dict())
+        record = msgspec.convert(out.get("compared"), StructureRecord)
+    warnings = model.units[0].warnings(model.units, sums) if sums else []
+    if structure.per_layer:
+        warnings.append(WHO_LOADS)
+    fits = {} if moved is None else moved.records()
+    update = decision.recipe.update
+    if update is not None:
+        warnings += update_warnings(fits, decision.fitted, update)
+    report = RunReport(
+        source=run.made_from(identity_of(model.checkpoint)),
+        command=command_line(),
+        recipe=recorded(decision.recipe),
+        calibration=None,
+        versions=versions(),
+        stages={},
+        targets=targets,
+        sizes=None,
+        matrices={},
+        warnings=warnings,
+        fits=fits,
+        structure=record,
+    )
+    return report, hashes
+
+
+def _compare(
+    run: PruneRun,
+    decision: Decision,
+    moved: MovedWeights | None,
+    written: Path,
+    record: StructureRecord,
+) -> None:
+    """Compare the logits and the speed of both models; the numbers are put into `record`."""
+    options = run.options
+    dense = run.dense()
+    offloaded = is_offloaded(dense)
+    with run.stopwatch("compare"):
+        if offloaded and any(target.layer.expert is not None for target in decision.fitted):
+            logger.warning("warning: the model is offloaded; speed and logits are not compared.")
+            return
+        device_map = "disk" if offloaded else options.device_map
+        small = load_model(written, device_map, options.dtype, options.trust_remote_code)
+        compare(dense, small, decision.choices, moved, record)
 
 
 def _records(
@@ -529,20 +429,18 @@ def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
     return lines
 
 
-def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[str]:
+def _decision_lines(decision: Decision) -> list[str]:
     """How many heads and neurons stay, and what changes in config.json."""
     kinds: dict[str, list[Choice]] = {}
-    for choice in choices:
+    for choice in decision.choices:
         kinds.setdefault(choice.units.noun, []).append(choice)
     lines = []
     for words, members in kinds.items():
-        kept, units, rule = (
-            sum(getattr(each.record, name) for each in members)
-            for name in ("kept", "units", "rule")
-        )
+        kept = sum(choice.record.kept for choice in members)
+        units = sum(choice.record.units for choice in members)
+        rule = sum(choice.record.rule for choice in members)
         lines.append(f"{words}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
-    if changes:
-        lines.append(
-            f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}"
-        )
+    if decision.changes:
+        changes = [f"{path[-1]} {value}" for path, value in decision.changes.items()]
+        lines.append(f"config.json: {', '.join(changes)}")
     return lines

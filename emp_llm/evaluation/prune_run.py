@@ -1,0 +1,424 @@
+"""A run of `prune`: what is known of it, and the steps that pruning of weights and of units share.
+
+Torch is imported when a step needs it: a run without a text decides and writes without it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.machine import Stopwatch, machine_name
+from emp_llm.common.paths import REPORT_NAME, SELF_NAME
+from emp_llm.common.progress import load_packages, stage
+from emp_llm.common.ranks import ranks
+from emp_llm.hub.local_model import LocalModel, find_model
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.layers import Layer
+from emp_llm.models.one_model import OneModel
+from emp_llm.models.placement import Quantization, parse_device_map, quantization_of
+from emp_llm.options.base import Given
+from emp_llm.options.prune import OF_UNITS, PruneOptions, check_wanted
+from emp_llm.options.recipe import ByCost, Recipe, Share
+from emp_llm.pruning.outcome import log_warnings
+from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.writing import run_signature, write_manifest
+from emp_llm.records.evaluation import CheckRecord
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.data import CalibrationText
+    from emp_llm.calibration.passes import Masker
+    from emp_llm.evaluation.evaluate import PreparedSuite
+    from emp_llm.evaluation.loss_budget import Judged
+    from emp_llm.evaluation.suites import Suite
+    from emp_llm.records.evaluation import Measures, PerplexityRecord
+    from emp_llm.walk.moved import MovedWeights
+
+
+@dataclass
+class PruneRun:
+    """A run of `prune`. What follows from its options is worked out when it is first asked for.
+
+    Attributes:
+        recipe: with counts of its own, once the targets are known.
+        given: the names of the options that the user gave.
+        source: the dense model.
+        path: the folder of the checkpoint.
+        norms: of a file, or of a search by --loss; None: the run calibrates, or needs none.
+        judged: of a run whose sparsity --loss has found; else None.
+        suite: to evaluate both models with; None: no evaluation.
+        architecture, targets: of the model; set when they are known.
+        made_of: what the checkpoint depends on beside model, recipe, norms and text.
+    """
+
+    recipe: Recipe
+    options: PruneOptions
+    given: Given
+    source: LocalModel
+    path: Path
+    norms: "Activations | None"
+    judged: "Judged | None"
+    suite: "Suite | None"
+    models: OneModel
+    stopwatch: Stopwatch
+    architecture: Architecture = field(init=False)
+    targets: Sequence[Target] = field(init=False)
+    made_of: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, options: PruneOptions, given: Given, judged: "Judged | None" = None
+    ) -> "PruneRun":
+        """The run that checked options ask for.
+
+        Raises:
+            UserError: the model, the suite or the file of norms is missing.
+        """
+        if options.device_map != "auto":
+            parse_device_map(options.device_map)
+        norms = None
+        if judged is not None:
+            norms = judged.norms
+        elif not _sums_units(recipe):
+            norms = given_norms(options, recipe, given)
+        suite = None
+        if options.evaluate is not None:
+            from emp_llm.evaluation.suites import find_suite
+
+            suite = find_suite(options.evaluate)
+        trust = options.trust_remote_code
+        source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
+        structure = recipe.structure
+        name = recipe.method if structure is None else f"{structure.structure}-{recipe.method}"
+        path = options.output or Path(f"{source.short_name}-{name}")
+        stopwatch = Stopwatch()
+        models = OneModel(options.device_map, options.dtype, trust, stopwatch)
+        return cls(recipe, options, given, source, path, norms, judged, suite, models, stopwatch)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of the dense model."""
+        return self.architecture.checkpoint
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether each block loses by what its weights cost."""
+        counts = self.recipe.counts
+        return isinstance(counts, Share) and isinstance(counts.shares, ByCost)
+
+    @property
+    def sums_units(self) -> bool:
+        """Whether units are scored by sums over the text."""
+        return _sums_units(self.recipe)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the run collects the norms of inputs. Costs are those of Wanda's masks."""
+        return self.norms is None and (self.recipe.needs_activations or self.by_cost)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run needs a text."""
+        return self.recipe.moves or self.by_cost or self.sums_units or self.calibrates
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """Of the dense model while it is calibrated and checked."""
+        return quantization_of(self.options.load_in_8bit, self.options.load_in_4bit)
+
+    @cached_property
+    def text(self) -> "CalibrationText":
+        """The calibration text, of a run that needs one."""
+        load_packages()
+        from emp_llm.calibration.data import FURTHER, calibration_data
+        from emp_llm.evaluation.loss_budget import HELD_OUT
+
+        return calibration_data(
+            self.options,
+            self.architecture,
+            self.options.trust_remote_code,
+            self.options.propagate,
+            self.models,
+            self.quantization,
+            further=HELD_OUT if self.by_cost else FURTHER,
+        )
+
+    @cached_property
+    def divided(self) -> "tuple[Tensor, Tensor]":
+        """The held-out sequences that decide the shares of blocks by cost, and those that judge."""
+        from emp_llm.evaluation.loss_budget import divided
+
+        return divided(self.text.further, self.options.text_name, "--shares cost")
+
+    @property
+    def held_out(self) -> "Tensor | None":
+        """The sequences that the run is checked on; None if it has none."""
+        if self.judged is not None:
+            return self.judged.tokens
+        if self.by_cost:
+            return self.divided[1]
+        return self.text.further if self.reads_text else None
+
+    @cached_property
+    def suite_data(self) -> "tuple[PreparedSuite, Measures | None] | None":
+        """The data of the suite, and earlier results of the dense model; None: no evaluation."""
+        if self.suite is None:
+            return None
+        load_packages()
+        from emp_llm.evaluation.evaluate import measures_of_baseline, prepare_suite
+        from emp_llm.models.loading import load_tokenizer
+
+        folder = self.source.folder
+        tokenizer = load_tokenizer(folder, self.options.trust_remote_code)
+        prepared = prepare_suite(self.suite, folder, tokenizer)
+        options = self.options
+        measures = measures_of_baseline(
+            options.baseline, self.source, prepared, options.dtype, options.device_map
+        )
+        return prepared, measures
+
+    @cached_property
+    def signature(self) -> dict[str, Any]:
+        """What the bytes of the checkpoint depend on, as JSON."""
+        made_of = dict(self.made_of)
+        if self.norms is not None:
+            made_of["norms"] = self.norms.digest
+        if self.reads_text:
+            from emp_llm.calibration.passes import calibration_signature
+
+            made_of |= calibration_signature(
+                self.text, self.options, self.options.propagate, self.quantization
+            )
+            made_of |= {"dtype": self.options.dtype, "device_map": self.options.device_map}
+        return run_signature(self.checkpoint, self.recipe, made_of or None)
+
+    @cached_property
+    def origin(self) -> CalibrationRecord:
+        """The part of the origin of norms and of fitted weights that concerns the model."""
+        from emp_llm.calibration.passes import model_origin
+
+        source = self.source
+        return model_origin(source.name, source.revision, self.checkpoint, self.quantization)
+
+    def dense(self) -> "PreTrainedModel":
+        """The dense model. Callers keep no reference to it."""
+        return self.models.get(self.source.folder, self.quantization)
+
+    def check(self) -> None:
+        """Read what the run needs, so that what is wrong with it is said before a model runs.
+
+        Raises:
+            UserError: the output may not be written, or holds other work; or the text or the data
+                of the suite is missing, or does not do.
+        """
+        if self.judged is None:
+            check_wanted(self.options, self.given, self.reads_text)
+        if self.suite is None or not self.path.exists():  # else `awaits_evaluation` decides
+            self.output().check_leftover(run_signature(self.checkpoint, self.recipe, None))
+        _ = self.held_out
+        if self.recipe.heal is not None:
+            from emp_llm.in_memory.healing import check_healable
+
+            check_healable(self.checkpoint.config, self.text, self.targets)
+        _ = self.suite_data
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether the checkpoint is finished, and only its evaluation is not."""
+        if self.suite is None:
+            return False
+        from emp_llm.evaluation.evaluate import pending_matches
+
+        return pending_matches(self.path, self.signature)
+
+    def output(self, more: int = 0) -> OutputFolder:
+        """The output.
+
+        Args:
+            more: bytes that the work takes beside those of the checkpoint.
+
+        Raises:
+            UserError: it may not be written.
+        """
+        needed = self.checkpoint.output_bytes + more
+        overwrite = self.options.overwrite or self.options.dry_run
+        return OutputFolder(self.path, [self.source.folder], needed, overwrite)
+
+    def begin(self, out: OutputFolder) -> None:
+        """Resume the work of an interrupted run, or start."""
+        out.begin(self.signature, machine_name() if self.reads_text else "")
+        if self.reads_text:
+            from emp_llm.calibration.data import keep_generated
+
+            keep_generated(out.files / SELF_NAME, self.text)
+        if self.judged is not None and self.norms is not None and self.options.activations is None:
+            from emp_llm.calibration.activations import keep_norms
+
+            keep_norms(out, self.norms, self.stopwatch)  # what decided the masks lies beside them
+
+    def calibrated(
+        self, out: OutputFolder, layers: list[Layer], masker: "Masker | None" = None
+    ) -> "Activations":
+        """The norms of the inputs of layers, or those of an interrupted run. A collective call.
+
+        Args:
+            masker: of a pruned propagation; None: dense.
+        """
+        from emp_llm.calibration.activations import keep_norms, kept_norms
+        from emp_llm.calibration.passes import calibrated, delete_progress
+
+        with stage("calibrate"):
+            norms = kept_norms(out, self.stopwatch)
+            if norms is None:
+                pruned_by = None if masker is None else recorded(self.recipe)
+                about = msgspec.structs.replace(self.origin, pruned_by=pruned_by)
+                dense = self.dense()
+                with self.stopwatch("calibrate"):
+                    norms = calibrated(
+                        dense,
+                        self.text,
+                        layers,
+                        self.options,
+                        about,
+                        statistics=self.recipe.statistics,
+                        masker=masker,
+                        blocks=self.recipe.targets.blocks,
+                        resume=out.calibration,
+                    )
+                del dense
+                if self.quantization is not None:
+                    self.models.free()
+                keep_norms(out, norms, self.stopwatch)
+            delete_progress(out.calibration)
+        return norms
+
+    def moved(self, out: OutputFolder, name: str, update: Callable[..., None]) -> "MovedWeights":
+        """The weights that an update moves, or those of an interrupted run, in the work folder. A
+        collective call.
+
+        Args:
+            name: of the update.
+            update: puts the blocks that are not finished into `moved`, given the dense model.
+        """
+        from emp_llm.walk.moved import MovedWeights
+
+        with stage(name):
+            moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
+            times = out.get("refitted")
+            if times is not None:
+                self.stopwatch.record |= times
+                return moved
+            dense = self.dense()
+            with self.stopwatch(name):
+                update(dense, moved=moved)
+            out.note(refitted=dict(self.stopwatch.record))
+        return moved
+
+    def held_out_perplexity(self, folder: Path) -> "PerplexityRecord | None":
+        """The perplexity of the held-out text; None if the run checks none. A collective call."""
+        tokens = self.held_out
+        if not self.options.check or self.suite is not None or tokens is None:
+            return None
+        from emp_llm.evaluation.check import held_out_perplexity
+
+        with self.stopwatch("check"):
+            return held_out_perplexity(
+                folder, self.checkpoint.config, tokens, self.models, self.quantization
+            )
+
+    def made_from(self, identity: str) -> ModelSource:
+        """The dense model, as the report names it."""
+        return ModelSource(model=self.source.name, revision=self.source.revision, identity=identity)
+
+    def finish(
+        self,
+        out: OutputFolder,
+        report: RunReport,
+        hashes: dict[str, str],
+        norms: "Activations | None",
+        dense: "PerplexityRecord | None",
+    ) -> RunReport:
+        """Heal and check what is written, and put it at its path. A collective call.
+
+        Args:
+            out: with the shards and side files of the checkpoint.
+            report: of the pruning; the rest is added.
+            hashes: BLAKE3 of each shard, by name.
+            norms: that scored; None: no norms did.
+            dense: of the dense model, from `held_out_perplexity`.
+        """
+        log_warnings(report.warnings)
+        if self.recipe.heal is not None:
+            from emp_llm.in_memory.healing import heal_folder, healing_warnings
+
+            self.models.free()
+            with self.stopwatch("heal"):
+                report.healing = heal_folder(
+                    out, self.source.folder, self.recipe, self.text, self.options, self.origin
+                )
+            log_warnings(healing_warnings(report.healing))
+            report.warnings += healing_warnings(report.healing)
+            hashes = {}
+        if dense is not None:
+            pruned = self.held_out_perplexity(out.files)
+            self.models.free()
+            report.check = None if pruned is None else CheckRecord(dense=dense, pruned=pruned)
+        if norms is not None:
+            report.calibration = norms.about
+        elif self.reads_text:
+            from emp_llm.calibration.passes import fit_origin
+
+            report.calibration = fit_origin(self.text, self.options, self.origin)
+        report.dtype = self.options.dtype
+        report.device_map = self.options.device_map
+        report.loss = None if self.judged is None else self.judged.record
+        report.stages = stage_records(self.stopwatch.record)
+        if ranks().main:
+            identity = report.source.identity or ""
+            if self.norms is not None:
+                warn_if_foreign(self.norms, identity, self.source.folder)
+            report.save(out.files / REPORT_NAME)
+            digest = None if norms is None else norms.digest
+            write_manifest(out.files, self.checkpoint, identity, report.recipe, digest, hashes)
+            if self.suite is not None:
+                from emp_llm.evaluation.evaluate import mark_pending
+
+                mark_pending(out.files, self.signature)
+        out.complete()
+        return report
+
+    def evaluated(self, report: RunReport) -> RunReport:
+        """The report of the finished checkpoint with the results of both models, if they are asked
+        for.
+        """
+        if self.suite_data is None:
+            return report
+        from emp_llm.evaluation.evaluate import evaluate_checkpoint
+
+        prepared, baseline = self.suite_data
+        return evaluate_checkpoint(
+            self.path,
+            self.source,
+            report,
+            prepared,
+            self.models,
+            self.options.device_map,
+            self.stopwatch,
+            baseline,
+        )
+
+
+def _sums_units(recipe: Recipe) -> bool:
+    return recipe.structure is not None and recipe.name in OF_UNITS
