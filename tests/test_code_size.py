@@ -15,8 +15,8 @@ TOKENS = 254_000
 FILES = 169
 FOLDERS = 18
 ENTERED = {
-    "prune": (57, 448),
-    "data-free prune": (39, 284),
+    "prune": (58, 448),
+    "data-free prune": (40, 306),
     "prune_model": (43, 291),
     "perplexity": (34, 166),
 }
