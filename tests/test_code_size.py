@@ -12,10 +12,10 @@ import pytest
 from emp_llm.prune import prune
 
 TOKENS = 254_000
-FILES = 169
+FILES = 170
 FOLDERS = 18
 ENTERED = {
-    "prune": (58, 448),
+    "prune": (58, 468),
     "data-free prune": (40, 306),
     "prune_model": (43, 291),
     "perplexity": (34, 166),
