@@ -28,12 +28,12 @@ def env() -> dict[str, str]:
     from emp_llm.runtime.sparse_linear import cpu_instructions
     from emp_llm.selection.rows import has_numba
 
-    found = set(cpu_fields().get("flags", "").split())
+    flags = set(cpu_fields().get("flags", "").split())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     runtime = cpu_instructions(torch.bfloat16)
     return versions("huggingface-hub", "numpy", "numba") | {
         "processor": processor_name(),
-        "instructions": ", ".join(each for each in _INSTRUCTIONS if each in found)
+        "instructions": ", ".join(name for name in _INSTRUCTIONS if name in flags)
         or f"none of {', '.join(_INSTRUCTIONS)}",
         "cores": f"{available_cores()}",
         "memory": f"{format_bytes(available_memory())} available",

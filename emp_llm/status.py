@@ -53,16 +53,19 @@ def status(
 def show(result: StudyStatus) -> None:
     """Print the number of jobs by kind and status, and what to know of those that are not done."""
     views = {word: [view for view in result.views if view.status == word] for word in _ORDER}
-    found = [word for word in _ORDER if word == "done" or views[word]]
-    rows = [["jobs", *found]]
+    statuses = [word for word in _ORDER if word == "done" or views[word]]
+    rows = [["jobs", *statuses]]
     for kind in dict.fromkeys(view.job.kind for view in result.views):
         rows.append(
             [
                 kind,
-                *(str(sum(view.job.kind == kind for view in views[word]) or "-") for word in found),
+                *(
+                    str(sum(view.job.kind == kind for view in views[word]) or "-")
+                    for word in statuses
+                ),
             ]
         )
-    print(table([*rows, ["all", *(str(len(views[word]) or "-") for word in found)]]))
+    print(table([*rows, ["all", *(str(len(views[word]) or "-") for word in statuses)]]))
     for view in views["running"]:
         host = f" on {view.state.host}" if view.state is not None and view.state.host else ""
         print(f"running{host}: {view.job.id}{_attempts(view)}")

@@ -181,24 +181,28 @@ def show(summary: SubmitSummary) -> None:
         "already queued": summary.queued,
     }
     known = ", ".join(f"{number} {word}" for word, number in before.items() if number)
-    total = sum(len(each.array.jobs) for each in summary.arrays)
+    total = sum(len(submitted.array.jobs) for submitted in summary.arrays)
     if not total:
         print(f"nothing to submit: {known}")
         return
     rows = [["array", "jobs", "each with", "after", *([] if summary.dry_run else ["Slurm"])]]
-    for each in summary.arrays:
+    for submitted in summary.arrays:
         after = next(
-            (word.partition("=")[2] for word in each.command if word.startswith("--dependency=")),
+            (
+                word.partition("=")[2]
+                for word in submitted.command
+                if word.startswith("--dependency=")
+            ),
             "-",
         )
         shown = after if len(after) <= 40 else f"{after[:37]}..."
         rows.append(
             [
-                each.array.name,
-                str(len(each.array.jobs)),
-                each.needs,
+                submitted.array.name,
+                str(len(submitted.array.jobs)),
+                submitted.needs,
                 shown,
-                *filter(None, [each.number]),
+                *filter(None, [submitted.number]),
             ]
         )
     print(table(rows))
@@ -209,15 +213,15 @@ def show(summary: SubmitSummary) -> None:
     if not summary.dry_run:
         print(f"to see them: squeue --me, or emp-llm status {summary.study}")
         return
-    for number, each in enumerate(summary.arrays):
+    for number, submitted in enumerate(summary.arrays):
         lines = [
             line
-            for line in each.script.splitlines()
+            for line in submitted.script.splitlines()
             if number == 0 or line.startswith(("#SBATCH ", "list="))
         ]
         what = "" if number == 0 else ", which differs from the first in these lines"
-        print(f"\n{each.array.name}.sh{what}:")
-        print(*lines, f"\n$ {shlex.join(each.command)}", sep="\n")
+        print(f"\n{submitted.array.name}.sh{what}:")
+        print(*lines, f"\n$ {shlex.join(submitted.command)}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -204,12 +204,15 @@ def study_results(views: list[JobView]) -> StudyResults:
                 unreadable.append(str(error))
                 status = "unreadable"
         if job.kind == "sweep":
-            dense = next((found for _, found in measured if found.pruned is None), None)
+            dense = next(
+                (results for _, results in measured if results.pruned is None),
+                None,
+            )
             model.dense = StudyRow("dense", status, dense)
             points = [
-                StudyRow(point, status, found)
-                for point, found in measured
-                if found.pruned is not None
+                StudyRow(point, status, results)
+                for point, results in measured
+                if results.pruned is not None
             ]
             model.rows += points or [StudyRow(job.id, status)]
             continue
@@ -236,9 +239,9 @@ def _measured(view: JobView) -> list[tuple[str, Results]]:
     if view.job.kind == "evaluate":
         return [("", read_record(output, Results, INDEX_LIMIT))]
     return [
-        (point.name, found)
+        (point.name, results)
         for point in read_record(output / SWEEP_NAME, Sweep, REPORT_LIMIT).points
-        for found in results_of_report(
+        for results in results_of_report(
             read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT)
         )
     ]

@@ -119,9 +119,9 @@ def _download_here(wanted: Wanted) -> None:
         logger.info("%s: looking for it.", model[0])
         find_model(*model)
     texts = [
-        each
+        corpus
         for name in wanted.texts
-        for each in calibration_corpora(CalibrationOptions(calibration=name), None)
+        for corpus in calibration_corpora(CalibrationOptions(calibration=name), None)
     ]
     suites = dict.fromkeys(
         suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites

@@ -323,18 +323,18 @@ def launch_of(
         environment: of this process.
     """
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
-    own = dict(environment)
+    variables = dict(environment)
     if job.needs.gpus == 0:
-        own["CUDA_VISIBLE_DEVICES"] = ""
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     elif gpus is not None:
         shown = environment.get("CUDA_VISIBLE_DEVICES")
         names = None if shown is None else [name.strip() for name in shown.split(",")]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
             str(number) if names is None else names[number] for number in gpus
         )
     if threads is not None:
-        own["OMP_NUM_THREADS"] = str(threads)
-    return words, own
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return words, variables
 
 
 class Attempt:

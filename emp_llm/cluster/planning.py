@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from emp_llm.calibration.texts import read_toml
@@ -16,6 +16,7 @@ from emp_llm.options.prune import check_options
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import converted
+from emp_llm.reporting.studies import short_model_name
 
 # Where a prune gets its norms: from the model's calibration job, from the text, or it needs none.
 TextUse = Literal["activations", "text", "none"]
@@ -38,11 +39,11 @@ def with_table(options: PlanOptions) -> PlanOptions:
             raise UserError(f"{options.table}: unknown field {quotable(name)}.")
         if isinstance(value, list) and name != "models":
             value = ",".join(map(str, value))
-        found = converted(
+        given = converted(
             str(value) if name in _NUMBERS else value, kinds[name], f"{options.table}: {name}"
         )
         if values[name] in (None, False):
-            values[name] = found
+            values[name] = given
     merged = PlanOptions(**values)
     check_values(merged)
     if merged.models is None:
@@ -65,8 +66,8 @@ def absolute(name: str) -> str:
     if name.startswith("self:"):
         return f"self:{absolute(name[5:])}"
     path, comma, rest = name.partition(",")
-    found = Path(path).expanduser()
-    return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name
+    file = Path(path).expanduser()
+    return f"{file.resolve()}{comma}{rest}" if path and file.exists() else name
 
 
 def named_models(models: str | list[str]) -> dict[str, str]:
@@ -87,9 +88,8 @@ def named_models(models: str | list[str]) -> dict[str, str]:
         )
     slugs: dict[str, str] = {}
     for name in names:
-        parts = [part for part in PurePath(name).parts if part != "/"]
-        short = parts[-2:] if parts[-1:] == ["model"] else parts[-1:]
-        slug = re.sub(r"[^a-z0-9._]+", "-", "-".join(short).lower()).strip("-.")[:60] or "model"
+        short = short_model_name(name).lower()
+        slug = re.sub(r"[^a-z0-9._]+", "-", short).strip("-.")[:60] or "model"
         number = 2
         while slug in slugs.values():
             slug = f"{slug.rstrip('0123456789').rstrip('-')}-{number}"

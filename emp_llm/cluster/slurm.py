@@ -323,8 +323,8 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
         if site.scratch is not None
         else []
     )
-    own = "emp-llm" if site.container else f"{shlex.quote(sys.executable)} -m emp_llm"
-    command = f"{site.container} {own if site.command is None else site.command}".strip()
+    program = "emp-llm" if site.container else f"{shlex.quote(sys.executable)} -m emp_llm"
+    command = f"{site.container} {program if site.command is None else site.command}".strip()
     places = f"%{site.at_once}" if site.at_once is not None else ""
     chosen = {
         "job-name": array.name,
@@ -405,13 +405,13 @@ def queued_jobs(study: Path) -> dict[str, str]:
             f"queued: {error} Nothing is submitted, so that no job runs twice. Try again when "
             f"squeue answers; to forget what was submitted, move {folder} away."
         ) from error
-    found = {}
+    tasks = {}
     for line in answer.splitlines():
         task, name, where = (*line.strip().split("|", 2), "", "")[:3]
         number = task.partition("_")[2]
         if where == str(study) and number.isdecimal() and int(number) < len(lists.get(name, [])):
-            found[lists[name][int(number)]] = task
-    return found
+            tasks[lists[name][int(number)]] = task
+    return tasks
 
 
 def next_number(study: Path) -> int:

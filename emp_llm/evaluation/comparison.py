@@ -92,7 +92,9 @@ def _mean(accuracies: list[Value]) -> Value:
     count = len(accuracies)
     errors = [value.stderr for value in accuracies if value.stderr is not None]
     answers = [
-        replace(each, weight=each.weight / count) for value in accuracies for each in value.answers
+        replace(answer, weight=answer.weight / count)
+        for value in accuracies
+        for answer in value.answers
     ]
     return Value(
         value=sum(value.value for value in accuracies) / count,
@@ -144,15 +146,15 @@ def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
             c.effective < c.original for c in ([counts] if counts else record.n_samples.values())
         )
         for key in _metrics(metrics):
-            metric, _, kind = key.partition(",")
-            stderr = metrics.get(f"{metric}_stderr,{kind}")
+            metric, _, filter_name = key.partition(",")
+            stderr = metrics.get(f"{metric}_stderr,{filter_name}")
             stderr = stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
             better = record.higher_is_better.get(name, {}).get(metric)
-            share = better is True and stderr is not None and 0 <= (metrics[key] or 0) <= 1
-            scale = 100 if share or metric in _ACCURACIES else 1
+            of_examples = better is True and stderr is not None and 0 <= (metrics[key] or 0) <= 1
+            scale = 100 if of_examples or metric in _ACCURACIES else 1
             error = None if stderr is None else scale * stderr
-            label = f"{name} {metric}{' %' if share and metric not in _ACCURACIES else ''}"
-            label += f" ({kind})" if kind != "none" else ""
+            label = f"{name} {metric}{' %' if of_examples and metric not in _ACCURACIES else ''}"
+            label += f" ({filter_name})" if filter_name != "none" else ""
             number = math.inf if metrics[key] is None else scale * metrics[key]
             values[label] = Value(
                 number, error, partial, _answers(record, name, name == task, key, number / scale)
@@ -178,14 +180,14 @@ def _answers(
     ]
     if not held or len(held) < len(members):
         return ()
-    total = sum(each.examples for each in held)
-    for weights in ([each.examples / total for each in held], [1 / len(held)] * len(held)):
+    total = sum(task.examples for task in held)
+    for weights in ([task.examples / total for task in held], [1 / len(held)] * len(held)):
         answers = tuple(
-            Answers(each.sha256, each.examples, each.bits(key), weight)
-            for each, weight in zip(held, weights, strict=True)
+            Answers(task.sha256, task.examples, task.bits(key), weight)
+            for task, weight in zip(held, weights, strict=True)
         )
         accuracy = math.fsum(
-            each.weight * each.correct.bit_count() / each.examples for each in answers
+            task.weight * task.correct.bit_count() / task.examples for task in answers
         )
         if math.isclose(accuracy, value, rel_tol=1e-9, abs_tol=1e-12):
             return answers
@@ -275,7 +277,7 @@ def paired_error_of_answers(first: Sequence[Answers], second: Sequence[Answers])
         The error; None if there are no answers, they are not to the same examples, or a task has a
         single example.
     """
-    asked, others = ([replace(each, correct=0) for each in answers] for answers in (first, second))
+    asked, others = ([replace(task, correct=0) for task in answers] for answers in (first, second))
     if not first or asked != others:
         return None
     squares = 0.0
@@ -376,7 +378,7 @@ def compare(models: list[Results], form: str = "terminal", labels: list[str] | N
         labels: column headings; default: the models' names without owner or path.
     """
     labels = labels or _labels(models)
-    measured = [values_of(each.measures) for each in models]
+    measured = [values_of(model.measures) for model in models]
     notes = _notes(models, labels, measured)
     head = ["", labels[0]]
     for label in labels[1:]:
@@ -403,12 +405,12 @@ def change_notes(
         if name in base and name in values
     ]
     notes = []
-    if any(each.stderr is not None and each.paired for each in changes):
+    if any(change.stderr is not None and change.paired for change in changes):
         notes.append(
             "changes ± paired standard error: both models judged on the same examples and "
             "blocks of text"
         )
-    if not all(each.paired for each in changes):
+    if not all(change.paired for change in changes):
         notes.append(UNPAIRED_NOTE)
     return notes
 
@@ -420,7 +422,7 @@ def _notes(
 ) -> list[str]:
     notes = []
     dense, *others = (
-        None if each.perplexity is None else each.perplexity.perplexity for each in models
+        None if model.perplexity is None else model.perplexity.perplexity for model in models
     )
     for model, label, after in zip(models[1:], labels[1:], others, strict=True):
         if (
@@ -436,9 +438,9 @@ def _notes(
                 "--refit"
             )
     removed = {
-        label: each.pruned.sparsity_of_targets
-        for label, each in zip(labels, models, strict=True)
-        if each.pruned
+        label: model.pruned.sparsity_of_targets
+        for label, model in zip(labels, models, strict=True)
+        if model.pruned
     }
     if removed and max(removed.values()) - min(removed.values()) > 0.01:
         shares = ", ".join(f"{label} {percent_cell(share)} %" for label, share in removed.items())
@@ -469,15 +471,16 @@ def _labels(models: list[Results]) -> list[str]:
     path, or revision on the Hub.
     """
     bits = [
-        f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models
+        f" {model.made_by.quantization.bits}" if model.made_by.quantization else ""
+        for model in models
     ]
-    at = [f"@{each.revision[:8]}" if each.revision else "" for each in models]
+    at = [f"@{model.revision[:8]}" if model.revision else "" for model in models]
     short = [
-        f"{PurePath(each.model).name or each.model}{suffix}"
-        for each, suffix in zip(models, bits, strict=True)
+        f"{PurePath(model.model).name or model.model}{suffix}"
+        for model, suffix in zip(models, bits, strict=True)
     ]
-    long = [f"{each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
+    long = [f"{model.model}{suffix}" for model, suffix in zip(models, bits, strict=True)]
     full = [
-        f"{each.model}{mark}{suffix}" for each, mark, suffix in zip(models, at, bits, strict=True)
+        f"{model.model}{mark}{suffix}" for model, mark, suffix in zip(models, at, bits, strict=True)
     ]
     return next((labels for labels in (short, long) if len(set(labels)) == len(labels)), full)

@@ -112,11 +112,11 @@ class Harness:
                 data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
                 lost[f"task {name}: {f'its data set {data}' if data else 'it'}"] = reason(error)
                 continue
-            for each in self._loaded[name]["tasks"].values():
-                if task.num_fewshot and each.get_config("num_fewshot") == 0:
+            for subtask in self._loaded[name]["tasks"].values():
+                if task.num_fewshot and subtask.get_config("num_fewshot") == 0:
                     told = "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
-                    logger.warning(told, each.task_name, task.num_fewshot)
-                if getattr(each, "UNSAFE_CODE", False):
+                    logger.warning(told, subtask.task_name, task.num_fewshot)
+                if getattr(subtask, "UNSAFE_CODE", False):
                     raise UserError(
                         f"task {name}: it runs code that the model writes. Run it with "
                         "lm_eval, in a sandbox."
@@ -184,7 +184,7 @@ class Harness:
         # Its warnings, such as for inputs longer than the model's context, are for the user; its
         # remarks on options are not.
         with _quiet(logging.WARNING), _run_by_us(name):
-            found = simple_evaluate(
+            evaluated = simple_evaluate(
                 model=wrapped,
                 tasks=chosen,
                 num_fewshot=task.num_fewshot,
@@ -193,31 +193,31 @@ class Harness:
                 fewshot_as_multiturn=task.chat_template,  # as lm-eval's command line does
                 # It logs the targets of examples, and fails where a task defines none.
                 log_samples=all(
-                    getattr(each.config, "doc_to_target", None) is not None
-                    for each in loaded["tasks"].values()
+                    getattr(subtask.config, "doc_to_target", None) is not None
+                    for subtask in loaded["tasks"].values()
                 ),
                 task_manager=self._manager,
             )
         # Only the first rank has a report.
-        report: dict[str, Any] = ranks().share(found and _kept(found))
+        report: dict[str, Any] = ranks().share(evaluated and _kept(evaluated))
         return msgspec.convert(
             report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord
         )
 
 
-def _kept(found: dict[str, Any]) -> dict[str, Any]:
+def _kept(report: dict[str, Any]) -> dict[str, Any]:
     """The parts of lm-eval's report that a results file keeps."""
     kept: dict[str, Any] = {
-        key: found[key]
+        key: report[key]
         for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")
     }
-    kept = json.loads(json.dumps(kept | {"groups": sorted(found.get("groups", {}))}, default=str))
+    kept = json.loads(json.dumps(kept | {"groups": sorted(report.get("groups", {}))}, default=str))
     for metrics in kept["results"].values():
         for key, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers
                 metrics[key] = "N/A" if math.isnan(value) else None
-    for name, samples in found.get("samples", {}).items():
-        answers = _answers(samples, found["results"][name])
+    for name, samples in report.get("samples", {}).items():
+        answers = _answers(samples, report["results"][name])
         if answers is not None:
             kept.setdefault("answers", {})[name] = msgspec.to_builtins(answers)
     return kept
@@ -232,14 +232,16 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
             the ranks.
         metrics: its results.
     """
-    ordered = sorted({(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples})
+    ordered = sorted(
+        {(sample["doc_id"], sample["doc_hash"], sample["target_hash"]) for sample in samples}
+    )
     correct = {}
     for key, value in metrics.items():
         metric, _, chosen = key.partition(",")
         given = {
-            each["doc_id"]: each[metric]
-            for each in samples
-            if each["filter"] == chosen and metric in each
+            sample["doc_id"]: sample[metric]
+            for sample in samples
+            if sample["filter"] == chosen and metric in sample
         }
         answers = [given.get(number) for number, *_ in ordered]
         if not answers or not all(np.isscalar(answer) and answer in (0, 1) for answer in answers):

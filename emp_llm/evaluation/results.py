@@ -169,10 +169,10 @@ def results_of_report(report: RunReport) -> list[Results]:
         device_map=report.device_map,
         versions=report.versions,
     )
-    found = []
+    results = []
     for pruned, measures in ((None, evaluation.dense), (pruned_by(report), evaluation.pruned)):
         if measures is not None:
-            found.append(
+            results.append(
                 Results(
                     model=report.source.model,
                     pruned=pruned,
@@ -180,8 +180,8 @@ def results_of_report(report: RunReport) -> list[Results]:
                     made_by=made_by,
                 )
             )
-            found[-1].take(measures)
-    return found
+            results[-1].take(measures)
+    return results
 
 
 # Earlier results in place of new ones.
@@ -201,16 +201,18 @@ def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
             not complete.
     """
     results = _complete_results(path, option)
-    found = _difference(results.made_by, wanted, "text", "tasks", "limit")
-    if found is not None:
+    difference = _difference(results.made_by, wanted, "text", "tasks", "limit")
+    if difference is not None:
         raise UserError(
-            f"{option} {path}: its results are of another suite or limit ({found}); "
+            f"{option} {path}: its results are of another suite or limit ({difference}); "
             "use the same ones."
         )
-    found = _difference(results.made_by, wanted, "batch_size", "dtype", "device", "versions")
-    if found is not None:
+    difference = _difference(results.made_by, wanted, "batch_size", "dtype", "device", "versions")
+    if difference is not None:
         logger.warning(
-            "warning: %s was measured differently (%s), so the last digits may differ.", path, found
+            "warning: %s was measured differently (%s), so the last digits may differ.",
+            path,
+            difference,
         )
     return results
 
@@ -227,7 +229,11 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
         UserError: they are of another model, suite, dtype or quantisation, or not complete.
     """
     if baseline.is_dir():
-        dense = [each for each in results_of_report(read_report(baseline)) if each.pruned is None]
+        dense = [
+            results
+            for results in results_of_report(read_report(baseline))
+            if results.pruned is None
+        ]
         if not dense:
             raise UserError(
                 f"--baseline {baseline}: its {REPORT_NAME} holds no evaluation of the "
@@ -237,18 +243,18 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
     else:
         results = _complete_results(baseline, "--baseline")
     made_by = results.made_by
-    found = None
+    other = None
     remedy = "Leave out --baseline to measure the dense model now."
     differs = _difference(made_by, wanted, "text", "tasks", "limit", "dtype", "quantization")
     digest = made_by.model.sha256_of_config_and_tokenizer  # a folder records none
     if differs is not None:
-        found = f"another suite, dtype or quantisation ({differs})"
+        other = f"another suite, dtype or quantisation ({differs})"
     elif made_by.model.identity != wanted.model.identity:
-        found = "other weights than those of --model"
+        other = "other weights than those of --model"
     elif digest not in (None, wanted.model.sha256_of_config_and_tokenizer):
-        found = "another config or tokenizer than --model has"
-    if found is not None:
-        raise UserError(f"--baseline {baseline}: its results are of {found}. {remedy}")
+        other = "another config or tokenizer than --model has"
+    if other is not None:
+        raise UserError(f"--baseline {baseline}: its results are of {other}. {remedy}")
     return results.measures
 
 

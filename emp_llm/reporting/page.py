@@ -516,9 +516,9 @@ def report_content(
     files: dict[str, bytes] = {}
     drawn = []
     lines = []
-    found = studies(points)
-    for number, study in enumerate(found, 1):
-        title_of_study = f"{number}-{study.title}" if len(found) > 1 else study.title
+    all_studies = studies(points)
+    for number, study in enumerate(all_studies, 1):
+        title_of_study = f"{number}-{study.title}" if len(all_studies) > 1 else study.title
         drawings = draw(study, title_of_study) if plots else []
         drawn.append((study, drawings))
         for drawing in drawings:
@@ -533,7 +533,7 @@ def report_content(
         ("points.csv", _VALUE_COLUMNS, value_lines),
         ("differences.csv", _DIFFERENCE_COLUMNS, difference_lines),
     ):
-        csv_lines = [line for study in found for line in lines_of(study)]
+        csv_lines = [line for study in all_studies for line in lines_of(study)]
         if csv_lines:
             files[name] = f"{csv_table([columns, *csv_lines])}\n".encode()
     files[SUMMARY] = ReportPage(title=title, files=sorted(files)).encoded()

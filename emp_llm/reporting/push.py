@@ -99,16 +99,16 @@ def public(record: R, folders: Collection[str] = ()) -> R:
 
 def cached_repository(path: str) -> tuple[str, str] | None:
     """(Hub id, commit) of a folder in the Hub cache; None for any other folder."""
-    found = _CACHED.search(str(Path(path).expanduser().absolute()))
-    return (f"{found[1]}/{found[2]}", found[3]) if found else None
+    match = _CACHED.search(str(Path(path).expanduser().absolute()))
+    return (f"{match[1]}/{match[2]}", match[3]) if match else None
 
 
 def _public(value: Any, key: str, folders: Collection[str]) -> Any:
     """JSON values without folders; `key` is the name of the field that holds the value."""
     if isinstance(value, list):
-        return [_public(each, key, folders) for each in value]
+        return [_public(inner, key, folders) for inner in value]
     if isinstance(value, dict):
-        return {name: _public(each, name, folders) for name, each in value.items()}
+        return {name: _public(inner, name, folders) for name, inner in value.items()}
     if not isinstance(value, str):
         return value
     if key == "command":
@@ -134,7 +134,7 @@ def _words(command: str) -> list[str]:
 
 def _without_folders(text: str, key: str, folders: Collection[str]) -> str:
     """ "PATH", "--option=PATH" or "PATH,field=PATH", with the last component of each path."""
-    return re.sub(r"[^,=]+", lambda found: _name_of(found[0], key in _MODELS, folders), text)
+    return re.sub(r"[^,=]+", lambda word: _name_of(word[0], key in _MODELS, folders), text)
 
 
 def _name_of(path: str, may_be_model: bool, folders: Collection[str]) -> str:
@@ -186,29 +186,29 @@ def method_words(recipe: RecipeOptions) -> str:
     """The method of a run in words."""
     if recipe.structure is not None:
         rule = "EMP" if recipe.adaptive else "a fixed share"
-        how = (
+        words = (
             f"{rule} of whole {_UNITS[recipe.structure.structure]} scored by "
             f"{_UNIT_SCORES[recipe.name]}"
         )
     else:
-        how = _METHODS.get(recipe.name, recipe.name)
+        words = _METHODS.get(recipe.name, recipe.name)
         if recipe.name in SEARCHES:
             counts = "counts by magnitudes, " if recipe.adaptive else ""
-            how = f"{counts}{search_named(recipe.name).title}"
-        how = f"Effective Model Pruning (EMP) with {how}" if recipe.adaptive else how
+            words = f"{counts}{search_named(recipe.name).title}"
+        words = f"Effective Model Pruning (EMP) with {words}" if recipe.adaptive else words
     if recipe.score == "relative" and recipe.name != "relative":
-        how += ", with input norms relative to the output"
+        words += ", with input norms relative to the output"
     if recipe.shares == "owl":
-        how += ", with a sparsity for each block by its outliers (OWL)"
+        words += ", with a sparsity for each block by its outliers (OWL)"
     if recipe.shares == "cost":
-        how += ", with a sparsity for each block by what it costs alone"
+        words += ", with a sparsity for each block by what it costs alone"
     if recipe.count_by == "magnitude":
-        how += ", and as many weights in each group as its magnitudes are worth"
+        words += ", and as many weights in each group as its magnitudes are worth"
     if recipe.refit:
-        how += ", with a refit of the kept weights"
+        words += ", with a refit of the kept weights"
     if recipe.heal:
-        how += ", healed by self-distillation"
-    return how
+        words += ", healed by self-distillation"
+    return words
 
 
 @dataclass(frozen=True)
@@ -295,8 +295,10 @@ def card_text(
     suites = by_suite(evaluated, this)
     structure = report.structure
     tables = [compare(measured, "markdown", ["dense", "pruned"])] if len(measured) == 2 else []
-    own = [each for each in measured if each.pruned is not None]
-    own += [each for suite in suites for each in suite if each.made_by.model.identity == this]
+    of_this = [results for results in measured if results.pruned is not None]
+    of_this += [
+        results for suite in suites for results in suite if results.made_by.model.identity == this
+    ]
     fitted = sum(fit.error_after is not None for fit in report.fits.values())
     if structure is None:
         lines = run_tables.pruning_lines(report)
@@ -317,7 +319,7 @@ def card_text(
         "address": quote,
     }
     return environment.get_template("card.md.j2").render(
-        metadata=_metadata(name, report, origin, own),
+        metadata=_metadata(name, report, origin, of_this),
         mark=CARD_MARK,
         name=name,
         branch=branch,
@@ -353,31 +355,29 @@ def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
     the identity `this`.
     """
     suites: dict[bytes, list[Results]] = {}
-    for each in evaluated:
-        made_by = each.made_by
-        suites.setdefault(
-            msgspec.json.encode([made_by.text, made_by.tasks, made_by.limit]), []
-        ).append(each)
-    return [
-        sorted(
-            suite, key=lambda each: (each.pruned is not None, each.made_by.model.identity != this)
-        )
-        for suite in suites.values()
-    ]
+    for results in evaluated:
+        made_by = results.made_by
+        key = msgspec.json.encode([made_by.text, made_by.tasks, made_by.limit])
+        suites.setdefault(key, []).append(results)
+
+    def order(results: Results) -> tuple[bool, bool]:
+        return results.pruned is not None, results.made_by.model.identity != this
+
+    return [sorted(suite, key=order) for suite in suites.values()]
 
 
 def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Results]) -> str:
     """The metadata as YAML; `evaluated` are the measurements of this checkpoint."""
     carried = dict(origin.metadata)
-    kind = (
+    sparsity_tags = (
         ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
     )
     results = {
         (result.dataset_type, result.dataset_config, result.metric_name): result
-        for each in evaluated
+        for measured in evaluated
         # Another model, or some of the questions.
-        if not (each.made_by.quantization or each.made_by.limit)
-        for result in _results_of(each)
+        if not (measured.made_by.quantization or measured.made_by.limit)
+        for result in _results_of(measured)
     }
     data = ModelCardData(
         library_name="transformers",
@@ -385,7 +385,7 @@ def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Resu
         base_model=origin.name,
         # The Hub has four relations; this is the one for changed weights in the same architecture.
         base_model_relation="finetune" if origin.name else None,
-        tags=["emp-llm", "pruning", *kind, report.recipe.method, *carried.pop("tags", [])],
+        tags=["emp-llm", "pruning", *sparsity_tags, report.recipe.method, *carried.pop("tags", [])],
         model_name=name.partition("/")[2] if results else None,
         eval_results=list(results.values()) or None,
         **carried,
@@ -519,7 +519,7 @@ def check_login(to: Destination) -> None:
             "login --force"
         )
     owner = to.name.partition("/")[0]
-    names = [each["name"] for each in (user, *user.get("orgs", []))]
+    names = [account["name"] for account in (user, *user.get("orgs", []))]
     if owner not in names:
         logger.warning(
             "warning: %s: you are %s, not a member of %s; the push may be refused.",
@@ -696,8 +696,8 @@ def _check_evidence(
                 f"--results {path}: that run has not finished; run its command again to resume it."
             )
     for suite in by_suite(list(measured.values()), this):
-        if not any(each.made_by.model.identity == this for each in suite):
-            path = next(path for path, each in measured.items() if each is suite[0])
+        if not any(model.made_by.model.identity == this for model in suite):
+            path = next(path for path, model in measured.items() if model is suite[0])
             raise UserError(
                 f"--results {path}: it is of other weights than those in {folder}. "
                 "Evaluate this checkpoint."

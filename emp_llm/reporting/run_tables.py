@@ -96,12 +96,12 @@ def pruning_lines(report: RunReport) -> list[str]:
     targets = report.targets
     sizes = report.sizes
     asked = ""
-    share = report.recipe.sparsity
-    if share is not None and percent_cell(share) != percent_cell(targets.sparsity_of_targets):
+    sparsity = report.recipe.sparsity
+    if sparsity is not None and percent_cell(sparsity) != percent_cell(targets.sparsity_of_targets):
         why = f"each {report.recipe.group} loses a whole number of weights, rounded down"
-        if report.fits and targets.sparsity_of_targets > share:
+        if report.fits and targets.sparsity_of_targets > sparsity:
             why = "some of the weights that were kept and fitted are zero"
-        asked = f" ({100 * share:g} % asked; {why})"
+        asked = f" ({100 * sparsity:g} % asked; {why})"
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets{asked}, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} "
@@ -254,8 +254,8 @@ def check_lines(report: RunReport) -> list[str]:
     if report.check is None:
         return []
     dense, pruned = (
-        Value(each.value, losses=losses_of(each))
-        for each in (report.check.dense, report.check.pruned)
+        Value(perplexity.value, losses=losses_of(perplexity))
+        for perplexity in (report.check.dense, report.check.pruned)
     )
     change = change_text("perplexity", change_of("perplexity", pruned, dense))
     blocks = f"{report.check.dense.blocks} x {report.check.dense.block_length} tokens"
@@ -293,7 +293,7 @@ def fit_lines(report: RunReport) -> list[str]:
     held = ""
     if held_before is not None and held_after is not None:
         held = f", held out {percent_cell(held_before)} % to {percent_cell(held_after)} %"
-    fitted = sum(each.error_after is not None for each in report.fits.values())
+    fitted = sum(fit.error_after is not None for fit in report.fits.values())
     return [
         f"output error, mean of {count_of(fitted, 'layer')}: calibration text "
         f"{percent_cell(before)} % to {percent_cell(after)} %{held}"
@@ -333,14 +333,14 @@ def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
         ]
     ]
     rows[0] += ["tokens lost %", "mass lost %"] * routed
-    for (kind, role), entries in by_role.items():
+    for (units, role), entries in by_role.items():
         total = sum(entry.units for entry in entries)
         kept = sum(entry.kept for entry in entries)
         bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
         rows.append(
             [
                 f"{role} x {len(entries)}" if len(entries) > 1 else role,
-                kind,
+                units,
                 f"{total:,}",
                 f"{kept:,}",
                 f"{sum(entry.rule for entry in entries):,}",
@@ -455,11 +455,11 @@ def sweep_table(record: Sweep) -> str:
     notes += change_notes(names, dense, [values for *_, values in swept])
     emp, fixed = (
         [
-            each.sparsity_of_targets
-            for each in record.points
-            if each.method.startswith("emp-") is own
+            point.sparsity_of_targets
+            for point in record.points
+            if point.method.startswith("emp-") is adaptive
         ]
-        for own in (True, False)
+        for adaptive in (True, False)
     )
     if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:
         notes.append(
@@ -475,15 +475,15 @@ def measure_table(record: Measure) -> str:
     """N_eff / N by role and depth, and the sparsity at many betas: two tables for every
     criterion and order.
     """
-    parts = [_measure(each) for each in record.measures]
+    tables = [_measure(entry) for entry in record.measures]
     if record.losses:
-        parts.append(losses_table(record))
-    return "\n\n".join(parts)
+        tables.append(losses_table(record))
+    return "\n\n".join(tables)
 
 
 def losses_table(record: Measure) -> str:
     """How much each method removes within each budget of --loss."""
-    flags = [each.flag.removeprefix("--loss ") for each in record.losses[0].budgets]
+    flags = [budget.flag.removeprefix("--loss ") for budget in record.losses[0].budgets]
     rows: Rows = [["removed % of the targets within", *flags, "packed"]]
     for measured in record.losses:
         order = "" if measured.order in (None, 2.0) else f", order {measured.order:g}"
@@ -504,7 +504,7 @@ def losses_table(record: Measure) -> str:
 def _measure(measure: MeasureEntry) -> str:
     name = f"{measure.criterion}, order {measure.order:g}"
     blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
-    depths = [part.tolist() for part in np.array_split(blocks, _DEPTHS) if len(part)]
+    depths = [group.tolist() for group in np.array_split(blocks, _DEPTHS) if len(group)]
     heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
     rows: Rows = [
         [
@@ -519,8 +519,8 @@ def _measure(measure: MeasureEntry) -> str:
         ]
     ]
     for role, entries in _by_role(measure.matrices).items():
-        parts = [[entry for entry in entries if entry.block in depth] for depth in depths]
-        shares = [row_mean(part, effective_share) for part in [*parts, entries]]
+        by_depth = [[entry for entry in entries if entry.block in depth] for depth in depths]
+        shares = [row_mean(group, effective_share) for group in [*by_depth, entries]]
         known = [
             (entry.n_eff, entry.group_size)
             for entry in entries

@@ -30,7 +30,6 @@ from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import (
     FitRecord,
-    HealingRecord,
     MatrixRecord,
     RunReport,
     StructureRecord,
@@ -84,7 +83,6 @@ class MeasuredPoint:
         matrices: of the targets by layer, each expert alone; targets: counts over all of them.
         fits: of the layers, by a refit, SparseGPT or ADMM.
         structure: the removed heads and neurons; None if weights were pruned.
-        healing: the training of the kept weights.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its
             checkpoint.
@@ -107,7 +105,6 @@ class MeasuredPoint:
     targets: TargetsRecord | None = None
     fits: Mapping[str, FitRecord] = field(default_factory=dict)
     structure: StructureRecord | None = None
-    healing: HealingRecord | None = None
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""
@@ -164,17 +161,17 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
     values = read_json(path, limit=REPORT_LIMIT)
-    kind = next(
+    record_type = next(
         (
-            kind
-            for kind in (Sweep, Measure, Results, RunReport)
-            if version_of(values, kind) is not None
+            record_type
+            for record_type in (Sweep, Measure, Results, RunReport)
+            if version_of(values, record_type) is not None
         ),
         None,
     )
-    if kind is None:
+    if record_type is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
-    record = record_of(values, kind, str(path))
+    record = record_of(values, record_type, str(path))
     if isinstance(record, Sweep):  # each point has its own report; sweep.json tells the baselines
         points = path.parent.resolve() / "points"
         for entry in record.points:
@@ -207,7 +204,6 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         matrices=report.matrices,
         fits=report.fits,
         structure=report.structure,
-        healing=report.healing,
         results=tuple(suite_result_of(model) for model in models if model.pruned is not None),
         dense=tuple(suite_result_of(model) for model in models if model.pruned is None),
         signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
@@ -478,23 +474,23 @@ def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
     models: dict[str, list[MeasuredPoint]] = {}
     for point in points:
         models.setdefault(point.identity, []).append(point)
-    found: list[Study] = []
+    all_studies: list[Study] = []
     taken: set[str] = set()
-    for own in models.values():
-        model = own[0].model
-        dense = [point for point in own if point.recipe.method == "dense"]
+    for points_of_model in models.values():
+        model = points_of_model[0].model
+        dense = [point for point in points_of_model if point.recipe.method == "dense"]
         titles = (short_model_name(model), model, f"{model} ({len(taken) + 1})")
-        title = next(each for each in titles if each not in taken)
+        title = next(name for name in titles if name not in taken)
         taken.add(title)
         scopes: dict[str, list[MeasuredPoint]] = {}
-        for point in own:
+        for point in points_of_model:
             if point.recipe.method != "dense":
                 scopes.setdefault(scope_of(point.recipe), []).append(point)
         for scope, members in (scopes or {"": []}).items():
             linked = _named_apart(_linked(members))
             name = f"{title}, {scope}" if len(scopes) > 1 else title
-            found.append(Study(name, model, scope, tuple(linked), _suites(members, dense)))
-    return found
+            all_studies.append(Study(name, model, scope, tuple(linked), _suites(members, dense)))
+    return all_studies
 
 
 def label_of(point: MeasuredPoint) -> str:
@@ -513,8 +509,8 @@ def label_of(point: MeasuredPoint) -> str:
 
 def short_model_name(model: str) -> str:
     """The last part of a path or Hub id; the last two if the last is just "model"."""
-    parts = [part for part in PurePath(model).parts if part not in ("/", "..")]
-    return "/".join(parts[-2:] if parts[-1:] == ["model"] else parts[-1:]) or model
+    names = [name for name in PurePath(model).parts if name not in ("/", "..")]
+    return "/".join(names[-2:] if names[-1:] == ["model"] else names[-1:]) or model
 
 
 def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
@@ -559,14 +555,14 @@ def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
 def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[StudySuite, ...]:
     dense = [result for point in [*points, *alone] for result in point.dense]
     results = [result for point in points for result in point.results] + dense
-    found = []
+    suites = []
     for key in dict.fromkeys(result.key for result in results):
         first = next((result for result in dense if result.key == key), None)
         members = [result for result in [*dense, *results] if result.key == key]
         names = dict.fromkeys(name for result in members for name in result.values)
         of_dense = first.values if first else {}
-        found.append(StudySuite(key, members[0].suite, of_dense, tuple(names)))
-    return tuple(found)
+        suites.append(StudySuite(key, members[0].suite, of_dense, tuple(names)))
+    return tuple(suites)
 
 
 # EMP, or the quantity in which a uniform baseline matches an EMP point.
@@ -671,7 +667,7 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
     both have.
     """
     of = {point.id: point for point in study.points}
-    found = []
+    pairs = []
     for baseline in study.pruned:
         point = of.get(baseline.baseline_of or "")
         if point is None or baseline.match is None:
@@ -688,7 +684,7 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
                 better = (
                     None if lower is None else (change.value < 0) == lower and change.value != 0
                 )
-                found.append(
+                pairs.append(
                     Difference(
                         point,
                         baseline,
@@ -702,12 +698,12 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
                 )
     methods = list(dict.fromkeys(label_of(point) for point in study.points))
     return sorted(
-        found,
-        key=lambda each: (
-            suite.measures.index(each.measure),
-            methods.index(label_of(each.point)),
-            each.match != "total",
-            each.point.recipe.beta or 0.0,
+        pairs,
+        key=lambda pair: (
+            suite.measures.index(pair.measure),
+            methods.index(label_of(pair.point)),
+            pair.match != "total",
+            pair.point.recipe.beta or 0.0,
         ),
     )
 
