@@ -23,7 +23,6 @@ import emp_llm
 from emp_llm import prune as prune_module
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
-from emp_llm.measure import measure
 from emp_llm.options.prune import check_options
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
@@ -174,23 +173,6 @@ def test_a_budget_is_checked_as_the_sparsity_that_it_is(
             **owl,
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_measures_of_units_take_no_options_of_weights(
-    models: Models, norms: Models, tmp_path: Path
-) -> None:
-    common: dict[str, Any] = {
-        "model": models("llama"),
-        "structure": "neurons",
-        "output": tmp_path / "m.json",
-    }
-    for name, value in {
-        "activations": norms("llama"),
-        "targets": "mlp",
-        "score": "relative",
-    }.items():
-        with pytest.raises(UserError, match=f"--{name} does not go with --structure"):
-            measure(**common, **{name: value})
 
 
 def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
