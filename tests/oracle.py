@@ -54,6 +54,14 @@ def tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def shards(folder: Path) -> dict[str, str]:
+    """The hash of each shard of a folder, to compare all bytes of two checkpoints' weights."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob("*.safetensors")
+    }
+
+
 def bits(tensor: Stored) -> Array:
     """A tensor's numbers as unsigned integers of their bits."""
     raw = tensor.shard.read_bytes()[tensor.start : tensor.end]

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from emp_llm.prune import prune
 from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
 
@@ -75,14 +72,6 @@ def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
         "made_by": {"model": {}, "text": {"file": "x"}, "dtype": "auto"},
         "perplexity": measured,
         "complete": True,
-    }
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for shard in folder.glob("*.safetensors")
-        for name, tensor in load_file(shard).items()
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import weights_of
+from tiny import weights_of
 
 from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, sweep, verify
 from emp_llm.evaluation import block_shares

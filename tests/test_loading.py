@@ -15,8 +15,9 @@ import pytest
 import tiny
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_blockwise import block_map
+from tiny import weights_of
 from torch import Tensor
 
 from emp_llm.common.errors import UserError
@@ -30,19 +31,11 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 PARTS = ("mlp", "norm", "head")
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for shard in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(shard).items()
-    }
-
-
 def changed(source: Path, folder: Path, change: Change) -> Path:
     """A copy of a model with other tensors, in one shard."""
     ignored = shutil.ignore_patterns("*.safetensors", "*.index.json")
     shutil.copytree(source, folder, ignore=ignored)
-    save_file(change(stored(source)), folder / "model.safetensors", {"format": "pt"})
+    save_file(change(weights_of(source)), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -72,7 +65,7 @@ def name_of(folder: Path, part: str) -> str:
         "norm": ("input_layernorm", "ln_1", "self_attn_layer_norm"),
         "head": ("lm_head", "embed_out", "embed_tokens", "wte"),
     }[part]
-    names = [name for name in stored(folder) if ".1." in name or part == "head"]
+    names = [name for name in weights_of(folder) if ".1." in name or part == "head"]
     return next(name for word in words for name in names if name.endswith(f"{word}.weight"))
 
 
@@ -145,7 +138,7 @@ def test_all_commands_that_load_refuse(
     folder = changed(
         models("llama"),
         tmp_path / "model",
-        without(*(name for name in stored(models("llama")) if "norm" in name)),
+        without(*(name for name in weights_of(models("llama")) if "norm" in name)),
     )
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
     given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
@@ -189,7 +182,7 @@ def test_a_base_model_without_its_prefix(models: Models, tmp_path: Path) -> None
 
     folder = changed(models("gpt2"), tmp_path / "model", bare)
     model = load_model(folder, "cpu")
-    assert torch.equal(model.lm_head.weight, stored(models("gpt2"))["transformer.wte.weight"])
+    assert torch.equal(model.lm_head.weight, weights_of(models("gpt2"))["transformer.wte.weight"])
     load_model(folder, "disk")
 
 

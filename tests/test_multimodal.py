@@ -18,7 +18,8 @@ import tiny
 import torch
 from conftest import Run
 from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_multimodal
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tiny import weights_of
 from transformers import AutoTokenizer, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from emp_llm import prune_model, reapply_mask, recipe_of
@@ -190,11 +191,7 @@ def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path
     shutil.copytree(
         towers("llava"), source, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json")
     )
-    tensors = {
-        name: tensor
-        for shard in towers("llava").glob("*.safetensors")
-        for name, tensor in load_file(shard).items()
-    }
+    tensors = weights_of(towers("llava"))
     for pattern, new in older.items():
         tensors = {re.sub(pattern, new, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import weights_of
+from tiny import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

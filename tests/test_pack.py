@@ -18,7 +18,8 @@ from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import report_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tiny import weights_of
 from transformers import AutoModelForCausalLM
 
 from emp_llm.checkpoint.bits import (
@@ -60,14 +61,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".")}
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def odd_checkpoint(folder: Path) -> Path:
@@ -128,9 +121,9 @@ def test_every_file_is_restored_bit_for_bit(
     assert contents(tmp_path / "back") == before == contents(source)
     assert sizes.sparse > 0
     assert sizes.packed_bytes < sizes.dense_bytes
-    assert told["dense"] == sum(t.nbytes for t in tensors_of(source).values())
+    assert told["dense"] == sum(t.nbytes for t in weights_of(source).values())
     if not zstd and family != "gpt2":  # whose biases are zero before it is pruned
-        assert told["packed"] == sum(t.nbytes for t in tensors_of(tmp_path / "packed").values())
+        assert told["packed"] == sum(t.nbytes for t in weights_of(tmp_path / "packed").values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed"], (
         "no temporary file is left"
     )
@@ -147,8 +140,8 @@ def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, chunk: int) -> N
     unpack(tmp_path / "packed", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
     # plain safetensors, aligned
-    parts = tensors_of(tmp_path / "packed")
-    original = tensors_of(source)
+    parts = weights_of(tmp_path / "packed")
+    original = weights_of(source)
     assert ("early" in parts, "late" in parts) == (codec == "raw", False), (
         "all zeros of a tensor decide its form"
     )
@@ -198,7 +191,7 @@ def test_a_mask_and_the_base_are_the_pruned_checkpoint(
     assert sizes.packed_bytes < sizes.dense_bytes / 4
     told = report_of(source)["sizes"]["mask"]
     assert zstd or told == sum(
-        t.nbytes for name, t in tensors_of(mask).items() if name.endswith(".mask")
+        t.nbytes for name, t in weights_of(mask).items() if name.endswith(".mask")
     )
     unpack(mask, tmp_path / "back", base=base)
     assert contents(tmp_path / "back") == contents(source)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
+from runs import make_sweep, read_points, report_of, results_of, save_run, study_of
+from tiny import weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.comparison import Value

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
@@ -88,3 +89,12 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's shards, by name."""
+    return {
+        name: tensor
+        for shard in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
