@@ -23,12 +23,12 @@ from emp_llm.records.bench import Bench
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.measure import Measure
-from emp_llm.records.report_page import ReportPage
 from emp_llm.records.results import Results
 from emp_llm.records.rotation import RotationRecord
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ActivationsInfo
 from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.page import ReportPage
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 # Name of the schema -> declaration, and the file that it describes.

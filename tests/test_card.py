@@ -23,14 +23,8 @@ from emp_llm.push import push
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.push import (
-    Origin,
-    _public,
-    cached_repository,
-    card_text,
-    method_words,
-    public,
-)
+from emp_llm.reporting.card import Origin, cached_repository, card_text, method_words
+from emp_llm.reporting.push import _public, public
 from emp_llm.verify import verify
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)

@@ -20,7 +20,7 @@ from emp_llm import export, heal, prune, runtime
 from emp_llm.common.errors import UserError
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.push import card_text, find_origin
+from emp_llm.reporting.card import card_text, find_origin
 
 gguf = pytest.importorskip("gguf")
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")

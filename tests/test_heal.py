@@ -51,7 +51,7 @@ from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.push import method_words
+from emp_llm.reporting.card import method_words
 from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify

@@ -1,6 +1,9 @@
 """The files of a report: a page of Markdown, its figures, and CSV tables."""
 
 from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
 
 from emp_llm.common.errors import printable
 from emp_llm.common.tables import (
@@ -22,8 +25,8 @@ from emp_llm.evaluation.comparison import (
     signed,
     value_cell,
 )
+from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
-from emp_llm.records.report_page import ReportPage
 from emp_llm.reporting.figures import Drawing, draw
 from emp_llm.reporting.run_tables import (
     FIT_ERRORS,
@@ -497,6 +500,20 @@ NOTHING_EQUAL = (
     "no emp point and baseline have equally many zeros, so none are compared; the page "
     "shows all points"
 )
+
+
+class ReportPage(FileRecord, kw_only=True):
+    """report.json: the files of a report, by which --overwrite knows them.
+
+    Attributes:
+        title: heading of its page.
+        files: their names in its folder.
+    """
+
+    KIND: ClassVar[str] = "report"
+
+    title: str
+    files: list[str] = msgspec.field(default_factory=list)
 
 
 def report_content(
