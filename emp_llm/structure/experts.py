@@ -232,7 +232,7 @@ class Experts(Units):
     def required(self) -> int:
         return self.fewest
 
-    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
         tensors = model.checkpoint.tensors
         stays = kept.tolist()
         for name, dimension in self.together.items():
@@ -240,9 +240,9 @@ class Experts(Units):
         for name, expert in self.single.items():
             # The last number in the name is the expert's.
             before, _, after = name.rpartition(f".{expert}.")
-            if remove and expert in stays:
+            if cuts.remove and expert in stays:
                 cuts.names[name] = f"{before}.{stays.index(expert)}.{after}"
-            elif remove:
+            elif cuts.remove:
                 cuts.names[name] = None
             elif expert not in stays:
                 cuts.leave_out(name, None, tensors[name].shape[:1], 0, slice(None))

@@ -127,7 +127,7 @@ class Layers(Units):
         change, tokens = sums
         return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
 
-    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
         gone = self.gone(kept)
         for tensor, (number, start, end) in self.stored.items():
             if number in gone:

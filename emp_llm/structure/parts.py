@@ -154,7 +154,7 @@ class Parts(Units):
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         return sums[self.columns].sum(1)  # type: ignore[no-any-return]
 
-    def cut(self, model: UnitModel, kept: Indices, remove: bool, cuts: Cuts) -> None:
+    def cut(self, model: UnitModel, kept: Indices, cuts: Cuts) -> None:
         gone = self.gone(kept)
         tables = [(self.output, self.columns, 1)]
         tables += [(target, rows, 0) for target, rows in self.rows.items()]

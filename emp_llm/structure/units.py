@@ -3,8 +3,9 @@ fitted and compared; `unit_model.py` has the table of them.
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import write_json
+from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.ranks import ranks
@@ -47,12 +49,14 @@ class Cuts:
     """What becomes of the stored tensors.
 
     Attributes:
+        remove: what does not stay is removed; else other values take its place.
         kept: what stays of those of which a part goes.
         names: the new name of those that get one; None: the tensor goes.
         fills: tensor -> the value in the place of what does not stay, where shapes stay; others
             have 0.
     """
 
+    remove: bool
     kept: Kept = field(default_factory=dict)
     names: dict[str, str | None] = field(default_factory=dict)
     fills: dict[str, float] = field(default_factory=dict)
@@ -65,6 +69,49 @@ class Cuts:
         """
         whole = [torch.ones(size, dtype=torch.bool) for size in shape]
         self.kept.setdefault(name, {}).setdefault(expert, whole)[dimension][gone] = False
+
+    def new_name(self, name: str) -> str | None:
+        """The name of a stored tensor in the smaller checkpoint; None if it goes."""
+        return self.names.get(name, name)
+
+    def new_shape(self, tensor: StoredTensor) -> Shape:
+        """The shape of a stored tensor in the smaller checkpoint. All experts of a tensor have the
+        same.
+        """
+        if not self.remove or tensor.name not in self.kept:
+            return tensor.shape
+        sizes = [int(stays.sum()) for stays in next(iter(self.kept[tensor.name].values()))]
+        return (*tensor.shape[: len(tensor.shape) - len(sizes)], *sizes)
+
+    def elements(self, tensor: StoredTensor) -> int:
+        """How many elements of a stored tensor stay. Its experts may have different numbers of
+        neurons, where shapes stay.
+        """
+        if self.new_name(tensor.name) is None:
+            return 0
+        if tensor.name not in self.kept:
+            return tensor.numel
+        return sum(
+            math.prod(int(stays.sum()) for stays in masks)
+            for masks in self.kept[tensor.name].values()
+        )
+
+    def matrices(self, name: str, stored: Tensor) -> Iterator[Tensor]:
+        """A stored tensor without what does not stay: as a whole, or the matrix of each of its
+        experts.
+        """
+        masks = self.kept.get(name, {None: []})
+        for expert in sorted(masks, key=lambda number: number or 0):
+            matrix = stored if expert is None else stored[expert]
+            for dimension, stays in enumerate(masks[expert]):
+                if bool(stays.all()):
+                    continue
+                if self.remove:
+                    matrix = matrix.index_select(dimension, stays.nonzero()[:, 0])
+                else:
+                    gone = (~stays).nonzero()[:, 0]
+                    matrix = matrix.index_fill(dimension, gone, self.fills.get(name, 0.0))
+            yield matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,9 +259,9 @@ class Units(ABC):
     # Cut.
 
     @abstractmethod
-    def cut(self, model: "UnitModel", kept: Indices, remove: bool, cuts: Cuts) -> None:
-        """Add to `cuts` what becomes of the stored tensors if only the units `kept` stay. The
-        others are removed; or, unless `remove`, set to zero or closed in their router.
+    def cut(self, model: "UnitModel", kept: Indices, cuts: Cuts) -> None:
+        """Add what becomes of the stored tensors if only the units `kept` stay. The others are
+        removed, or set to zero, or closed in their router.
         """
 
     def check_zeroed(self) -> None:

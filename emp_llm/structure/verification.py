@@ -25,7 +25,7 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.units import UnitModel, changed_config
-from emp_llm.structure.writing import cut_matrices, cuts_of, fitted_at
+from emp_llm.structure.writing import cuts_of, fitted_at
 
 
 def check_units(
@@ -95,7 +95,7 @@ def _check_tensors(
     cuts = cuts_of(model, choices, remove)
     refitted = set(fitted_at(choices)) if recipe.update is not None else set()
     refitted |= healed_tensors(model.architecture, recipe)
-    expected = {name: cuts.names.get(name, name) for name in model.checkpoint.tensors}
+    expected = {name: cuts.new_name(name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
         with safe_open(shard, framework="pt") as source:
             for tensor in tensors:
@@ -108,7 +108,7 @@ def _check_tensors(
                     say(f"{name}: it is missing, or has another dtype.")
                     continue
                 stored = source.get_tensor(tensor.name)
-                matrices = cut_matrices(stored, tensor.name, cuts, remove)
+                matrices = list(cuts.matrices(tensor.name, stored))
                 whole = matrices[0].dim() == stored.dim()
                 wanted = matrices[0] if whole else torch.stack(matrices)
                 with safe_open(theirs.shard, framework="pt") as file:

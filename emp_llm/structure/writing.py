@@ -44,7 +44,7 @@ from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
-from emp_llm.structure.units import Changes, Cuts, Indices, Kept, UnitModel, changed_config
+from emp_llm.structure.units import Changes, Cuts, Indices, UnitModel, changed_config
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -64,43 +64,10 @@ def cuts_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cuts:
         remove: the others are removed; else they are set to zero, and experts are closed in their
             router.
     """
-    cuts = Cuts()
+    cuts = Cuts(remove)
     for choice in choices:
-        choice.units.cut(model, choice.kept, remove, cuts)
+        choice.units.cut(model, choice.kept, cuts)
     return cuts
-
-
-def cut_tensor(tensor: Tensor, kept: Sequence[Tensor], remove: bool, fill: float = 0.0) -> Tensor:
-    """A stored tensor without what does not stay, or with another value in its place."""
-    for dimension, stays in enumerate(kept):
-        if bool(stays.all()):
-            continue
-        if remove:
-            tensor = tensor.index_select(dimension, stays.nonzero()[:, 0])
-        else:
-            tensor = tensor.index_fill(dimension, (~stays).nonzero()[:, 0], fill)
-    return tensor
-
-
-def smaller_shape(tensor: StoredTensor, kept: Kept) -> tuple[int, ...]:
-    """The shape of a stored tensor after the removal. All experts of a tensor have the same."""
-    if tensor.name not in kept:
-        return tensor.shape
-    sizes = [int(stays.sum()) for stays in next(iter(kept[tensor.name].values()))]
-    return (*tensor.shape[: len(tensor.shape) - len(sizes)], *sizes)
-
-
-def elements_left(tensor: StoredTensor, cuts: Cuts) -> int:
-    """How many elements of a stored tensor stay. Its experts may have different numbers of
-    neurons, where shapes stay.
-    """
-    if cuts.names.get(tensor.name, "") is None:
-        return 0
-    if tensor.name not in cuts.kept:
-        return tensor.numel
-    return sum(
-        math.prod(int(stays.sum()) for stays in masks) for masks in cuts.kept[tensor.name].values()
-    )
 
 
 def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
@@ -111,7 +78,7 @@ def size_of(model: UnitModel, choices: Sequence[Choice]) -> tuple[int, int]:
     elements = 0
     size = 0
     for tensor in model.checkpoint.tensors.values():
-        left = elements_left(tensor, cuts)
+        left = cuts.elements(tensor)
         elements += left
         size += left * BITS[tensor.dtype] // 8
     return elements, size
@@ -170,15 +137,11 @@ def write_checkpoint(
                 tensors = [
                     tensor
                     for tensor in checkpoint.tensors.values()
-                    if tensor.shard == shard and cuts.names.get(tensor.name, "") is not None
+                    if tensor.shard == shard and cuts.new_name(tensor.name) is not None
                 ]
                 tensors.sort(key=lambda tensor: tensor.start)
-                shapes = [smaller_shape(tensor, cuts.kept if remove else {}) for tensor in tensors]
-                names = [cuts.names.get(tensor.name) or tensor.name for tensor in tensors]
-                content = _content(shard, tensors, cuts, remove, fitted_at(choices), moved)
-                hashes[shard.name] = write_shard(
-                    shard, tensors, names, shapes, content, folder / shard.name
-                )
+                content = _content(shard, tensors, cuts, fitted_at(choices), moved)
+                hashes[shard.name] = write_shard(shard, tensors, cuts, content, folder / shard.name)
                 out.note(shards=hashes)
             bar.update(shard.stat().st_size)
     checkpoint.check_unchanged()
@@ -192,10 +155,8 @@ def _smaller_index(source: Path, cuts: Cuts, sizes: tuple[int, int]) -> dict[str
     parameters, size = sizes
     known = {"total_size": size, "total_parameters": parameters}
     new = {name: value for name, value in known.items() if name in metadata}
-    names = {name: cuts.names.get(name, name) for name in index["weight_map"]}
-    weight_map = {
-        names[name]: shard for name, shard in index["weight_map"].items() if names[name] is not None
-    }
+    named = {cuts.new_name(name): shard for name, shard in index["weight_map"].items()}
+    weight_map = {name: shard for name, shard in named.items() if name is not None}
     return index | {"weight_map": weight_map, "metadata": metadata | new}
 
 
@@ -213,8 +174,7 @@ def fitted_at(choices: Sequence[Choice]) -> dict[str, dict[int | None, Target]]:
 def write_shard(
     shard: Path,
     tensors: Sequence[StoredTensor],
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    cuts: Cuts,
     content: Iterator[memoryview],
     path: Path,
 ) -> str:
@@ -224,12 +184,11 @@ def write_shard(
     digest = blake3()
     offset = 0
     entries = {}
-    for tensor, name, shape in zip(tensors, names, shapes, strict=True):
+    for tensor in tensors:
+        shape = cuts.new_shape(tensor)
         end = offset + math.prod(shape) * BITS[tensor.dtype] // 8
-        entries[tensor.name] = (
-            name,
-            {"dtype": tensor.dtype, "shape": list(shape), "data_offsets": [offset, end]},
-        )
+        place = {"dtype": tensor.dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        entries[tensor.name] = (cuts.new_name(tensor.name), place)
         offset = end
     stored = json.loads(header_text(shard))
     header = {name: entry for name, entry in stored.items() if name == "__metadata__"}
@@ -248,7 +207,6 @@ def _content(
     shard: Path,
     tensors: Sequence[StoredTensor],
     cuts: Cuts,
-    remove: bool,
     fits: Mapping[str, Mapping[int | None, Target]],
     moved: MovedWeights | None,
 ) -> Iterator[memoryview]:
@@ -263,20 +221,8 @@ def _content(
                 if weight is not None:
                     matrix = stored if expert is None else stored[expert]
                     matrix.copy_(weight.T if target.matrix.transposed else weight)
-            for matrix in cut_matrices(stored, tensor.name, cuts, remove):
+            for matrix in cuts.matrices(tensor.name, stored):
                 yield tensor_bytes(matrix.contiguous())
-
-
-def cut_matrices(stored: Tensor, name: str, cuts: Cuts, remove: bool) -> list[Tensor]:
-    """A stored tensor without what does not stay: as a whole, or the matrix of each of its
-    experts.
-    """
-    masks = cuts.kept.get(name, {None: []})
-    fill = cuts.fills.get(name, 0.0)
-    return [
-        cut_tensor(stored if expert is None else stored[expert], masks[expert], remove, fill)
-        for expert in sorted(masks, key=lambda number: number or 0)
-    ]
 
 
 def compare(
