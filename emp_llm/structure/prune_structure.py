@@ -43,7 +43,6 @@ from emp_llm.structure.writing import (
     active_parameters,
     compare,
     cuts_of,
-    elements_left,
     size_of,
     write_checkpoint,
 )
@@ -360,7 +359,7 @@ def _records(
     coverage = plan.architecture.coverage(plan.targets)
     cuts = cuts_of(plan, choices, remove=True)
     stored = {target.matrix.stored.name: target.matrix.stored for target in plan.targets}
-    kept = sum(elements_left(tensor, cuts) for tensor in stored.values())
+    kept = sum(cuts.elements(tensor) for tensor in stored.values())
     weights = coverage.weights or 1
     parameters = coverage.parameters or 1
     targets = TargetsRecord(
