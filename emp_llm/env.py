@@ -39,7 +39,7 @@ def env() -> dict[str, str]:
         "memory": f"{format_bytes(available_memory())} available",
         "GPUs": ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in gpus)
         or "none",
-        "masks": "compiled" if has_numba() else "numpy",
+        "masks": "compiled" if has_numba() else "torch",
         "runtime": "torch" if runtime is None else _RUNTIMES[runtime.name],
     }
 

@@ -6,9 +6,9 @@
 bfloat16 matrices of a 7B model's MLP. "sort" is pruning as described in Wanda's paper: scores, a
 stable sort of every row, and zeros scattered to the places of the smallest; for EMP, with the
 counts of Algorithm 1. All runs use the same weights in turn; medians. On the CPU, "kernel" is the
-compiled kernel, "numpy" the pruning of machines without numba, and "torch" the reference for other
-dtypes; all must give the same bits. `--write` writes the table to scripts/results: bench_masks.md
-or bench_masks_cuda.md.
+compiled kernel, and "torch" the reference for machines without numba and for other dtypes; both
+must give the same bits. `--write` writes the table to scripts/results: bench_masks.md or
+bench_masks_cuda.md.
 
 On a GPU the reference prunes whole matrices, and the copy is one within its memory; times are read
 from the GPU's clock.
@@ -63,9 +63,8 @@ def main(line: list[str] | None = None) -> None:
         return
     repeats = arguments.repeats or 7
     lines = [
-        "| matrix | method | copy | kernel | GB/s | kernel / copy | numpy | torch | sort | sort / "
-        "kernel |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| matrix | method | copy | kernel | GB/s | kernel / copy | torch | sort | sort / kernel |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
         weight, norms = random_matrix((min(shape[0], arguments.rows or shape[0]), shape[1]))
@@ -100,13 +99,11 @@ def by_reference(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> None:
 
 
 def _row(weight: Tensor, name: str, times: dict[str, float]) -> str:
-    copy, fast, numpy, plain, sort = (
-        times[step] for step in ("copy", "kernel", "numpy", "torch", "sort")
-    )
+    copy, fast, plain, sort = (times[step] for step in ("copy", "kernel", "torch", "sort"))
     size = weight.nbytes / 1e9
     return (
         f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | "
-        f"{1e3 * fast:.1f} ms | {size / fast:.2f} | {fast / copy:.1f} | {1e3 * numpy:.0f} ms | "
+        f"{1e3 * fast:.1f} ms | {size / fast:.2f} | {fast / copy:.1f} | "
         f"{1e3 * plain:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
     )
 
@@ -114,11 +111,11 @@ def _row(weight: Tensor, name: str, times: dict[str, float]) -> str:
 def cpu_times(
     weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
 ) -> dict[str, float]:
-    """Median seconds of a copy, of the kernel, of numpy, of the reference, and of sorting; the last
-    three are measured once.
+    """Median seconds of a copy, of the kernel, of the reference, and of sorting; the last two are
+    measured once.
 
     Raises:
-        SystemExit: there is no kernel, or kernel, numpy and reference give different bits.
+        SystemExit: there is no kernel, or kernel and reference give different bits.
     """
     room = torch.empty_like(weight)
     work = weight.clone()
@@ -135,12 +132,8 @@ def cpu_times(
 
     factors = None if norms is None else norms.numpy()
     kernel = in_chunks(lambda rows: prune_words(words_of(rows), "BF16", factors, rule))
-    by_numpy = in_chunks(
-        lambda rows: prune_words(words_of(rows), "BF16", factors, rule, compiled=False)
-    )
     steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
     slow: dict[str, Callable[[], object]] = {
-        "numpy": by_numpy,
         "torch": in_chunks(lambda rows: by_reference(rows, norms, rule)),
         "sort": lambda: _sorted(work, norms, rule),
     }
@@ -151,10 +144,10 @@ def cpu_times(
         for name, run in (steps if repeat else steps | slow).items():
             work.copy_(weight)
             times[name].append(wall_time(run))
-            if not repeat and name in ("kernel", "numpy", "torch"):
+            if not repeat and name in ("kernel", "torch"):
                 results.append(work.view(torch.int16).clone())
     if not all(torch.equal(results[0], result) for result in results):
-        raise SystemExit(f"{rule}: kernel, numpy and torch give different bits")
+        raise SystemExit(f"{rule}: kernel and torch give different bits")
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -249,7 +242,7 @@ def _write(table: str, threads: int, repeats: int) -> None:
         "# Masks at memory speed\n\n"
         f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: "
         f"{processor()}; torch {torch.__version__}, {threads} threads. bfloat16 weights, in place; "
-        "medians of one run, in turn (numpy, torch and sort once).\n\n"
+        "medians of one run, in turn (torch and sort once).\n\n"
     )
     (Path(__file__).parent / "results" / "bench_masks.md").write_text(
         about + table + "\n", encoding="utf-8"

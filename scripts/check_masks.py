@@ -3,17 +3,15 @@ from float64 sums.
 
     python scripts/check_masks.py [--weights 100000000] [--write]
 
-All ways to prune rows on a CPU are checked: the compiled kernel, numpy alone (small models, or no
-numba) and plain torch (all other dtypes). Each dtype and criterion gets that many weights, in rows
-of odd lengths: Gaussian, heavy-tailed, few values (ties are the rule), mostly zeros, uniform, and
-subnormal next to huge. Prints the number of weights that differ; the exit code is 1 if there are
-any.
+Both ways to prune rows on a CPU are checked: the compiled kernel, and plain torch (small models, no
+numba, and other dtypes). Each dtype and criterion gets that many weights, in rows of odd lengths:
+Gaussian, heavy-tailed, few values (ties are the rule), mostly zeros, uniform, and subnormal next to
+huge. Prints the number of weights that differ; the exit code is 1 if there are any.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +92,12 @@ def ways_to_prune(
     name = DTYPES[dtype][0]
     by_norms = criterion == "wanda"
 
-    def by_words(weight: Tensor, norms: Tensor, compiled: bool) -> object:
-        return prune_words(
-            words_of(weight), name, norms.numpy() if by_norms else None, RULE, compiled
-        )
+    def by_words(weight: Tensor, norms: Tensor) -> object:
+        return prune_words(words_of(weight), name, norms.numpy() if by_norms else None, RULE)
 
     ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
     if has_kernel(torch.ones(1, 1, dtype=dtype), RULE):
-        ways["compiled"] = partial(by_words, compiled=True)
-    if name != "F64":
-        ways["numpy"] = partial(by_words, compiled=False)
+        ways["compiled"] = by_words
 
     def by_torch(weight: Tensor, norms: Tensor) -> None:
         scores = wanda(weight, InputStatistics(norms)) if by_norms else magnitude(weight)

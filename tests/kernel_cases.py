@@ -125,18 +125,14 @@ def prune_plainly(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFi
     return apply_selection(weight, select_rows(scores, rule))
 
 
-def prune_rows(
-    weight: Tensor, norms: Tensor | None, rule: KeepRule, compiled: bool = True
-) -> RowFigures:
-    """By the compiled kernel or numpy where they take the dtype and the rule, else by the
-    reference; in place.
+def prune_rows(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFigures:
+    """By the compiled kernel where it takes the dtype and the rule, else by the reference; in
+    place.
     """
     name = rows._name(weight)
     if not rows.words_supported(name, rule):
         return prune_plainly(weight, norms, rule)
     factors = None if norms is None else norms.numpy()
     return RowFigures(
-        *map(
-            torch.from_numpy, rows.prune_words(rows.words_of(weight), name, factors, rule, compiled)
-        )
+        *map(torch.from_numpy, rows.prune_words(rows.words_of(weight), name, factors, rule))
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from emp_llm.walk.moved import MovedWeights
 
 CHUNK_WEIGHTS = 1 << 21
-# Numpy prunes this many weights in the time that loading the compiled kernel takes.
+# The reference prunes this many weights in the time that loading the compiled kernel takes.
 _SMALL = 1 << 24
 
 
@@ -118,9 +118,9 @@ class Pruner:
         self.targets = scores.targets
         self.checkpoint = scores.checkpoint
         self._device = device
-        self._reference = reference or device != "cpu"
+        few = sum(target.matrix.numel for target in scores.targets) <= _SMALL
+        self._reference = reference or few or device != "cpu"
         self._chunk_weights = chunk_weights
-        self._compiled = sum(target.matrix.numel for target in scores.targets) > _SMALL
 
     def read(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
         """(first row, bits) of each chunk of a target's rows, with the next ones read ahead."""
@@ -331,7 +331,7 @@ class Pruner:
             and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
         )
         if rule is not None and plain and words_supported(dtype, rule):
-            return prune_words(words, dtype, self.scores.factors_of(target), rule, self._compiled)
+            return prune_words(words, dtype, self.scores.factors_of(target), rule)
         from emp_llm.selection.reference import apply_selection, select_rows
 
         host = as_tensor(words, dtype)

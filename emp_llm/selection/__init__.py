@@ -2,7 +2,6 @@
 `effective.py`.
 
 A criterion (`wanda` in `criteria.py`) scores weights, a `KeepRule` (`rule.py`) sets how many of
-them to keep, and `prune_words` (`rows.py`) applies both with the fastest implementation for this
-machine. `reference.py` defines every bit; `cpu_kernel.py` and `numpy_rows.py` give the same ones.
+them to keep. `reference.py` defines every bit; `cpu_kernel.py` gives the same ones, faster.
 Of this package, the folder imports only `common`.
 """

@@ -1,6 +1,4 @@
-"""Rows pruned in place, each a group of its own: by the compiled kernel, numpy or the reference.
-All give the same bits.
-"""
+"""Rows pruned in place by the compiled kernel, which gives the bits of the reference."""
 
 import logging
 from functools import cache
@@ -16,15 +14,14 @@ _DTYPES = ("BF16", "F16", "F32")
 
 
 def words_supported(dtype: str, rule: KeepRule) -> bool:
-    """Whether `prune_words` implements a rule, N_eff being of order 2 in float64, for a dtype of
-    safetensors ("BF16").
+    """Whether `prune_words` loads, and implements a rule, N_eff being of order 2 in float64, for a
+    dtype of safetensors ("BF16").
     """
-    return dtype in _DTYPES and rule.order == 2.0 and rule.dtype == "float64"
+    implemented = dtype in _DTYPES and rule.order == 2.0 and rule.dtype == "float64"
+    return implemented and has_numba()
 
 
-def prune_words(
-    words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bool = True
-) -> RowFigures:
+def prune_words(words: Any, dtype: str, norms: Any, rule: KeepRule) -> RowFigures:
     """Set to zero, in place, the weights of each row that a rule does not keep. torch is not
     needed.
 
@@ -34,8 +31,6 @@ def prune_words(
         dtype: of the weights: "BF16", "F16" or "F32".
         norms: float32, shape (columns,), for scores |W| * norms; None: scores |W|.
         rule: how many weights of each row to keep; `words_supported` for the dtype.
-        compiled: use the compiled kernel if it loads. Loading it takes as long as numpy takes for
-            16 million weights.
 
     Returns:
         Figures of the rows, as arrays.
@@ -43,13 +38,9 @@ def prune_words(
     Raises:
         NonFiniteError: scores hold NaN or infinity; nothing is pruned.
     """
-    if compiled and has_numba():
-        from emp_llm.selection import cpu_kernel
+    from emp_llm.selection import cpu_kernel
 
-        return cpu_kernel.prune_words(words, dtype, norms, rule)
-    from emp_llm.selection import numpy_rows
-
-    return numpy_rows.prune_words(words, dtype, norms, rule)
+    return cpu_kernel.prune_words(words, dtype, norms, rule)
 
 
 def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
@@ -97,7 +88,7 @@ def words_of(weight: "Tensor") -> Any:
 def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:
     """Whether the compiled kernel supports these weights and this rule."""
     fitting = weight.device.type == "cpu" and weight.is_contiguous() and weight.numel() > 0
-    return fitting and words_supported(_name(weight), rule) and has_numba()
+    return fitting and words_supported(_name(weight), rule)
 
 
 @cache
