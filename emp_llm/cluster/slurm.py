@@ -30,37 +30,6 @@ _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 _SECRET = re.compile(
     r"(?i)\b(\w*(?:token|secret|password|passwd|api_?key))\s*=\s*\\?[\"']?[^\s\"'$\\]"
 )
-# Between quotation marks in a script.
-_QUOTED = ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")
-_SHELL = ("about", "prolog")  # lines of their own
-# What submit itself says to sbatch.
-_OWN_OPTIONS = {
-    *(
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "time",
-        "signal",
-        "mem",
-        "cpus-per-task",
-        "array",
-        "export",
-        "dependency",
-    ),
-    *(
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "chdir",
-        "output",
-        "job-name",
-        "requeue",
-        "no-requeue",
-        "open-mode",
-    ),
-    *("kill-on-invalid-dep", "parsable", "wrap"),
-}
 
 
 class SiteNeeds(Needs, frozen=True, forbid_unknown_fields=True):  # type: ignore[misc]  # as `Quartiles`
@@ -81,7 +50,7 @@ class Site(
         gpus: the option that asks for GPUs, with {gpus} for their number.
         memory: the option that asks for memory, with {megabytes} for MiB; empty: no such option.
         cpus: cores of a job.
-        options: further options of sbatch.
+        options: further options of sbatch, after those that submit writes.
         max_hours: longest time limit. A job that needs more is stopped and queued again, and
             resumes.
         signal_seconds: SIGTERM is sent so long before the time limit.
@@ -168,12 +137,6 @@ def read_site(path: Path) -> Site:
                 "have seen it."
             )
     site = converted(values, Site, str(path))
-    for name, value in msgspec.structs.asdict(site).items():
-        sound = quotes_well if name in _QUOTED else str.isprintable
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and name not in _SHELL and not sound(text):
-                marks = ", without quotation marks and backslashes" if name in _QUOTED else ""
-                raise UserError(f"{path}: {name}: {quotable(text)} must be one line{marks}.")
     if not (site.gpus.startswith("-") and "{gpus}" in site.gpus):
         raise UserError(
             f"{path}: gpus must be an option with {{gpus}}, such as "
@@ -189,17 +152,6 @@ def read_site(path: Path) -> Site:
             f"{path}: signal_seconds {site.signal_seconds} must be less than max_hours, "
             f"{site.max_hours * 3600:g} seconds."
         )
-    for option in site.options:
-        name = option.lstrip("-").partition("=")[0].partition(" ")[0]
-        if not option.startswith("-"):
-            raise UserError(
-                f'{path}: options: "{quotable(option)}" must begin with a hyphen, as for sbatch.'
-            )
-        if name in _OWN_OPTIONS:
-            raise UserError(
-                f"{path}: options: submit sets --{name} itself; set the key for it, or "
-                "leave it out."
-            )
     if site.cache is None:
         return site
     cache = os.path.expanduser(os.path.expandvars(site.cache))
@@ -216,27 +168,23 @@ _ANSWER_SECONDS = 300  # for a command of Slurm
 # Variables of the login node that tasks get. No other goes to Slurm, because any might hold a
 # secret.
 EXPORTED = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LC_ALL",
-        "LD_LIBRARY_PATH",
-        "MODULEPATH",
-        "PYTHONPATH",
-    ),
-    *(
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "XDG_CACHE_HOME",
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_CACHE",
-        "EMP_LLM_CACHE",
-    ),
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "MODULEPATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "EMP_LLM_CACHE",
     "SLURM_CONF",
 )
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")

@@ -44,8 +44,21 @@ _DENSE = RecipeOptions(method="dense")
 # Fields of a recipe that set it apart from others of its method and targets, unless they have their
 # defaults.
 _VARIANT = (
-    *("pattern", "neff_dtype", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
-    *("refit", "refit_weighting", "refit_target", "heal", "heal_steps", "heal_weights", "group"),
+    "pattern",
+    "neff_dtype",
+    "score_map",
+    "score",
+    "count_by",
+    "shares",
+    "owl_lambda",
+    "owl_m",
+    "refit",
+    "refit_weighting",
+    "refit_target",
+    "heal",
+    "heal_steps",
+    "heal_weights",
+    "group",
 )
 
 

@@ -29,7 +29,7 @@ srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --overlap --kil
     "${command[@]}" run . --only "$job"
 code=$?
 
-# 143: SIGTERM came, as it does before the time limit; 75: a node was lost. The task is queued again, and its job resumes.
+# 143: SIGTERM came, as it does before the time limit; 75: the job was stopped. The task is queued again, and its job resumes.
 if { [ "$code" -eq 143 ] || [ "$code" -eq 75 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt "$requeues" ]; then
     # The number of the last task, SLURM_JOB_ID, would mean the whole array. Slurm ends this script when it has queued the task.
     answered scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" && sleep 60
