@@ -71,8 +71,7 @@ other work too. The best of each sparsity is bold. The rows are made by
 
 Wanda removes 50 % of each row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of
 ours is [healed](heal.md) or [rotated](rotate.md). ADMM's search depends on the rounding of sums: with `--batch-size 16`,
-the same command gives +87.8 % in place of +91.4 % on stories260K. [Which method?](methods.md) has more points, by an
-older version on another processor, and wiki-llama-5m on other blocks of WikiText-2."""
+stories260K comes to +87.8 % in place of +91.4 %. [Which method?](methods.md) has more points, by an older version."""
 FILL = """## Models of the literature
 
 Nobody has run emp-llm on these models yet; the published numbers are those to beat. It needs a GPU and access to the models:
