@@ -43,7 +43,7 @@ class Subject:
 
     Attributes:
         source, tokenizer: the model.
-        path: of its results file.
+        path: its results file.
         quantization, runtime: how it runs.
         results: what is measured so far.
     """

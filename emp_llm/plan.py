@@ -16,7 +16,7 @@ class PlanSummary:
 
     Attributes:
         study: its folder.
-        jobs: of the plan.
+        jobs: in the order of the plan.
     """
 
     study: Path

@@ -23,8 +23,8 @@ class StudyStatus:
 
     Attributes:
         study: its folder.
-        views: of its jobs.
-        log_lines: to show of each failed job.
+        views: its jobs with their states.
+        log_lines: number of lines of the log to show of each failed job.
     """
 
     study: Path

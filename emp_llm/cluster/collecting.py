@@ -66,10 +66,10 @@ class JobView:
     """A job with what has become of it.
 
     Attributes:
-        files: of the job.
-        status: of the job; "queued" if it waits in Slurm; "foreign" if its output was made by
-            another command.
-        state: of its last attempt.
+        files: the job's plan line, state, lock and log.
+        status: that of `JobFiles.status`; "queued" if it waits in Slurm; "foreign" if its output
+            was made by another command.
+        state: what its last attempt has come to.
         message: why it failed, or is foreign.
     """
 
@@ -119,7 +119,7 @@ class StudyRow:
 
     Attributes:
         label: short name.
-        status: of its job.
+        status: that of its job, as in `JobView`.
         result: None if it is missing.
     """
 

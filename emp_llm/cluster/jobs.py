@@ -198,9 +198,10 @@ class JobState(FileRecord, kw_only=True, omit_defaults=False):
         command: that ran.
         status: "running" also after the runner was killed.
         attempts: their number.
-        host, pid: of the runner.
-        scheduler_job: of the scheduler; null without one.
-        exit_code: of the command; null while it runs. message: why it failed.
+        host, pid: the process that ran it.
+        scheduler_job: the scheduler's number for it; null without a scheduler.
+        exit_code: null while the command runs.
+        message: why it failed.
         seconds: of all finished attempts together.
     """
 
@@ -320,7 +321,7 @@ def launch_of(
         gpus: numbers of the GPUs that the job may use, counted among those that the environment
             shows; None: as the environment says. A job that needs no GPU sees none.
         threads: number of cores; None: as the environment says.
-        environment: of this process.
+        environment: variables of this process.
     """
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
     variables = dict(environment)
@@ -348,7 +349,7 @@ class Attempt:
         threads: cores for it; None: as the environment says.
 
     Attributes:
-        files: of the job.
+        files: the job's state, lock, log and output.
 
     Raises:
         UserError: another process works on the job, or its files cannot be written.

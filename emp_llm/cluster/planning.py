@@ -140,7 +140,7 @@ def model_jobs(
         options: with their table.
         model: Hub id, or absolute path of a folder.
         slug: short and unique, for ids and names of files.
-        recipes: of the study.
+        recipes: each with its use of the calibration text.
     """
     jobs: list[Job] = []
     start = ["--model", model] + (["--trust-remote-code"] if options.trust_remote_code else [])

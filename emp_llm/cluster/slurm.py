@@ -199,7 +199,7 @@ class JobArray:
 
     Attributes:
         name: unique in the study.
-        needs: of each task.
+        needs: what each task asks for.
         jobs: of the tasks, in their order.
         after: arrays that come first, by their names or their numbers in Slurm. A task waits until
             they have ended, and refuses to begin if a job that it needs has failed.

@@ -241,8 +241,9 @@ def change_of(name: str, value: Value, base: Value) -> Change:
     errors, sqrt(a^2 + b^2); that of any other measure is unknown.
 
     Args:
-        name: of the measure.
-        value, base: the two values.
+        name: the measure.
+        value: after the change.
+        base: before it.
     """
     change = change_between(name, base.value, value.value)
     unit = 100.0

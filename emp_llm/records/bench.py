@@ -14,7 +14,7 @@ class LoadedModel(Part, kw_only=True, omit_defaults=False):
         model: its name; revision: its commit on the Hub; null for a folder.
         runtime: "dense" or "sparse".
         load_seconds: from the files, which were read before.
-        weight_bytes: of its weights in memory.
+        weight_bytes: size of its weights in memory.
         memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and
             ran for the first time, on the smallest batch.
     """
@@ -51,7 +51,7 @@ class Batch(Part, kw_only=True, omit_defaults=False):
 
     Attributes:
         batch_size: the number of sequences.
-        prefill: of the prompts; decode: of all new tokens.
+        prefill, decode: speed at the prompts, and at all new tokens.
         equal_tokens: the share of new tokens that are the same in both, with the same model and
             greedy choice; null with another baseline.
     """

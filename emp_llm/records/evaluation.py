@@ -19,7 +19,7 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
         perplexity: exp of `loss`; null if it is infinite because the loss is too large for exp.
         loss: mean of the blocks' mean next-token losses, each weighted by its tokens; in nats.
         tokens, blocks, block_length: extent of the measured text; the last block may be shorter.
-        seconds: of the forward passes.
+        seconds: duration of the forward passes.
         block_losses: mean loss of each block in order, to seven decimals, for the uncertainty of a
             difference.
         partial: whether a limit left out a part of the text.

@@ -232,8 +232,8 @@ class HealingRecord(Part, kw_only=True):
     """The training of the kept weights on the dense model's probabilities.
 
     Attributes:
-        steps, tokens: of the training; best: the step whose weights were kept; 0: those before the
-            training.
+        steps, tokens: length of the training.
+        best: the step whose weights were kept; 0: those before the training.
         by: the whole model at once, or block by block.
         curve: [step, divergence on held-out sequences in nats per token], from step 0 on; by
             blocks, the mean squared error of a block's outputs as a share of their squares. A loss
@@ -257,7 +257,7 @@ class LossPoint(Part, kw_only=True):
     """A point of the curve of --loss.
 
     Attributes:
-        sparsity: of the targets.
+        sparsity: share of zeros among the targets.
         rise, error: of the mean loss of held-out tokens, from the dense model's, in nats per token,
             with the paired standard error.
         whole_run: with weights that moved; else of the masks alone.
@@ -306,7 +306,7 @@ class RunReport(FileRecord, kw_only=True):
 
     Attributes:
         source, command, recipe, calibration, versions: everything that the run depends on.
-        dtype, device_map: of the forward passes.
+        dtype, device_map: precision and place of the forward passes.
         stages: time and memory of each stage.
         targets, sizes, matrices, warnings: the effect of the run.
         fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.

@@ -86,11 +86,11 @@ class CalibrationRecord(Part, kw_only=True):
         text, tokens: the calibration text, and the number of tokens; seed: of a shuffled or
             generated text only.
         texts: for a mix, its parts in place of `text`; each has its number of samples.
-        dtype, quantization, batch_size, ranks: of the forward passes.
+        dtype, quantization, batch_size, ranks: how the forward passes ran.
         execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned";
             hidden_states: their place.
         pruned_by: for pruned propagation, the recipe of the masks.
-        versions: of the packages.
+        versions: package -> version.
     """
 
     model: str = ""

@@ -403,7 +403,7 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
     Args:
         files: by their path in the repository.
         to: the repository.
-        message: of the commit.
+        message: the first line of the commit.
 
     Returns:
         The id of the branch's newest commit.

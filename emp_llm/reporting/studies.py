@@ -87,7 +87,7 @@ class MeasuredPoint:
         name: of its folder or file, for display.
         model: the dense model's name as the user gave it; identity: of its weights, or the name if
             that is unknown.
-        recipe: of the pruned model; its method is "dense" for the dense model itself.
+        recipe: how the model was pruned; its method is "dense" for the dense model.
         variant: other differences from points of the same method, in words; usually empty.
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and
             the id of the EMP point.
@@ -390,7 +390,8 @@ class StudySuite:
     """A suite that points of a study were evaluated on.
 
     Attributes:
-        key: of its results; name: for display.
+        key: `SuiteResult.key` of its results.
+        name: for display.
         dense: the measures of the dense model; empty if it was not measured.
         measures: the names of all its measures.
     """
