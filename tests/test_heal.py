@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import oracle
 import pytest
@@ -598,6 +600,50 @@ def test_processors_with_products_of_bfloat16(
 ) -> None:
     monkeypatch.setattr(machine, "cpu_fields", lambda: fields)
     assert machine.has_bfloat16(torch.device("cpu")) == has
+
+
+@hypothesis.given(st.lists(st.integers(-(2**31) + 2**24, 2**31 - 2**24), min_size=1))
+def test_a_weight_in_two_halves(bits: list[int]) -> None:
+    """The upper half is the nearest bfloat16, and both together are the weight, to the bit."""
+    value = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    value = torch.where(value.isfinite() & (value.abs() < 1e38), value, 0.0)
+    upper, lower = healing._halves(value)
+    assert upper.dtype == torch.bfloat16
+    assert lower.dtype == torch.int16
+    again = (upper.view(torch.int16).int() << 16).add(lower).view(torch.float32)
+    assert torch.equal(again.view(torch.int32), value.view(torch.int32))
+    nearest = value.bfloat16().float()
+    assert bool(((upper.float() - value).abs() <= (nearest - value).abs()).all())
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_small_steps_add_up(halved: bool) -> None:
+    """A step of a ten-thousandth is lost in bfloat16 alone. Adam in float64 is beside it."""
+    layer = torch.nn.Linear(4, 3, bias=False)
+    start = torch.linspace(0.5, 1.5, 12).reshape(3, 4)
+    start[0, 0] = 0.0
+    layer.weight.data = start.clone()
+    masks = healing.Masks({"weight": start != 0})
+    adam = healing._Adam(layer, ["weight"], masks, 1e-4, halved)
+    rate = adam.param_groups[0]["lr"]
+    assert rate == pytest.approx(1e-4 * float(start[start != 0].square().mean().sqrt()), rel=1e-6)
+    wanted = start.double()
+    mean = square = torch.zeros(3, 4, dtype=torch.float64)
+    for step in range(1, 101):
+        gradient = torch.linspace(-1, 2, 12).reshape(3, 4) * (1 + step % 3)
+        layer.weight.grad = gradient.to(layer.weight.dtype)
+        mean = 0.9 * mean + 0.1 * gradient.double()
+        square = 0.95 * square + 0.05 * gradient.double() ** 2
+        change = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        wanted = (wanted - rate * change) * (start != 0)
+        adam.step()
+    assert layer.weight.dtype == (torch.bfloat16 if halved else torch.float32)
+    adam.finish()
+    assert layer.weight.dtype == torch.float32
+    assert layer.weight.grad is None
+    assert layer.weight[0, 0] == 0
+    moved = (wanted - start).abs().mean()
+    assert float((layer.weight.double() - wanted).abs().max()) < 0.02 * float(moved)
 
 
 def test_a_diverging_training_changes_nothing(

@@ -2,6 +2,7 @@
 stages, versions, command.
 """
 
+import ctypes
 import gc
 import os
 import platform
@@ -111,6 +112,15 @@ def free_memory() -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def trim_heap() -> None:
+    """Return free pages of the heap to the system, if the C library can: glibc keeps those
+    between pieces in use.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -3,9 +3,9 @@ Zeros stay zero.
 
     min over the kept weights of mean_t KL(p_dense(. | x_<=t) || p_pruned(. | x_<=t))
 
-on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam in
-float32, products in bfloat16 where the processor has instructions for them, a checkpoint at every
-measurement of the loss on held-out sequences.
+on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam on
+float32 weights, products in bfloat16 where the processor has instructions for them, a checkpoint at
+every measurement of the loss on held-out sequences.
 """
 
 import copy
@@ -34,7 +34,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import is_bitsandbytes_available
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
@@ -43,12 +42,12 @@ from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory
+from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory, trim_heap
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.in_memory.masks import Masks
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
-from emp_llm.in_memory.reapply import SparsityCallback, find_masks, stored_masks
+from emp_llm.in_memory.reapply import find_masks, stored_masks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import headless_class, load_model
@@ -78,7 +77,7 @@ _RISE = 1.02  # of the held-out loss; a high rate lifts it by less for a while
 _CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
 _PATIENCE = 4  # rises in turn
 _HASHES = "hashes.json"  # written last in a checkpoint
-_POSITIONS = 128  # of a sequence whose probabilities are in memory at a time
+_POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
 _BETAS = (0.9, 0.95)  # of Adam
 _EPSILON = 1e-8
@@ -228,7 +227,9 @@ def heal_folder(
     targets = updatable(chosen)
     device_map = options.device_map
     if device_map == "auto" and not torch.cuda.is_available():
-        needed = healing_memory(checkpoint, targets, heal, data.tokens.shape[1])
+        needed = healing_memory(
+            checkpoint, targets, heal, data.tokens.shape[1], has_bfloat16(torch.device("cpu"))
+        )
         if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
             out.note(healed_by_blocks=needed > available_memory())
         if ranks().share(out.get("healed_by_blocks")):
@@ -352,9 +353,10 @@ def train(
         UserError: memory runs out.
     """
     held = _held_out(len(tokens))
+    masks.apply(model)
     model.requires_grad_(False)
-    rate = rate_of(model.config)
-    groups = [rated(model.get_parameter(name).requires_grad_(True), rate) for name in moving]
+    in_bfloat16 = has_bfloat16(model.device)
+    adam = _Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
     every = max(1, steps // _MEASURES)
     on_cpu = model.device.type == "cpu"
     # More take memory there, and no less time.
@@ -368,7 +370,6 @@ def train(
         gradient_accumulation_steps=times,
         lr_scheduler_type="cosine",
         warmup_steps=steps // 20,
-        bf16=has_bfloat16(model.device),
         eval_strategy="steps",
         eval_on_start=True,
         eval_steps=every,
@@ -395,10 +396,12 @@ def train(
             train_dataset=examples[:-held],
             eval_dataset=examples[-held:],
             data_collator=default_data_collator,
-            optimizers=(_optimizer(groups, model), None),
-            callbacks=[SparsityCallback(masks), watch := _Watch(bar)],
+            optimizers=(adam, None),
+            callbacks=[watch := _Watch(bar)],
             compute_metrics=_perplexities,
         )
+        trainer.adam = adam
+        trainer.in_bfloat16 = in_bfloat16
         watch.trainer = trainer
         trainer.remove_callback(PrinterCallback)
         last = ranks().share(_last(folder) if ranks().main else None)
@@ -415,6 +418,7 @@ def train(
             visits = steps * SEQUENCES // ranks().count
             with _dense_logits(dense, tokens, visits, expendable) as trainer.dense_logits:
                 trainer.train(resume_from_checkpoint=last)
+        adam.finish()
     curve = _curve(trainer.state)
     perplexity = _curve(trainer.state, "perplexity")
     best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
@@ -435,6 +439,8 @@ class _Healer(Trainer):  # type: ignore[misc]
     """A trainer whose loss is the divergence from the dense model's probabilities."""
 
     dense_logits: Callable[[Tensor], Tensor]  # of sequences, by their numbers
+    adam: "_Adam"
+    in_bfloat16 = False  # the products
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
@@ -444,9 +450,11 @@ class _Healer(Trainer):  # type: ignore[misc]
         """
         model.eval()
         ids = inputs["input_ids"]
-        with torch.no_grad():
-            wanted = self.dense_logits(inputs["number"])
-        found = model(input_ids=ids, use_cache=False).logits
+        trim_heap()  # between sequences little is in use
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+            with torch.no_grad():
+                wanted = self.dense_logits(inputs["number"])
+            found = model(input_ids=ids, use_cache=False).logits
         loss = _divergence(found, wanted.to(found.device)) / ids.numel()
         return (loss, (found, wanted)) if return_outputs else loss
 
@@ -474,14 +482,16 @@ class _Healer(Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Only the weights that move are saved, under the names that they have in memory."""
         moving = {
-            name: each.data for name, each in self.model.named_parameters() if each.requires_grad
+            name: self.adam.value_of(weight)
+            for name, weight in self.model.named_parameters()
+            if weight.requires_grad
         }
         Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
         save_file(moving, Path(output_dir or self.args.output_dir) / _SAVED)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         for name, values in load_file(Path(resume_from_checkpoint) / _SAVED).items():
-            self.model.get_parameter(name).data.copy_(values)
+            self.adam.set_value(self.model.get_parameter(name), values)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(
@@ -597,21 +607,34 @@ def _has_ended(state: Any) -> bool:
     )
 
 
-def _optimizer(groups: list[dict[str, Any]], model: PreTrainedModel) -> torch.optim.Optimizer:
-    """Adam; in 8 bits on a GPU where bitsandbytes is installed."""
-    if model.device.type == "cuda" and is_bitsandbytes_available():
-        from bitsandbytes.optim import Adam8bit
-
-        return Adam8bit(groups, betas=_BETAS)  # type: ignore[no-any-return]
-    return _Adam(groups)
-
-
 class _Adam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv 1412.6980) whose two states of each weight are of bfloat16,
-    half of the memory of torch's. A step changes the second by a twentieth, far more than rounding.
+    """Adam (Kingma & Ba 2015, arXiv 1412.6980) on float32 weights in two halves of 16 bits. The
+    model computes with the upper one, which is the weight in bfloat16. The lower one lies here.
+
+    The two states of each weight are of bfloat16. A step changes the second by a twentieth, far
+    more than rounding. A weight takes 8 bytes beside the model's: its lower half, its gradient and
+    two states.
+
+    Args:
+        model: float32, with zeros where the masks have them.
+        moving: names of the parameters that move; from now on they take gradients.
+        masks: weights that stay zero.
+        rate: as a share of the root mean square of each parameter's kept weights.
+        halved: whether the weights are halved; else they stay float32.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
+    ) -> None:
+        self._masks = masks
+        self._lower: dict[Tensor, Tensor] = {}
+        groups = []
+        for name in moving:
+            weight = model.get_parameter(name)
+            groups.append(rated(weight, rate) | {"name": name})
+            if halved:
+                weight.data, self._lower[weight] = _halves(weight.data)
+            weight.requires_grad_(True)
         super().__init__(groups, {})
 
     @torch.no_grad()
@@ -620,9 +643,9 @@ class _Adam(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._move(weight, weight.grad, group["lr"])
+                    self._move(weight, weight.grad.float(), group["name"], group["lr"])
 
-    def _move(self, weight: Tensor, gradient: Tensor, rate: float) -> None:
+    def _move(self, weight: Tensor, gradient: Tensor, name: str, rate: float) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = 0
@@ -636,7 +659,46 @@ class _Adam(torch.optim.Optimizer):
         state["mean"] = mean.bfloat16()
         state["square"] = square.bfloat16()
         first, second = (1 - beta ** state["step"] for beta in _BETAS)
-        weight.addcdiv_(mean, square.div_(second).sqrt_().add_(_EPSILON), value=-rate / first)
+        value = self.value_of(weight)
+        value.addcdiv_(mean, square.div_(second).sqrt_().add_(_EPSILON), value=-rate / first)
+        if name in self._masks:
+            value.masked_fill_(self._masks.removed(name, value), 0)
+        self.set_value(weight, value)
+
+    def value_of(self, weight: Tensor) -> Tensor:
+        """A weight in float32; of a halved one, a copy."""
+        lower = self._lower.get(weight)
+        if lower is None:
+            return weight.data
+        return (weight.data.view(torch.int16).int() << 16).add_(lower).view(torch.float32)
+
+    def set_value(self, weight: Tensor, value: Tensor) -> None:
+        """Change a weight to a float32 value, in place."""
+        lower = self._lower.get(weight)
+        if lower is None:
+            weight.data.copy_(value)
+        else:
+            for place, half in zip((weight.data, lower), _halves(value), strict=True):
+                place.copy_(half)
+
+    def finish(self) -> None:
+        """Free the gradients and states, and give the model its weights in float32."""
+        self.zero_grad()
+        self.state.clear()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.requires_grad_(False)
+                weight.data = self.value_of(weight)
+                self._lower.pop(weight, None)
+
+
+def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as its nearest values of bfloat16, and what its bits, as an integer, are
+    more than theirs, int16.
+    """
+    bits = value.view(torch.int32)
+    upper = (bits + (1 << 15)) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
 def _perplexities(held: Any) -> dict[str, float]:

@@ -142,14 +142,17 @@ class Masks(Mapping[str, Tensor]):
         # All are checked before any is changed.
         weights = {name: self._weight(model, name) for name in self._bits}
         for name, weight in weights.items():
-            bits = self._bits[name]
-            if bits.device != weight.device:
-                bits = self._bits[name] = bits.to(weight.device)
-            places = torch.tensor(
-                [1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device
-            )
-            removed = (bits[:, None] & places).eq(0).view(-1)[: weight.numel()]
-            yield weight, removed.view(weight.shape)
+            yield weight, self.removed(name, weight)
+
+    def removed(self, name: str, weight: Tensor) -> Tensor:
+        """Where a parameter's weights are removed: bool, of the shape and on the device of
+        `weight`.
+        """
+        bits = self._bits[name]
+        if bits.device != weight.device:
+            bits = self._bits[name] = bits.to(weight.device)
+        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+        return (bits[:, None] & places).eq(0).view(-1)[: weight.numel()].view(weight.shape)
 
     def _weight(self, model: nn.Module, name: str) -> Tensor:
         weight = resident_parameter(model, name)

@@ -5,7 +5,6 @@ safetensors (or from CPU memory) before every call. Here its hooks run once, and
 for as many calls as needed; a thread loads the next block while this one computes.
 """
 
-import ctypes
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import Tensor, nn
+
+from emp_llm.common.machine import trim_heap
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -92,7 +93,7 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
                 ]
                 yield size
                 _unload(block.modules())
-                _trim()
+                trim_heap()
         finally:
             thread.shutdown()
             for block in blocks:
@@ -176,12 +177,3 @@ def _unload(modules: Iterable[nn.Module]) -> int:
                 hook.offload = True
                 hook.post_forward(module, None)
     return size
-
-
-def _trim() -> None:
-    """Return free pages of the heap to the system, if the C library can: glibc keeps those
-    between pieces in use.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -158,11 +158,11 @@ def healing_notes(
     steps = recipe.heal.steps
     at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
     heal = recipe.heal
-    memory = healing_memory(checkpoint, targets, heal, at_a_time * seqlen)
     disk = healing_bytes(checkpoint, targets, heal, by_blocks=options.device_map == "disk")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # A training in bfloat16 reaches about half of the speed of its products.
     coarse = has_bfloat16(device)
+    memory = healing_memory(checkpoint, targets, heal, at_a_time * seqlen, coarse)
     dtype = torch.bfloat16 if coarse else torch.float32
     matrix = torch.ones(1024, 1024, device=device, dtype=dtype)
     seconds = min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=3))

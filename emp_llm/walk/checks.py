@@ -115,24 +115,30 @@ def healing_bytes(
 
 
 def healing_memory(
-    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, tokens: int
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, tokens: int, in_bfloat16: bool
 ) -> int:
     """The memory that healing a whole model takes, in bytes, beside that of the program.
 
-    It holds the dense model; the pruned one in float32, and in the dtype of its products; of each
-    weight that moves its gradient and two states of Adam. For `tokens` tokens at a time come the
-    logits of both models and their gradient, and what the blocks keep for their gradients: with d
-    inputs and f neurons, about 48 d + 8 f bytes each.
+    It holds the dense model; of each weight that moves its value in float32, its gradient and two
+    states of Adam; of the others their value, and that in the dtype of the products. For `tokens`
+    tokens at a time come the logits of both models and their gradient, and what the blocks keep for
+    their gradients: with d inputs and f neurons, about 24 d + 8 f bytes each.
+
+    Args:
+        in_bfloat16: the products; then gradients are of bfloat16 too.
     """
     dense = sum(size for size, _ in checkpoint.states.values())
+    moving = healing_weights(checkpoint, targets, heal)
     config = checkpoint.config.get("text_config") or checkpoint.config
     width = config.get("hidden_size", 0)
-    kept = 48 * width + 8 * (config.get("intermediate_size") or 4 * width)
+    kept = 24 * width + 8 * (config.get("intermediate_size") or 4 * width)
     of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
+    of_moving = 10 if in_bfloat16 else 12
+    of_others = 6 if in_bfloat16 else 4
     return (
         dense
-        + 6 * checkpoint.parameters
-        + 8 * healing_weights(checkpoint, targets, heal)
+        + of_moving * moving
+        + of_others * (checkpoint.parameters - moving)
         + tokens * of_tokens
     )
 
