@@ -87,11 +87,13 @@ def calibrate(
             dense,
             data,
             found,
-            text,
             about,
+            batch_size=text.batch_size,
+            execution=text.execution,
+            hidden_states=text.hidden_states,
             statistics=further,
             blocks=layers.blocks,
-            resume=out.progress,
+            resume=out.progress if text.resumable_calibration else None,
         )
         if ranks().main:
             norms.save(output)

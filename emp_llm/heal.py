@@ -107,7 +107,7 @@ def heal(
         "heals": {name: list(state) for name, state in pruned.states.items()},
         "recipe": recipe.as_dict(),
     }
-    signature |= calibration_signature(data, options) | {
+    signature |= calibration_signature(data, options.batch_size, options.execution) | {
         "dtype": options.dtype,
         "device_map": options.device_map,
     }

@@ -141,11 +141,13 @@ def measure(
                     dense,
                     data,
                     layers,
-                    text,
                     about,
+                    batch_size=text.batch_size,
+                    execution=text.execution,
+                    hidden_states=text.hidden_states,
                     statistics={name for recipe in recipes for name in recipe.statistics},
                     blocks=blocks,
-                    resume=out.progress,
+                    resume=out.progress if text.resumable_calibration else None,
                 )
                 del dense
                 models.free()

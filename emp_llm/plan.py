@@ -38,19 +38,14 @@ def plan(options: PlanOptions) -> PlanSummary:
     from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.hub.local_model import find_config
-    from emp_llm.options.calibration import CalibrationOptions
+    from emp_llm.options.calibration import TEXT
 
     options = with_table(options)
     recipes = study_recipes(options, options_from)
     models = named_models(options.models or [])
     # What is missing is said now, not by a job.
     find_suite(options.suite or DEFAULT_SUITE)
-    calibration_corpora(
-        CalibrationOptions(
-            calibration=options.calibration, samples=options.samples, seqlen=options.seqlen
-        ),
-        None,
-    )
+    calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
     for name in models:
         find_config(name, None, options.trust_remote_code)
     jobs = [

@@ -124,7 +124,10 @@ def rotate(
                 (out.files / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.folder / name, out.files / name)
         record.source = fit_origin(
-            data, text, model_origin(source.name, source.revision, checkpoint), "model"
+            data,
+            text.batch_size,
+            model_origin(source.name, source.revision, checkpoint),
+            "model",
         )
         record.command = command_line()
         (out.files / EXTRAS).mkdir()

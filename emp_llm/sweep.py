@@ -205,7 +205,7 @@ def sweep(
             )
             if moving:
                 check_updatable(moving[0], chosen)
-            made_of = (made_of or {}) | calibration_signature(data, text)
+            made_of = (made_of or {}) | calibration_signature(data, text.batch_size, text.execution)
         prepared = prepare_suite(
             suite, source.folder, load_tokenizer(source.folder, model.trust_remote_code)
         )
@@ -246,11 +246,13 @@ def sweep(
                     models.get(source.folder),
                     data,
                     layers,
-                    text,
                     about,
+                    batch_size=text.batch_size,
+                    execution=text.execution,
+                    hidden_states=text.hidden_states,
                     statistics={name for recipe in scored for name in recipe.statistics},
                     blocks=leading.targets.blocks,
-                    resume=progress,
+                    resume=progress if text.resumable_calibration else None,
                 )
             norms.save(folder.activations)
             folder.note_stages(stage_records(stopwatch.record))
@@ -367,7 +369,7 @@ def sweep(
                     of_norms = None if used is None else used.about
                     if of_norms is None and moved is not None and data is not None:
                         about = model_origin(source.name, source.revision, checkpoint)
-                        of_norms = fit_origin(data, text, about)
+                        of_norms = fit_origin(data, text.batch_size, about)
                     report = report_of(named, pruner, outcomes, chosen.coverage, moved, of_norms)
                     report.dtype = loading.dtype
                     report.device_map = loading.device_map

@@ -86,7 +86,7 @@ class ModelStudy:
         if not file.is_file():
             about = model_origin(name, None, self.chosen.checkpoint)
             layers = self.chosen.layers_to_calibrate()
-            calibrated(self.models.get(model.folder), data, layers, text, about).save(file)
+            calibrated(self.models.get(model.folder), data, layers, about).save(file)
         self.norms = Activations.load(file)
         suite = find_suite(model.suite).corpus
         assert suite is not None

@@ -15,7 +15,6 @@ from emp_llm.calibration import data as tokens
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import calibration_corpora, find_corpus
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus
 
 ROWS = [f"Row {i} says {'so ' * (i % 5)}it." for i in range(60)]
@@ -141,7 +140,7 @@ def test_wrong_fields_on_the_command_line(
 
 def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None:
     def corpus(**options: Any) -> Corpus:
-        (found,) = calibration_corpora(CalibrationOptions(calibration="c4", **options), 256)
+        (found,) = calibration_corpora("c4", 256, **options)
         return found
 
     assert corpus().seqlen == 256

@@ -164,7 +164,9 @@ def read_text(
     """
     corpora = [
         for_model(corpus, config, tokenizer)
-        for corpus in calibration_corpora(options, max_context(config))
+        for corpus in calibration_corpora(
+            options.text_name, max_context(config), options.samples, options.seqlen
+        )
     ]
     more = max(1, further // len(corpora))
     parts = [token_ids(corpus, tokenizer, options.seed, how, more) for corpus in corpora]

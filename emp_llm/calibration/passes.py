@@ -54,7 +54,7 @@ from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
-from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.calibration import Execution, Place, Propagate
 from emp_llm.options.words import RecipeOptions
 from emp_llm.records.source import CalibrationRecord
 
@@ -85,9 +85,11 @@ def calibrated(
     model: PreTrainedModel,
     data: CalibrationText,
     layers: list[Layer],
-    how: CalibrationOptions,
     about: CalibrationRecord,
     *,
+    batch_size: int = 4,
+    execution: Execution = "auto",
+    hidden_states: Place = "auto",
     statistics: Collection[str] = (),
     masker: Masker | None = None,
     blocks: str | None = None,
@@ -100,28 +102,31 @@ def calibrated(
         model: dense, on any devices.
         data: from `calibration_data` or `data_in_memory`.
         layers: linear layers, and matrices of experts.
-        how: batch size, execution, and the place of the hidden states.
         about: the model and, for pruned propagation, the recipe: from `model_origin`.
+        batch_size: sequences per forward pass.
+        execution: the whole model at once, or block by block; auto: block by block if any part of
+            the model is offloaded.
+        hidden_states: where they are stored between blocks.
         statistics: names of further statistics, beside the norms.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
         resume: folder for the state between blocks, from which an interrupted run of the same
-            calibration resumes. The caller deletes it with `delete_progress` when the norms are
-            saved. Several ranks must see one folder.
+            calibration resumes; None: it starts over. The caller deletes it with `delete_progress`
+            when the norms are saved. Several ranks must see one folder.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
     """
     record = msgspec.structs.replace(
-        fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch.")
+        fit_origin(data, batch_size, about), dtype=str(model.dtype).removeprefix("torch.")
     )
     with in_evaluation_mode(model):
-        by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
-        by_blocks = how.execution == "blocks" or masker is not None or by_itself
-        runner = BlockwiseModel(model, blocks, how.hidden_states) if by_blocks else None
+        by_itself = execution == "auto" and is_offloaded(model) and not reads_twice(model)
+        by_blocks = execution == "blocks" or masker is not None or by_itself
+        runner = BlockwiseModel(model, blocks, hidden_states) if by_blocks else None
         if runner is not None and by_itself and masker is None:
             try:
-                runner.prepare(data.tokens[: how.batch_size])
+                runner.prepare(data.tokens[:batch_size])
             except InseparableError as error:
                 logger.warning(
                     "warning: %s. It runs as a whole, and reads its weights for each batch.",
@@ -132,12 +137,12 @@ def calibrated(
             "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
             count_of(len(layers), "layer"),
             *data.tokens.shape,
-            how.batch_size,
+            batch_size,
             "block by block" if by_blocks else "the whole model at once",
         )
         if runner is not None and by_blocks:
             progress = None
-            if resume is not None and how.resumable_calibration:
+            if resume is not None:
                 made_of = {
                     "layers": [layer.name for layer in layers],
                     "config": model.config.to_json_string(),
@@ -147,10 +152,10 @@ def calibrated(
                     resume, record.as_dict() | made_of | {"ids": data.signature}
                 )
             norms = calibrate_blocks(
-                runner, layers, data.tokens, how.batch_size, masker, progress, statistics
+                runner, layers, data.tokens, batch_size, masker, progress, statistics
             )
         else:
-            norms = calibrate_model(model, layers, data.tokens, how.batch_size, statistics)
+            norms = calibrate_model(model, layers, data.tokens, batch_size, statistics)
     # The file names no folders.
     if record.pruned_by is not None and record.pruned_by.match is not None:
         record.pruned_by = msgspec.structs.replace(
@@ -164,7 +169,8 @@ def calibrated(
 
 def calibration_signature(
     data: CalibrationText,
-    how: CalibrationOptions,
+    batch_size: int,
+    execution: Execution,
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
 ) -> dict[str, Any]:
@@ -172,11 +178,11 @@ def calibration_signature(
     loaded.
     """
     about = CalibrationRecord(
-        execution=how.execution,
+        execution=execution,
         propagate=propagate,
         quantization=quantization_record(quantization),
     )
-    return _with_data(about, data, how).as_dict() | {"ids": data.signature}
+    return _with_data(about, data, batch_size).as_dict() | {"ids": data.signature}
 
 
 def model_origin(
@@ -206,21 +212,21 @@ def model_origin(
 
 def fit_origin(
     data: CalibrationText,
-    how: CalibrationOptions,
+    batch_size: int,
     about: CalibrationRecord,
     execution: str = "blocks",
 ) -> CalibrationRecord:
     """The origin of weights that were fitted to calibration data; `about` is the part that
     concerns the model.
     """
-    record = _with_data(about, data, how)
+    record = _with_data(about, data, batch_size)
     return msgspec.structs.replace(
         record, tokens=data.number, execution=execution, ranks=ranks().count, versions=versions()
     )
 
 
 def _with_data(
-    about: CalibrationRecord, data: CalibrationText, how: CalibrationOptions
+    about: CalibrationRecord, data: CalibrationText, batch_size: int
 ) -> CalibrationRecord:
     texts = [corpus.record() for corpus in data.corpora]
     if texts[0].file == IN_MEMORY:
@@ -233,7 +239,7 @@ def _with_data(
         text=texts[0] if len(texts) == 1 else None,
         texts=texts if len(texts) > 1 else [],
         seed=data.seed,
-        batch_size=how.batch_size,
+        batch_size=batch_size,
     )
 
 

@@ -27,7 +27,6 @@ from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.machine import at_most_more
 from emp_llm.common.paths import data_folder
 from emp_llm.models.placement import plain_config
-from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 
@@ -47,19 +46,23 @@ _CHANGE = re.compile(r"\s*\w+\s*=")
 _NUMBER = re.compile(r"(.+):([0-9]+)")
 
 
-def calibration_corpora(options: CalibrationOptions, context: int | None) -> list[Corpus]:
+def calibration_corpora(
+    name: str, context: int | None = None, samples: int | None = None, seqlen: int | None = None
+) -> list[Corpus]:
     """The parts of the calibration text, each with its samples; all have the same seqlen.
 
     Args:
-        options: its `calibration`, `samples` and `seqlen`.
+        name: of the text, or of a mix.
         context: the model's context length in tokens; a recipe's seqlen is shortened to it. None:
             unknown.
+        samples: number of sequences; None: the recipe's.
+        seqlen: tokens per sequence; None: the recipe's.
 
     Raises:
         UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or
             given twice; --seqlen exceeds the model's context, or the parts differ in their seqlen.
     """
-    parts = _parts(options.text_name)
+    parts = _parts(name)
     corpora = {part: find_corpus(part) for part in parts}
     if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(parts):
         raise UserError(
@@ -70,12 +73,12 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         for part, corpus in corpora.items()
         if re.search(r",\s*samples\s*=", part)
     }
-    if given and options.samples is not None:
+    if given and samples is not None:
         raise UserError(
-            f"--samples {options.samples}: --calibration sets the numbers of its texts already; "
+            f"--samples {samples}: --calibration sets the numbers of its texts already; "
             "leave one of the two out."
         )
-    total = options.samples or _SAMPLES
+    total = samples or _SAMPLES
     numbers: list[int | None]
     if given:
         bare = next((part for part in parts if part not in given), None)
@@ -87,7 +90,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
             )
         numbers = list(given.values())
     elif len(parts) == 1:
-        numbers = [options.samples or corpora[parts[0]].samples or _SAMPLES]
+        numbers = [samples or corpora[parts[0]].samples or _SAMPLES]
     elif total < len(parts):
         raise UserError(
             f"--samples {total}: --calibration names {len(parts)} texts, and each "
@@ -96,7 +99,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
     else:
         share, rest = divmod(total, len(parts))
         numbers = [share + rest, *[share] * (len(parts) - 1)]
-    length = options.seqlen or _common_length(corpora, context)
+    length = seqlen or _common_length(corpora, context)
     if context is not None and length > context:
         raise UserError(
             f"--seqlen {length} is longer than the model's context of {context} tokens."

@@ -17,7 +17,7 @@ import msgspec
 
 from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import TEXT, CalibrationOptions
+from emp_llm.options.calibration import TEXT
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.sweep import METHODS
 from emp_llm.options.words import RecipeOptions
@@ -118,11 +118,7 @@ def _download_here(wanted: Wanted) -> None:
     for model in dict.fromkeys(wanted.models):
         logger.info("%s: looking for it.", model[0])
         find_model(*model)
-    texts = [
-        corpus
-        for name in wanted.texts
-        for corpus in calibration_corpora(CalibrationOptions(calibration=name), None)
-    ]
+    texts = [corpus for name in wanted.texts for corpus in calibration_corpora(name)]
     suites = dict.fromkeys(
         suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites
     )

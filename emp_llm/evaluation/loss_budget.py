@@ -468,7 +468,9 @@ class _Search:
             options.mask_device,
             self._work,
         )
-        about = calibration_signature(data, options, options.propagate)
+        about = calibration_signature(
+            data, options.batch_size, options.execution, options.propagate
+        )
         about |= {"dtype": options.dtype, "device_map": options.device_map}
         self._state = self._resumed(about)
         self._given = given
@@ -513,8 +515,10 @@ class _Search:
                     self.models.get(self._source),
                     self._data,
                     self._chosen.layers_to_calibrate(),
-                    options,
                     model_origin(options.model, options.revision, self.checkpoint),
+                    batch_size=options.batch_size,
+                    execution=options.execution,
+                    hidden_states=options.hidden_states,
                     statistics=self._masks.statistics,
                     blocks=self._recipe.targets.blocks,
                 )

@@ -198,10 +198,15 @@ class PruneRun:
         if self.reads_text:
             from emp_llm.calibration.passes import calibration_signature
 
+            options = self.options
             made_of |= calibration_signature(
-                self.text, self.options, self.options.propagate, self.quantization
+                self.text,
+                options.batch_size,
+                options.execution,
+                options.propagate,
+                self.quantization,
             )
-            made_of |= {"dtype": self.options.dtype, "device_map": self.options.device_map}
+            made_of |= {"dtype": options.dtype, "device_map": options.device_map}
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
     @cached_property
@@ -279,6 +284,7 @@ class PruneRun:
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.passes import calibrated, delete_progress
 
+        options = self.options
         with stage("calibrate"):
             norms = kept_norms(out, self.stopwatch)
             if norms is None:
@@ -290,12 +296,14 @@ class PruneRun:
                         dense,
                         self.text,
                         layers,
-                        self.options,
                         about,
+                        batch_size=options.batch_size,
+                        execution=options.execution,
+                        hidden_states=options.hidden_states,
                         statistics=self.recipe.statistics,
                         masker=masker,
                         blocks=self.recipe.targets.blocks,
-                        resume=out.calibration,
+                        resume=out.calibration if options.resumable_calibration else None,
                     )
                 del dense
                 if self.quantization is not None:
@@ -380,7 +388,7 @@ class PruneRun:
         elif self.reads_text:
             from emp_llm.calibration.passes import fit_origin
 
-            report.calibration = fit_origin(self.text, self.options, self.origin)
+            report.calibration = fit_origin(self.text, self.options.batch_size, self.origin)
         report.dtype = self.options.dtype
         report.device_map = self.options.device_map
         report.loss = None if self.judged is None else self.judged.record

@@ -306,7 +306,7 @@ def heal_folder(
                     Matrix(replace(stored, shape=(1, stored.numel))),
                     model.get_parameter(name).data[None],
                 )
-    record.origin = fit_origin(data, options, about, record.by)
+    record.origin = fit_origin(data, options.batch_size, about, record.by)
     record.origin.seed = options.seed  # of the order of the sequences
     return record
 

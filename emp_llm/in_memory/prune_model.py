@@ -356,7 +356,14 @@ def _calibrated(
         )
     blocks = recipe.targets.blocks
     return calibrated(
-        model, sequences, layers, text, about, statistics=statistics, masker=masker, blocks=blocks
+        model,
+        sequences,
+        layers,
+        about,
+        batch_size=text.batch_size,
+        statistics=statistics,
+        masker=masker,
+        blocks=blocks,
     )
 
 

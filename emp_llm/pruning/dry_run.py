@@ -153,7 +153,9 @@ def healing_notes(
 
     seqlen = max(
         corpus.seqlen or 0
-        for corpus in calibration_corpora(options, max_context(checkpoint.config))
+        for corpus in calibration_corpora(
+            options.text_name, max_context(checkpoint.config), options.samples, options.seqlen
+        )
     )
     steps = recipe.heal.steps
     at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
@@ -217,7 +219,9 @@ def resume_bytes(options: PruneOptions, checkpoint: Checkpoint) -> int | None:
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.models.placement import max_context
 
-    corpora = calibration_corpora(options, max_context(checkpoint.config))
+    corpora = calibration_corpora(
+        options.text_name, max_context(checkpoint.config), options.samples, options.seqlen
+    )
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
     tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
     return tokens * int(width) * size
