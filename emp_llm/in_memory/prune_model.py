@@ -39,7 +39,7 @@ from emp_llm.pruning.chosen import Chosen, choose_targets, scores_of
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
@@ -100,13 +100,14 @@ def prune_model(
     """
     recipe = _recipe_of(recipe, how)
     report, moved = _decide(model, recipe, data, tokenizer, **how)
-    dense = copy.deepcopy(report.model) if recipe.heal is not None else None
+    heal = recipe.heal
+    dense = None if heal is None else copy.deepcopy(report.model)
     report.masks.apply(report.model)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
         if parameter is not None:
             rows_in(parameter, target.layer).copy_(weight)
-    if dense is not None:
+    if heal is not None and dense is not None:
         from emp_llm.in_memory.healing import heal_model, healing_warnings
 
         text: Any = {
@@ -114,8 +115,6 @@ def prune_model(
         }
         if tokenizer is None and isinstance(model, str | Path):
             tokenizer = find_model(str(model)).folder
-        heal = recipe.heal
-        assert heal is not None
         healing = heal_model(
             report.model,
             dense,
@@ -198,39 +197,18 @@ def _decide(
         recipe.check_propagated(activations)
     if data is not None and activations is not None and not recipe.moves:
         raise UserError("activations and data both give the norms; give only one of them.")
-    model: Any = given_model
-    if isinstance(model, str | Path):
-        folder = find_model(str(model)).folder
-        model = load_model(folder)
+    if isinstance(given_model, str | Path):
+        folder = find_model(str(given_model)).folder
+        given_model = load_model(folder)
         tokenizer = tokenizer or folder
-    if not isinstance(model, nn.Module):
+    if not isinstance(given_model, nn.Module):
         raise UserError(
-            f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id."
+            f"model is a {type(given_model).__name__}; give a model in memory, its folder or a Hub "
+            "id."
         )
-    model = plain_model(model)
-
-    # Which weights, by which scores.
-    weights = ModelWeights(model)
+    model = plain_model(given_model)
     stopwatch = Stopwatch()
-    chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe)
-    targets = chosen.targets
-    first = resident_parameter(model, targets[0].layer.parameter)
-    if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
-        logger.warning("%s", pruned_before(name_of(model), recipe))
-    update = recipe.update
-    if update is not None:
-        flag = f"method {recipe.method}" if update.searches else "update=Refit()"
-        _check_text(model, data, flag, "block by block")
-        if reads_twice(model):
-            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
-    if recipe.heal is not None:
-        from emp_llm.in_memory.healing import text_to_heal
-
-        _check_text(model, data, "heal=Heal()", "as a whole")
-        check_update(targets, "--heal", "Leave out --heal")
-        text_to_heal(data, tokenizer, text, model)
-    config: Any = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
-    scores = scores_of(chosen, recipe, config)
+    chosen, scores = _choose(model, recipe, data, tokenizer, text)
     recipe = scores.recipe
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next
@@ -241,17 +219,15 @@ def _decide(
         if propagate == "pruned":
             propagated = Pruner(scores, counts_of(scores))
         with stopwatch("calibrate"):
-            if activations is not None:
-                norms = (
-                    Activations.load(Path(activations))
-                    if isinstance(activations, str | Path)
-                    else activations
-                )
+            if isinstance(activations, str | Path):
+                norms = Activations.load(Path(activations))
+            elif activations is not None:
+                norms = activations
             else:
                 norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
         scores = scores.with_activations(norms)
     elif not recipe.moves and any(
-        each is not None for each in (data, activations, samples, seqlen)
+        value is not None for value in (data, activations, samples, seqlen)
     ):
         logger.warning(
             "warning: the calibration data has no effect: method %s needs none.", recipe.method
@@ -261,8 +237,10 @@ def _decide(
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner = Pruner(scores, counts)
     moved = None
+    update = recipe.update
     if update is not None:
-        sequences = data_in_memory(data, tokenizer, text, model.config)
+        config: Any = model.config
+        sequences = data_in_memory(data, tokenizer, text, config)
         if sequences is None:
             raise UserError(
                 "data: batches cannot run block by block, as a fit of weights does; "
@@ -288,9 +266,39 @@ def _decide(
     if starving is not None:
         logger.warning("warning: %s", starving)
         record.warnings.insert(0, starving)
-    weights_of = {} if moved is None else moved.weights()
-    values = [(target, weights_of[target.name]) for target in targets if target.name in weights_of]
-    return ModelReport(record, masks, norms, model), values
+    values = {} if moved is None else moved.weights()
+    moves = [(target, values[target.name]) for target in chosen.targets if target.name in values]
+    return ModelReport(record, masks, norms, model), moves
+
+
+def _choose(
+    model: nn.Module, recipe: Recipe, data: Data | None, tokenizer: Any, text: CalibrationOptions
+) -> tuple[Chosen, Scores]:
+    """Which weights compete, and by which scores.
+
+    Raises:
+        UserError: the recipe does not fit the model or the data.
+    """
+    weights = ModelWeights(model)
+    chosen = choose_targets(architecture_of(model, weights, recipe.targets.blocks), recipe)
+    targets = chosen.targets
+    first = resident_parameter(model, targets[0].layer.parameter)
+    if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
+        logger.warning("%s", pruned_before(name_of(model), recipe))
+    update = recipe.update
+    if update is not None:
+        flag = f"method {recipe.method}" if update.searches else "update=Refit()"
+        _check_text(model, data, flag, "block by block")
+        if reads_twice(model):
+            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
+    if recipe.heal is not None:
+        from emp_llm.in_memory.healing import text_to_heal
+
+        _check_text(model, data, "heal=Heal()", "as a whole")
+        check_update(targets, "--heal", "Leave out --heal")
+        text_to_heal(data, tokenizer, text, model)
+    config: Any = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
+    return chosen, scores_of(chosen, recipe, config)
 
 
 def _check_text(model: nn.Module, data: Any, flag: str, runs: str) -> None:
