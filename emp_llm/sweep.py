@@ -13,8 +13,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,17 +39,25 @@ from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given as GivenScores
-from emp_llm.options.recipe import Match, Own
+from emp_llm.options.recipe import Match, Own, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
 from emp_llm.options.words import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.base import converted, read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, RunReport
-from emp_llm.records.source import ModelSource, stage_records
+from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 
 if TYPE_CHECKING:
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.data import CalibrationText
+    from emp_llm.evaluation.evaluate import PreparedSuite
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.chosen import Chosen
+    from emp_llm.pruning.counts import Numbers
+    from emp_llm.pruning.masks import Pruner
     from emp_llm.records.run_report import TargetsRecord
+    from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
@@ -119,27 +127,18 @@ def sweep(
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
     from emp_llm.calibration.texts import self_notes
-    from emp_llm.evaluation.evaluate import (
-        evaluate_model,
-        evaluation_record,
-        measure,
-        prepare_suite,
-    )
+    from emp_llm.evaluation.evaluate import evaluate_model, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.chosen import targets_of_folder
-    from emp_llm.pruning.counts import Numbers, counts_of, matched
-    from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
-    from emp_llm.pruning.masks import Pruner, check_device
-    from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
+    from emp_llm.pruning.masks import check_device
+    from emp_llm.pruning.outcome import ALL_KEPT
     from emp_llm.pruning.scores import Scores, recorded
-    from emp_llm.pruning.updates import check_updatable, move_weights
-    from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+    from emp_llm.pruning.updates import check_updatable
     from emp_llm.walk.checks import check_apart, check_update
-    from emp_llm.walk.moved import MovedWeights
 
     if ranks().count > 1:
         raise UserError(
@@ -196,7 +195,6 @@ def sweep(
                 calibrated,
                 calibration_signature,
                 delete_progress,
-                fit_origin,
                 model_origin,
             )
 
@@ -264,141 +262,221 @@ def sweep(
                 evaluate_model(models.get(source.folder), prepared, dense, folder.dense)
             folder.note_stages(stage_records(stopwatch.record), dense.measures)
 
-        # The points: masked in memory, or written to a temporary checkpoint where the loaded
-        # weights are not the stored ones.
-        in_memory: bool | None = None
-        numbers: Numbers = {}  # of the magnitudes, shared by points whose counts they set
-        # By the digest of the masks.
-        measured: dict[str, tuple[str, Measures]] = {ALL_KEPT: ("dense", dense.measures)}
+        measuring = _Measuring(
+            folder=folder,
+            how=how,
+            text=text,
+            device_map=loading.device_map,
+            source=named,
+            dense_folder=source.folder,
+            chosen=chosen,
+            models=models,
+            data=data,
+            norms=norms,
+            prepared=prepared,
+            dense=dense.measures,
+            measured={ALL_KEPT: ("dense", dense.measures)},
+        )
         for place, point in enumerate(points, 1):
             known = folder.report(point)
-            point_folder = folder.points / point.name
-            if known is not None and (not how.keep or (point_folder / MANIFEST_NAME).is_file()):
+            is_kept = (folder.points / point.name / MANIFEST_NAME).is_file()
+            if known is not None and (is_kept or not how.keep):
                 logger.info("%s: already finished; not measured again.", point.name)
-                measured.setdefault(known.masks or "", (point.name, folder.finish(point, known)))
-                continue
-            with stage(point.name):
-                watch = Stopwatch()
-                recipe = recipes[point.name]
-                if point.baseline_of is not None and isinstance(recipe.counts, Match):
-                    run = str(folder.points / point.baseline_of)
-                    recipe = matched(
-                        replace(recipe, counts=replace(recipe.counts, run=run)), targets
-                    )
-                scores = Scores(checkpoint, targets, recipe)
-                if recipe.needs_activations and norms is not None:
-                    scores = scores.with_activations(norms)
-                pruner = Pruner(scores, counts_of(scores, numbers), how.mask_device)
-                if in_memory is None:
-                    in_memory = holds_stored_weights(models.get(source.folder), checkpoint, targets)
-                    if not in_memory:
-                        logger.info(
-                            "the loaded weights differ from the stored ones; each point is written "
-                            "to a temporary checkpoint."
-                        )
-                        models.free()
-                moved = None
-                update = recipe.update
-                if update is not None:
-                    assert data is not None
-                    moved = MovedWeights(folder.moved / point.name)
-                    with stage(update.name), watch(update.name):
-                        move_weights(
-                            models.get(source.folder),
-                            pruner,
-                            update,
-                            data.tokens,
-                            moved,
-                            text.batch_size,
-                            text.hidden_states,
-                        )
-                with ExitStack() as of_point:
-                    used = norms if recipe.needs_activations else None
-                    digest = None if used is None else used.digest
-                    # of the model to measure, and of the checkpoint to keep
-                    files = source.folder
-                    out = None
-                    with watch("prune"):
-                        if how.keep:
-                            out = OutputFolder(
-                                point_folder,
-                                [source.folder],
-                                checkpoint.output_bytes,
-                                overwrite=True,
-                            )
-                            of_point.enter_context(out)
-                            made_of = None if digest is None else {"norms": digest}
-                            out.begin(run_signature(checkpoint, recipe, made_of))
-                            written = write_checkpoint(pruner, out.files, out, moved)
-                            outcomes = written.outcomes
-                            files = out.files
-                        elif not in_memory:
-                            files = folder.scratch
-                            of_point.callback(shutil.rmtree, files, ignore_errors=True)
-                            files.mkdir()
-                            outcomes = write_checkpoint(pruner, files, moved=moved).outcomes
-                        if in_memory:
-                            outcomes = of_point.enter_context(
-                                pruned(models.get(source.folder), pruner, moved)
-                            )
-                    masks = masks_digest(outcomes, recipe, scores.by_magnitude)
-                    if known is not None and known.masks == masks and known.evaluation is not None:
-                        measures = known.evaluation.pruned or Measures()
-                    elif masks in measured:
-                        name, same = measured[masks]
-                        logger.info(
-                            "%s: the same masks as %s, so the same values.", point.name, name
-                        )
-                        measures = Measures(
-                            perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name
-                        )
-                    else:
-                        measures = folder.measured_so_far(point, masks)
-                        with nullcontext() if in_memory else watch("load"):
-                            loaded = models.get(source.folder if in_memory else files)
-                        with watch("evaluate pruned"):
-                            measures = measure(
-                                loaded,
-                                prepared,
-                                measures,
-                                partial(folder.note_measures, point, masks),
-                            )
-                        del loaded
-                        if not in_memory:
-                            models.free()  # the next point's checkpoint has the same path
-                    of_norms = None if used is None else used.about
-                    if of_norms is None and moved is not None and data is not None:
-                        about = model_origin(source.name, source.revision, checkpoint)
-                        of_norms = fit_origin(data, text.batch_size, about)
-                    report = report_of(named, pruner, outcomes, chosen.coverage, moved, of_norms)
-                    report.dtype = loading.dtype
-                    report.device_map = loading.device_map
-                    report.point = point_record(point)
-                    report.masks = masks
-                    report.evaluation = evaluation_record(prepared, dense.measures, measures)
-                    report.stages = stage_records(watch.record)
-                    report.save((point_folder if out is None else out.files) / REPORT_NAME)
-                    if out is not None:
-                        if used is not None:
-                            used.save(out.files / ACTIVATIONS_NAME)
-                        write_manifest(
-                            out.files,
-                            checkpoint,
-                            written.identity,
-                            report.recipe,
-                            digest,
-                            written.hashes,
-                        )
-                        out.complete()
-            removed = 100 * report.targets.sparsity_of_targets
-            logger.info(
-                "%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points)
-            )
-            measured.setdefault(masks, (point.name, folder.finish(point, report)))
+                report = known
+            else:
+                with stage(point.name):
+                    report = measuring.report(point, recipes[point.name], known)
+                logger.info(
+                    "%s: done, %.2f %% removed; %d of %d.",
+                    point.name,
+                    100 * report.targets.sparsity_of_targets,
+                    place,
+                    len(points),
+                )
+            measures = folder.finish(point, report)
+            measuring.measured.setdefault(report.masks or "", (point.name, measures))
             shutil.rmtree(folder.moved / point.name, ignore_errors=True)
         shutil.rmtree(folder.moved, ignore_errors=True)
         models.free()
     return folder.record
+
+
+@dataclass
+class _Measuring:
+    """What the points of a sweep are measured with. Their weights are masked in memory, or in a
+    temporary checkpoint where the loaded weights are not the stored ones.
+
+    Attributes:
+        text: of the calibration; data: what it holds, if a point needs it.
+        source, dense_folder: the dense model.
+        norms: None: no point needs them.
+        dense: measurements of the dense model.
+        measured: digest of masks -> the point that had them first, and its measurements.
+        numbers: of the magnitudes, shared by points whose counts they set.
+    """
+
+    folder: "SweepFolder"
+    how: SweepOptions
+    text: NormOptions
+    device_map: str
+    source: ModelSource
+    dense_folder: Path
+    chosen: "Chosen"
+    models: "OneModel"
+    data: "CalibrationText | None"
+    norms: "Activations | None"
+    prepared: "PreparedSuite"
+    dense: Measures
+    measured: dict[str, tuple[str, Measures]]
+    numbers: "Numbers" = field(default_factory=dict)
+
+    @cached_property
+    def in_memory(self) -> bool:
+        """Whether the loaded weights are the stored ones."""
+        from emp_llm.pruning.loaded_model import holds_stored_weights
+
+        dense = self.models.get(self.dense_folder)
+        if holds_stored_weights(dense, self.chosen.checkpoint, self.chosen.targets):
+            return True
+        logger.info(
+            "the loaded weights differ from the stored ones; each point is written to a temporary "
+            "checkpoint."
+        )
+        del dense
+        self.models.free()
+        return False
+
+    def report(self, point: SweepPoint, recipe: Recipe, known: RunReport | None) -> RunReport:
+        """Measure a point, and write its report.
+
+        Args:
+            known: an earlier report of the point, whose checkpoint is missing.
+        """
+        from emp_llm.evaluation.evaluate import evaluation_record
+        from emp_llm.pruning.counts import counts_of, matched
+        from emp_llm.pruning.loaded_model import pruned
+        from emp_llm.pruning.masks import Pruner
+        from emp_llm.pruning.outcome import masks_digest, report_of
+        from emp_llm.pruning.scores import Scores
+        from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+
+        watch = Stopwatch()
+        checkpoint = self.chosen.checkpoint
+        if point.baseline_of is not None and isinstance(recipe.counts, Match):
+            run = str(self.folder.points / point.baseline_of)
+            counts = replace(recipe.counts, run=run)
+            recipe = matched(replace(recipe, counts=counts), self.chosen.targets)
+        norms = self.norms if recipe.needs_activations else None
+        digest = None if norms is None else norms.digest
+        scores = Scores(checkpoint, self.chosen.targets, recipe)
+        if norms is not None:
+            scores = scores.with_activations(norms)
+        pruner = Pruner(scores, counts_of(scores, self.numbers), self.how.mask_device)
+        in_memory = self.in_memory
+        moved = self._moved(point, pruner, watch)
+        path = self.folder.points / point.name
+        files = self.dense_folder  # of the model to measure
+        out = None
+        with ExitStack() as of_point:
+            with watch("prune"):
+                if self.how.keep:
+                    sources = [self.dense_folder]
+                    out = OutputFolder(path, sources, checkpoint.output_bytes, overwrite=True)
+                    of_point.enter_context(out)
+                    made_of = None if digest is None else {"norms": digest}
+                    out.begin(run_signature(checkpoint, recipe, made_of))
+                    written = write_checkpoint(pruner, out.files, out, moved)
+                    outcomes = written.outcomes
+                    files = out.files
+                elif not in_memory:
+                    files = self.folder.scratch
+                    of_point.callback(shutil.rmtree, files, ignore_errors=True)
+                    files.mkdir()
+                    outcomes = write_checkpoint(pruner, files, moved=moved).outcomes
+                if in_memory:
+                    files = self.dense_folder
+                    dense = self.models.get(files)
+                    outcomes = of_point.enter_context(pruned(dense, pruner, moved))
+                    del dense
+            masks = masks_digest(outcomes, recipe, scores.by_magnitude)
+            if known is not None and known.masks == masks and known.evaluation is not None:
+                measures = known.evaluation.pruned or Measures()
+            else:
+                measures = self._measures(point, masks, files, watch)
+            about = self._origin(recipe) if norms is None else norms.about
+            coverage = self.chosen.coverage
+            report = report_of(self.source, pruner, outcomes, coverage, moved, about)
+            report.dtype = self.models.dtype
+            report.device_map = self.device_map
+            report.point = point_record(point)
+            report.masks = masks
+            report.evaluation = evaluation_record(self.prepared, self.dense, measures)
+            report.stages = stage_records(watch.record)
+            report.save((path if out is None else out.files) / REPORT_NAME)
+            if out is not None:
+                if norms is not None:
+                    norms.save(out.files / ACTIVATIONS_NAME)
+                identity = written.identity
+                write_manifest(
+                    out.files, checkpoint, identity, report.recipe, digest, written.hashes
+                )
+                out.complete()
+        return report
+
+    def _moved(
+        self, point: SweepPoint, pruner: "Pruner", watch: Stopwatch
+    ) -> "MovedWeights | None":
+        """The weights that the update of a point moves; None without one."""
+        update = pruner.scores.recipe.update
+        if update is None or self.data is None:
+            return None
+        from emp_llm.pruning.updates import move_weights
+        from emp_llm.walk.moved import MovedWeights
+
+        moved = MovedWeights(self.folder.moved / point.name)
+        with stage(update.name), watch(update.name):
+            move_weights(
+                self.models.get(self.dense_folder),
+                pruner,
+                update,
+                self.data.tokens,
+                moved,
+                self.text.batch_size,
+                self.text.hidden_states,
+            )
+        return moved
+
+    def _measures(self, point: SweepPoint, masks: str, files: Path, watch: Stopwatch) -> Measures:
+        """The measurements of a point: those of another one with the same masks, or new ones.
+
+        Args:
+            files: the folder of the model, whose weights in memory may be masked.
+        """
+        from emp_llm.evaluation.evaluate import measure
+
+        if masks in self.measured:
+            name, same = self.measured[masks]
+            logger.info("%s: the same masks as %s, so the same values.", point.name, name)
+            return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name)
+        begun = self.folder.measured_so_far(point, masks)
+        with nullcontext() if self.in_memory else watch("load"):
+            loaded = self.models.get(files)
+        with watch("evaluate pruned"):
+            note = partial(self.folder.note_measures, point, masks)
+            measures = measure(loaded, self.prepared, begun, note)
+        del loaded
+        if not self.in_memory:
+            self.models.free()  # the next point's checkpoint has the same path
+        return measures
+
+    def _origin(self, recipe: Recipe) -> CalibrationRecord | None:
+        """The origin of weights that moved; None if none did."""
+        if recipe.update is None or self.data is None:
+            return None
+        from emp_llm.calibration.passes import fit_origin, model_origin
+
+        about = model_origin(self.source.model, self.source.revision, self.chosen.checkpoint)
+        return fit_origin(self.data, self.text.batch_size, about)
 
 
 def point_record(point: SweepPoint) -> PointRecord:
