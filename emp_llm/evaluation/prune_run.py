@@ -24,8 +24,8 @@ from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, parse_device_map, quantization_of
 from emp_llm.options.base import Given
-from emp_llm.options.prune import OF_UNITS, PruneOptions, check_wanted
-from emp_llm.options.recipe import ByCost, Recipe, Share
+from emp_llm.options.prune import PruneOptions, check_wanted
+from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import run_signature, write_manifest
@@ -429,4 +429,4 @@ class PruneRun:
 
 
 def _sums_units(recipe: Recipe) -> bool:
-    return recipe.structure is not None and recipe.name in OF_UNITS
+    return recipe.structure is not None and recipe.name in UNIT_CRITERIA

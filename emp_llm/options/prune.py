@@ -9,28 +9,9 @@ from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe import UNIT_CRITERIA, UNIT_KINDS, StructureRecipe
 from emp_llm.options.words import RecipeOptions
 
-_OF_PARTS = ("magnitude", "wanda", "taylor")
-# Structure -> the scores of its units. The first of experts and of layers is the default.
-STRUCTURE_CRITERIA = {
-    "heads": _OF_PARTS,
-    "neurons": _OF_PARTS,
-    "both": _OF_PARTS,
-    "experts": ("reap", "man", "frequency", "mass", "magnitude"),
-    "layers": ("cosine",),
-}
-OF_UNITS = tuple(
-    {name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"}
-)
-_KINDS = {
-    "heads": "attention",
-    "neurons": "mlp",
-    "both": "all-linear",
-    "experts": "mlp",
-    "layers": "all-linear",
-}
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (
     "criterion",
@@ -129,11 +110,11 @@ def check_options(
     if structure.structure is not None:
         _check_for_units(given)
         _check_structured(structured(recipe, structure), options)
-    elif recipe.name in OF_UNITS:
-        units = {"taylor": "heads and neurons", "cosine": "layers"}.get(recipe.name, "experts")
+    elif recipe.name in UNIT_CRITERIA:
+        scored = [units for units, kind in UNIT_KINDS.items() if recipe.name in kind.criteria]
         raise UserError(
-            f"--method {recipe.method} scores {units}, not weights. Add --structure, "
-            "or use emp-wanda."
+            f"--method {recipe.method} scores {' and '.join(scored)}, not weights. Add "
+            "--structure, or use emp-wanda."
         )
     else:
         recipe.check()
@@ -247,11 +228,13 @@ def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptio
     """The recipe of a structured run: of the units in place of weights. The default method is
     that of the structure.
     """
-    default = STRUCTURE_CRITERIA[structure.structure][0]
+    default = structure.criteria[0]
     method = recipe.method
     if method == "emp-wanda" and default != "magnitude":
         method = f"emp-{default}"
-    return recipe.but(method=method, targets=_KINDS[structure.structure], structure=structure)
+    layers = {kind.targets for kind in structure.kinds.values()}
+    targets = layers.pop() if len(layers) == 1 else "all-linear"
+    return recipe.but(method=method, targets=targets, structure=structure)
 
 
 def _check_for_units(given: Given) -> None:
@@ -277,18 +260,18 @@ def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
         )
     assert recipe.structure is not None
     units = recipe.structure.structure
-    known = STRUCTURE_CRITERIA[recipe.structure.structure]
-    if recipe.name not in known:
-        names = ", ".join(f"emp-{each}, {each}" for each in known)
-        scored = "heads or neurons" if known is _OF_PARTS else units
-        raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {names}.")
-    if units in ("experts", "layers") and options.activations is not None:
+    criteria = recipe.structure.criteria
+    if recipe.name not in criteria:
+        methods = ", ".join(f"emp-{name}, {name}" for name in criteria)
+        scored = " or ".join(name for name, kind in UNIT_KINDS.items() if kind.criteria == criteria)
+        raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
+    if "wanda" not in criteria and options.activations is not None:
         raise UserError(
             f"--activations holds norms of inputs, which do not score {units}. Leave it out."
         )
-    if units == "layers" and recipe.refit:
+    if recipe.refit and not all(kind.refits for kind in recipe.structure.kinds.values()):
         raise UserError(
-            "--refit moves weights within layers, and --structure layers removes whole "
+            f"--refit moves weights within layers, and --structure {units} removes whole "
             "ones. Leave it out."
         )
     if options.activations is not None and recipe.name == "taylor":

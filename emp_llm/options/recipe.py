@@ -429,6 +429,37 @@ class Heal:
             raise UserError(f"--heal-steps must be at least 1, got {self.steps}.")
 
 
+@dataclass(frozen=True)
+class UnitKind:
+    """What the options know of a kind of unit.
+
+    Attributes:
+        title: in words.
+        targets: the layers of which a part goes with a unit.
+        criteria: its scores; the first is the default, unless that is "magnitude".
+        refits: whether a refit can make up for a removed unit.
+    """
+
+    title: str
+    targets: str
+    criteria: tuple[str, ...]
+    refits: bool = True
+
+
+_OF_PARTS = ("magnitude", "wanda", "taylor")
+UNIT_KINDS = {
+    "heads": UnitKind("attention heads", "attention", _OF_PARTS),
+    "neurons": UnitKind("MLP neurons", "mlp", _OF_PARTS),
+    "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
+    "layers": UnitKind("decoder layers", "all-linear", ("cosine",), refits=False),
+}
+# Scores of units that weights do not have.
+UNIT_CRITERIA = {name for kind in UNIT_KINDS.values() for name in kind.criteria} - {
+    "magnitude",
+    "wanda",
+}
+
+
 class StructureRecipe(
     msgspec.Struct,
     frozen=True,
@@ -486,14 +517,23 @@ class StructureRecipe(
     ] = False
 
     def __post_init__(self) -> None:
-        if self.structure in ("heads", "both") and self.head_unit is None:
+        if self.structure is None:
+            return
+        if "heads" in self.kinds and self.head_unit is None:
             msgspec.structs.force_setattr(self, "head_unit", "group")
-        if (
-            self.structure in ("neurons", "both")
-            and self.width_multiple is None
-            and not self.keep_shapes
-        ):
+        if "neurons" in self.kinds and self.width_multiple is None and not self.keep_shapes:
             msgspec.structs.force_setattr(self, "width_multiple", 64)
+
+    @property
+    def kinds(self) -> dict[str, UnitKind]:
+        """The kinds of units, by name."""
+        names = ("heads", "neurons") if self.structure == "both" else (self.structure,)
+        return {name: UNIT_KINDS[name] for name in names}
+
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        """The scores of the units."""
+        return next(iter(self.kinds.values())).criteria
 
     def check(self, given: GivenOptions) -> None:
         """Raise UserError for invalid or conflicting options, or a given one without
@@ -505,12 +545,14 @@ class StructureRecipe(
                 raise UserError(
                     f"{option.flag} has no effect without --structure. Add that, or leave it out."
                 )
-        if self.structure not in (None, "neurons", "both") and self.width_multiple is not None:
+        if self.structure is None:
+            return
+        if "neurons" not in self.kinds and self.width_multiple is not None:
             raise UserError(
                 f"--width-multiple is for neurons, and --structure {self.structure} "
                 "removes none. Leave it out."
             )
-        if self.structure not in (None, "heads", "both") and self.head_unit is not None:
+        if "heads" not in self.kinds and self.head_unit is not None:
             raise UserError(
                 f"--head-unit is for heads, and --structure {self.structure} removes "
                 "none. Leave it out."
@@ -522,7 +564,7 @@ class StructureRecipe(
             )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
-        if self.per_layer and self.structure not in ("heads", "neurons", "both"):
+        if self.per_layer and not self.kinds.keys() & {"heads", "neurons"}:
             raise UserError(
                 f"--per-layer is for heads and neurons, and --structure {self.structure} removes "
                 "none. Leave it out."

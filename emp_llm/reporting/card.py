@@ -48,13 +48,6 @@ _UNIT_SCORES = {
     "mass": "the norms of their outputs times the router's weight, added up",
     "cosine": "how much they turn the hidden states (1 - cosine)",
 }
-_UNITS = {
-    "both": "attention heads and MLP neurons",
-    "heads": "attention heads",
-    "neurons": "MLP neurons",
-    "experts": "experts",
-    "layers": "decoder layers",
-}
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 
 
@@ -62,10 +55,8 @@ def method_words(recipe: RecipeOptions) -> str:
     """The method of a run in words."""
     if recipe.structure is not None:
         rule = "EMP" if recipe.adaptive else "a fixed share"
-        words = (
-            f"{rule} of whole {_UNITS[recipe.structure.structure]} scored by "
-            f"{_UNIT_SCORES[recipe.name]}"
-        )
+        units = " and ".join(kind.title for kind in recipe.structure.kinds.values())
+        words = f"{rule} of whole {units} scored by {_UNIT_SCORES[recipe.name]}"
     else:
         words = _METHODS.get(recipe.name, recipe.name)
         if recipe.name in SEARCHES:

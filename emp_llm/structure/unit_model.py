@@ -13,14 +13,8 @@ from emp_llm.structure.layers import Layers
 from emp_llm.structure.neurons import Neurons
 from emp_llm.structure.units import UnitModel, Units
 
-# Of --structure -> the kinds of units. Those of a model are of one kind, or heads and neurons.
-KINDS: dict[str, tuple[type[Units], ...]] = {
-    "heads": (Heads,),
-    "neurons": (Neurons,),
-    "both": (Heads, Neurons),
-    "experts": (Experts,),
-    "layers": (Layers,),
-}
+# Their names are those of `options.recipe.UNIT_KINDS`.
+KINDS: dict[str, type[Units]] = {kind.kind: kind for kind in (Heads, Neurons, Experts, Layers)}
 
 
 def unit_model(
@@ -53,7 +47,7 @@ def unit_model(
         )
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
     model = UnitModel(skeleton, architecture, structure)
-    for kind in KINDS[structure.structure]:
-        model.units.extend(kind.find(model, blocks))
+    for name in structure.kinds:
+        model.units.extend(KINDS[name].find(model, blocks))
     model.units.sort(key=lambda units: units.block)  # of a block, heads come first
     return model
