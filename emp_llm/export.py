@@ -1,7 +1,6 @@
 """`emp-llm export MODEL`: a checkpoint as one file for another program."""
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +67,7 @@ def export(
     from emp_llm.hub.local_model import find_model
 
     try:
-        from emp_llm.runtime.gguf_file import GGUFFile
+        from emp_llm.runtime.gguf_file import GGUFFile, partials
     except ImportError as error:
         raise UserError(
             "--to gguf needs the package gguf. Install it: pip install 'emp-llm[gguf]'"
@@ -79,7 +78,7 @@ def export(
     file = GGUFFile(checkpoint, type, source.short_name)
     path = Path(f"{source.short_name}-{file.kind}.gguf") if output is None else output
     check_output_file(path, overwrite)
-    check_space(path, file.nbytes)
+    check_space(path, file.nbytes - sum(each.stat().st_size for each in partials(path)))
     if zeros := file.zeros:
         logger.warning(
             "warning: %.0f %% of the pruned layers are zeros, and GGUF stores them: the file is as "
@@ -94,12 +93,7 @@ def export(
             file.unquantised[0],
         )
     with OutputFile(path) as out:
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            file.write(partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        file.write(path)
         out.complete()
     return Exported(
         str(path),

@@ -3,6 +3,7 @@ llama.cpp (if it is installed); and its errors.
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.card import card_text, find_origin
 
 gguf = pytest.importorskip("gguf")
+gguf_file = pytest.importorskip("emp_llm.runtime.gguf_file")
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 BASE = {
@@ -430,10 +432,57 @@ def test_other_errors(
         with pytest.raises(UserError, match="the disk has 0 B free"):
             export(str(folder), output=tmp_path / "x.gguf")
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(UserError, match=r"x\.gguf"):
-        export(str(folder), output=tmp_path / "x.gguf")
-    assert not list(tmp_path.glob("*x.gguf*"))
+def test_an_interrupted_export_resumes(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its last whole tensor, with the same bytes; another type or a changed shard starts
+    again.
+    """
+    folder = make("llama")
+    wanted = tmp_path / "wanted.gguf"
+    output = tmp_path / "x.gguf"
+    export(str(folder), output=wanted)
+    read = gguf_file.Part.read
+    names: list[str] = []
+
+    def full_at_the_fifth(part: Any, files: Any) -> Any:
+        names.append(part.name)
+        if len(names) == 5:
+            raise OSError(28, "No space left on device")
+        return read(part, files)
+
+    def interrupted(**how: Any) -> None:
+        names.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_file.Part, "read", full_at_the_fifth)
+            with pytest.raises(UserError, match=r"x\.gguf"):
+                export(str(folder), output=output, **how)
+        assert not output.exists()
+        names.clear()
+
+    def seen(part: Any, files: Any) -> Any:
+        names.append(part.name)
+        return read(part, files)
+
+    monkeypatch.setattr(gguf_file.Part, "read", seen)
+    interrupted()
+    tensors = export(str(folder), output=output).tensors
+    assert output.read_bytes() == wanted.read_bytes()
+    assert len(names) == tensors - 4
+    output.unlink()
+
+    interrupted(type="f16")
+    export(str(folder), output=output)
+    assert output.read_bytes() == wanted.read_bytes()
+    assert len(names) == tensors
+    output.unlink()
+
+    interrupted()
+    shard = next(folder.glob("*.safetensors"))
+    os.utime(shard, ns=(0, 0))
+    export(str(folder), output=output)
+    assert output.read_bytes() == wanted.read_bytes()
+    assert len(names) == tensors
+    assert not list(tmp_path.glob(".x.gguf*partial"))
+    assert not list(tmp_path.glob("*.head"))

@@ -3,8 +3,11 @@ tensors and the quantised types; here is what differs between a model of transfo
 model there.
 """
 
+import glob
+import hashlib
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -311,7 +314,45 @@ class GGUFFile:
         return part
 
     def write(self, path: Path) -> None:
-        """Write the file. Memory holds one tensor in float32."""
+        """Write the file. Memory holds one tensor in float32.
+
+        What is written until then lies beside it, under a name made of its header and of the
+        shards' sizes and times. A call that was interrupted resumes after its last whole tensor.
+        """
+        head = self._head(path.with_name(f".{path.name}.head"))
+        stamps = [
+            (shard.name, shard.stat().st_size, shard.stat().st_mtime_ns)
+            for shard in self.checkpoint.shards
+        ]
+        digest = hashlib.blake2b(head + repr(stamps).encode(), digest_size=8).hexdigest()
+        partial = path.with_name(f".{path.name}.{digest}.partial")
+        for older in partials(path):
+            if older != partial or older.is_symlink():
+                older.unlink()
+        with (
+            partial.open("r+b" if partial.exists() else "w+b") as file,
+            progress_bar(self.nbytes, "export", "B") as bar,
+            self.checkpoint.open_files() as files,
+        ):
+            size = partial.stat().st_size
+            end = len(head)
+            if size < end:
+                file.write(head)
+            for part in self.parts:
+                start = end
+                end += gguf.GGUFWriter.ggml_pad(part.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+                if size < end:
+                    file.seek(start)
+                    part.read(files).tofile(file)
+                    file.write(bytes(end - start - part.nbytes))
+                bar.update(part.nbytes)
+        self.checkpoint.check_unchanged()
+        os.replace(partial, path)
+
+    def _head(self, path: Path) -> bytes:
+        """All before the checkpoint's tensors: sizes, tokenizer, names, and the tensors that are
+        made of the config. The package writes it to a file, which is deleted.
+        """
         writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self._architecture])
         try:
             self._describe(writer)
@@ -327,16 +368,12 @@ class GGUFFile:
             writer.write_ti_data_to_file()
             for values in self._factors.values():
                 writer.write_tensor_data(values)
-            with (
-                progress_bar(self.nbytes, "export", "B") as bar,
-                self.checkpoint.open_files() as files,
-            ):
-                for part in self.parts:
-                    writer.write_tensor_data(part.read(files))
-                    bar.update(part.nbytes)
+            writer.close()
+            head = path.read_bytes()
         finally:
             writer.close()
-        self.checkpoint.check_unchanged()
+            path.unlink(missing_ok=True)
+        return head + bytes(-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT)
 
     def _describe(self, writer: gguf.GGUFWriter) -> None:
         """The model's sizes, and where it comes from."""
@@ -401,6 +438,11 @@ class GGUFFile:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def partials(path: Path) -> list[Path]:
+    """What interrupted calls of `GGUFFile.write` have left beside a file."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
