@@ -432,7 +432,7 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     if reads_twice(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
         moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
     parameters = inspect.signature(body.forward).parameters
-    if not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+    if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}
     body(**moved, use_cache=False)
 

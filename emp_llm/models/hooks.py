@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from emp_llm.common.errors import UserError
 from emp_llm.models.layers import Layer
@@ -54,38 +55,15 @@ def layer_hooks(
         UserError: in the forward pass, if an expert's matrix is used in another orientation than
             its shape suggests.
     """
-    handles = []
+    handles: list[RemovableHandle] = []
     experts: dict[str, list[Layer]] = {}  # by the name of their module
     for layer in layers:
-        if layer.expert is not None:
+        if layer.expert is None:
+            handles.append(_hook_layer(model.get_submodule(layer.name), layer, observe))
+        else:
             experts.setdefault(layer.expert.parameter.rpartition(".")[0], []).append(layer)
-            continue
-
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer
-        ) -> None:
-            observe([layer], args[0], outputs)
-
-        handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
-    for path, own in experts.items():
-        running: list[_Watch] = []
-
-        def enter(
-            module: nn.Module, args: Any, own: list[Layer] = own, running: list[_Watch] = running
-        ) -> None:
-            running.append(_Watch(module, own, observe))
-            running[-1].__enter__()  # type: ignore[no-untyped-call]
-
-        def leave(
-            module: nn.Module, args: Any, output: Any, running: list[_Watch] = running
-        ) -> None:
-            if running:
-                watch = running.pop()
-                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                watch.finish()
-
-        handles.append(model.get_submodule(path).register_forward_pre_hook(enter))
-        handles.append(model.get_submodule(path).register_forward_hook(leave, always_call=True))
+    for path, members in experts.items():
+        handles += _hook_experts(model.get_submodule(path), members, observe)
     try:
         with _one_by_one(model, experts):
             yield
@@ -94,11 +72,42 @@ def layer_hooks(
             handle.remove()
 
 
+def _hook_layer(module: nn.Module, layer: Layer, observe: LayerObserver) -> RemovableHandle:
+    def show(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        observe([layer], args[0], outputs)
+
+    return module.register_forward_hook(show)
+
+
+def _hook_experts(
+    module: nn.Module, layers: list[Layer], observe: LayerObserver
+) -> list[RemovableHandle]:
+    running: list[_Watch] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(_Watch(module, layers, observe))
+        running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if running:
+            watch = running.pop()
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            watch.finish()
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
 @contextmanager
 def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
     """Inside this context, transformers runs the experts of these modules in a loop."""
-    own: Iterable[Any] = (getattr(model.get_submodule(path), "config", None) for path in modules)
-    configs = {id(config): config for config in own if hasattr(config, "_experts_implementation")}
+    configs: dict[int, Any] = {}
+    for path in modules:
+        config = getattr(model.get_submodule(path), "config", None)
+        if hasattr(config, "_experts_implementation"):
+            configs[id(config)] = config
     before = [(config, config._experts_implementation) for config in configs.values()]
     try:
         for config, _ in before:

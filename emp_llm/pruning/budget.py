@@ -102,10 +102,10 @@ class Budget:
 
 
 def _number(text: str, unit: str, flag: str, example: str) -> float:
-    found = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({unit})", text.strip(), re.IGNORECASE)
+    size = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({unit})", text.strip(), re.IGNORECASE)
     try:
-        value = float(found[1])  # type: ignore[index]
-        units = found[2].upper()  # type: ignore[index]
+        value = float(size[1])  # type: ignore[index]
+        units = size[2].upper()  # type: ignore[index]
     except (TypeError, ValueError):
         raise UserError(f"{flag} {text!r} is not a size such as {example}.") from None
     return value * (
@@ -133,12 +133,11 @@ def with_budget(
         size = 0
         for target in targets:
             matrix = target.matrix
-            share = step / steps
-            zeros = (
-                floor_count(share * matrix.numel)
-                if adaptive
-                else matrix.rows * floor_count(share * matrix.columns)
-            )
+            sparsity = step / steps
+            if adaptive:
+                zeros = floor_count(sparsity * matrix.numel)
+            else:
+                zeros = matrix.rows * floor_count(sparsity * matrix.columns)
             kept += matrix.numel - zeros
             size += packed_bytes(matrix.numel, word_bytes(matrix.stored), zeros)
         return rest + kept, others + size

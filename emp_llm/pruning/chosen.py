@@ -107,9 +107,9 @@ def targets_of_folder(
     settings = checkpoint.config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if settings is not None and method != "fp8":
-        how = f" ({quotable(method)})" if isinstance(method, str) else ""
+        named = f" ({quotable(method)})" if isinstance(method, str) else ""
         raise UserError(
-            f"{name}: it is already quantised{how}. Prune the original model and "
+            f"{name}: it is already quantised{named}. Prune the original model and "
             "quantise the result."
         )
     names_suffice = not recipe.needs_activations  # no forward pass needs the model's class

@@ -277,11 +277,11 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
             for members in (
                 [scores.targets] if group == "all" else [[target] for target in scores.targets]
             ):
-                parts = MomentsOfGroup(order)
+                of_group = MomentsOfGroup(order)
                 for rows_scores in pruner.scored(members, files):
-                    parts.add(rows_scores)
+                    of_group.add(rows_scores)
                     bar.update(rows_scores.numel())
-                moments = parts.merged()
+                moments = of_group.merged()
                 groups.append((moments.number().numpy(), moments.mass.numpy(), moments.size))
     return groups
 
@@ -368,20 +368,20 @@ def _group_sizes(target: Target, group: Group) -> NDArray[np.int64]:
     )
 
 
-def _spread(targets: Sequence[Target], group: Group, parts: Sequence[tuple[int, int]]) -> Counts:
-    """Removed weights spread evenly over the groups of consecutive parts of all target weights.
+def _spread(targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, int]]) -> Counts:
+    """Removed weights spread evenly over the groups of consecutive spans of all target weights.
 
     Args:
-        parts: (removed, total) of each part; a part consists of whole targets.
+        spans: (removed, total) of each span; a span consists of whole targets.
     """
     kept: dict[str, NDArray[np.int64]] = {}
-    rest = iter(parts)
+    rest = iter(spans)
     before = 0
     removed = 0
     total = 0
     try:
         if group == "all":
-            ((removed, total),) = parts
+            ((removed, total),) = spans
             return Counts(group, None, {"": spread_counts(np.array([total]), removed, total)})
         for target in targets:
             if before == total:

@@ -218,8 +218,9 @@ class Pruner:
 
         A weight whose bits are zero counts as removed.
         """
-        everything: list[GroupSelector] = []
+        of_all = self.counts.group == "all"
         places = {target.name: place for place, target in enumerate(self.targets)}
+        selector: GroupSelector | None = None
         # Of a group of all: how many scores at its cut are kept before each target, as far as that
         # is known.
         ties = [0]
@@ -227,16 +228,13 @@ class Pruner:
         def mask_of(target: Target) -> "Tensor":
             import torch
 
-            of_all = self.counts.group == "all"
+            nonlocal selector
             place = places[target.name]
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
             with self.checkpoint.open_files() as files:
-                if everything:
-                    selector: GroupSelector | None = everything[0]
-                else:
+                if selector is None or not of_all:
                     selector = self.search(self.targets if of_all else [target], files)
                 if of_all and selector is not None:
-                    everything[:] = [selector]
                     # Of equal scores, theirs come first.
                     for other in self.targets[len(ties) - 1 : place]:
                         selector.kept_ties = ties[-1]
@@ -365,6 +363,6 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
                     with naming_rows(target, first, words):
                         put_figures(rows, first, pruner._prune(target, first, words.copy(), None))
                 bar.update(words.size)
-            for rows, pruner, found in zip(statistics, pruners, outcomes, strict=True):
-                found.append(pruner.outcome(target, rows, None))
-    return [Outcomes(found, None) for found in outcomes]
+            for rows, pruner, of_targets in zip(statistics, pruners, outcomes, strict=True):
+                of_targets.append(pruner.outcome(target, rows, None))
+    return [Outcomes(of_targets, None) for of_targets in outcomes]

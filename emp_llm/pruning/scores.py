@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
@@ -146,10 +145,9 @@ class Scores:
         """
         if not self.criterion_of(target).calibrated:
             return None
-        found: NDArray[Any] = np.ascontiguousarray(
-            self.inputs[target.name].norms.detach().cpu().float().numpy()
-        )
-        return found
+        norms = self.inputs[target.name].norms.detach().cpu().float()
+        factors: NDArray[Any] = norms.contiguous().numpy()
+        return factors
 
     def of(self, target: Target, first: int, weights: "Tensor") -> "Tensor":
         """The scores of a chunk of a target's rows: floating, the shape and device of the weights.
@@ -181,14 +179,16 @@ class Scores:
 
         scores = self._finite_rows(target, first, last)
         score = self.recipe.score
-        kind = score.score_map if isinstance(score, Own | Given) else None
-        if kind is None and self.criterion.own and bool((scores < 0).any()):
+        score_map = score.score_map if isinstance(score, Own | Given) else None
+        if score_map is None and self.criterion.own and bool((scores < 0).any()):
             raise UserError(
                 f"{self._source_name}: {target.name} has scores below zero. Say what they mean "
                 "with --map: abs (their size counts), shift or exp (the smallest are removed)."
             )
-        if kind is None or kind == "abs":
-            return scores if kind is None else scores.abs()
+        if score_map is None:
+            return scores
+        if score_map == "abs":
+            return scores.abs()
         scores = scores.double()
         if self.recipe.group == "row":
             least = scores.amin(1, keepdim=True)
@@ -197,7 +197,7 @@ class Scores:
             least, most = (
                 torch.tensor(value, dtype=torch.float64) for value in self._extremes_of(target)
             )
-        return scores - least if kind == "shift" else (scores - most).exp()
+        return scores - least if score_map == "shift" else (scores - most).exp()
 
     def _extremes_of(self, target: Target) -> tuple[float, float]:
         """The minimum and the maximum over the target, or over all targets."""
@@ -271,7 +271,7 @@ class GivenScores:
     Args:
         given: a file, a folder of files, or tensors by name. A name is that of the weight in the
             checkpoint, that of the parameter, or that of the layer; the shape is the weight's.
-        targets: of the run.
+        targets: that need scores.
 
     Raises:
         UserError: a file is unreadable, or the scores of a target are missing or have another shape
@@ -332,13 +332,13 @@ class GivenScores:
 
     def _name(self, target: Target) -> str:
         names = (target.matrix.stored.name, target.layer.parameter, target.name)
-        found = next((name for name in names if name in self._tensors), None)
-        if found is None:
-            raise UserError(
-                f"{self.name}: no scores for {names[0]}. Leave the layer out with "
-                "--ignore, or add its scores."
-            )
-        return found
+        for name in names:
+            if name in self._tensors:
+                return name
+        raise UserError(
+            f"{self.name}: no scores for {names[0]}. Leave the layer out with --ignore, or add its "
+            "scores."
+        )
 
     def _check(self, target: Target) -> None:
         from torch import Tensor

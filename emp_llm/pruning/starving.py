@@ -39,9 +39,9 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
     squares, the more so the more a few dominate. The magnitudes know no inputs.
 
     Args:
-        pruner: of the run. The weights of layers with such rows are read again, and those of all
-            layers for each other count.
-        outcomes: its outcomes.
+        pruner: reads the weights of layers with such rows again, and those of all layers for each
+            other count.
+        outcomes: of the pruner.
     """
     recipe = pruner.scores.recipe
     if not recipe.adaptive or recipe.group != "row":
@@ -54,8 +54,8 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
     total = sum(outcome.kept.size for outcome in outcomes.of_targets)
     places = [_place(pruner, outcome) for outcome in starved[:_LAYERS]]
     told = "; ".join(
-        f"in {each.name}, input {each.input} has {percent_cell(each.share)} % of the scores"
-        for each in places
+        f"in {layer.name}, input {layer.input} has {percent_cell(layer.share)} % of the scores"
+        for layer in places
     )
     return (
         f"{number:,} of {total:,} rows keep less than {100 * LEAST:g} % of their weights, in "

@@ -44,15 +44,15 @@ def _vector(element: Any, size: int = LANES) -> Any:
 
 
 def _splat(builder: Any, value: Any, size: int = LANES) -> Any:
-    kind = _vector(value.type, size)
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
+    type_ = _vector(value.type, size)
+    single = builder.insert_element(ir.Constant(type_, ir.Undefined), value, ir.Constant(_I32, 0))
     return builder.shuffle_vector(
-        single, ir.Constant(kind, ir.Undefined), ir.Constant(_vector(_I32, size), None)
+        single, ir.Constant(type_, ir.Undefined), ir.Constant(_vector(_I32, size), None)
     )
 
 
-def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    return context.make_array(kind)(context, builder, value=value).data
+def _data(context: Any, builder: Any, type_: Any, value: Any) -> Any:
+    return context.make_array(type_)(context, builder, value=value).data
 
 
 def _load(builder: Any, pointer: Any, index: Any, element: Any, size: int = LANES) -> Any:
@@ -334,10 +334,10 @@ def _count(keys: Array, least: Any) -> Any:
     """The number of 16-bit keys that are `least` or more."""
     total = 0
     for start in range(0, keys.size, COUNTED):
-        part = keys[start : start + COUNTED]
+        piece = keys[start : start + COUNTED]
         counted = np.uint16(0)
-        for j in range(part.size):
-            counted = np.uint16(counted + np.uint16(part[j] >= least))
+        for j in range(piece.size):
+            counted = np.uint16(counted + np.uint16(piece[j] >= least))
         total += np.int64(counted)
     return total
 
@@ -405,15 +405,15 @@ def _end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
         return 0
     step = 256
     for start in range(0, keys.size, step):
-        part = keys[start : start + step]
+        piece = keys[start : start + step]
         counted = np.uint16(0)
-        for j in range(part.size):
-            counted = np.uint16(counted + np.uint16(part[j] == key))
+        for j in range(piece.size):
+            counted = np.uint16(counted + np.uint16(piece[j] == key))
         if np.int64(counted) < ties:
             ties -= np.int64(counted)
             continue
-        for j in range(part.size):
-            ties -= np.int64(part[j] == key)
+        for j in range(piece.size):
+            ties -= np.int64(piece[j] == key)
             if ties == 0:
                 return start + j + 1
     return keys.size
@@ -560,27 +560,29 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
     # abs: the sign of a norm of -0.0 would become the highest bit of a key.
     factors = np.empty(0, np.float32) if norms is None else np.abs(norms)
     like = np.empty(0, words.dtype if norms is None else np.uint32)
-    how = factors, FORMS[dtype], like
+    scores_of = factors, FORMS[dtype], like
     total, power, kept_mass, nu_mass = np.empty((4, rows))
     zeros = np.empty(rows, np.int64)
-    _in_parallel(rows, columns, lambda part: sums(words[part], *how, total[part], power[part]))
+    _in_parallel(
+        rows, columns, lambda chunk: sums(words[chunk], *scores_of, total[chunk], power[chunk])
+    )
     n_eff, nu, counts = row_counts(total, power, columns, rule)
     n, m = rule.pattern or (0, 0)
 
-    def cut_part(part: slice) -> None:
+    def cut_chunk(chunk: slice) -> None:
         cut(
-            words[part],
-            *how,
-            nu[part],
-            counts[part],
+            words[chunk],
+            *scores_of,
+            nu[chunk],
+            counts[chunk],
             n,
             m,
-            zeros[part],
-            kept_mass[part],
-            nu_mass[part],
+            zeros[chunk],
+            kept_mass[chunk],
+            nu_mass[chunk],
         )
 
-    _in_parallel(rows, columns, cut_part)
+    _in_parallel(rows, columns, cut_chunk)
     return RowFigures(counts, zeros, kept_mass, total, n_eff, mass_share(nu_mass, total))
 
 
@@ -589,8 +591,8 @@ def _in_parallel(rows: int, columns: int, work: Callable[[slice], Any]) -> None:
     threads = _threads()
     pieces = 1 if threads == 1 else max(1, min(2 * threads, rows * columns // _PIECE))
     step = -(-rows // pieces)
-    parts = [slice(first, first + step) for first in range(0, rows, step)]
-    list(_pool(threads).map(work, parts) if len(parts) > 1 else map(work, parts))
+    chunks = [slice(first, first + step) for first in range(0, rows, step)]
+    list(_pool(threads).map(work, chunks) if len(chunks) > 1 else map(work, chunks))
 
 
 def _threads() -> int:

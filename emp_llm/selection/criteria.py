@@ -121,7 +121,7 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
     factors = norms.to(weight.device).double().sqrt()
     size = weight.abs()
-    sums = [sum_rows(each)[0] for each in (size, size.T)]
+    sums = (sum_rows(matrix)[0] for matrix in (size, size.T))
     of_rows, of_columns = (total.where(total > 0, 1.0) for total in sums)
     scores = torch.empty(
         weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device

@@ -213,9 +213,10 @@ class MomentsOfGroup:
         """Add the moments of a chunk of scores, shape (rows, columns); errors as for
         `Moments.of_rows`.
         """
-        part = Moments.of_rows(rows, self.order)
+        moments = Moments.of_rows(rows, self.order)
+        sums = moments.scale, moments.total, moments.power
         self.size += rows.numel()
-        for column, values in zip(self._columns, (part.scale, part.total, part.power), strict=True):
+        for column, values in zip(self._columns, sums, strict=True):
             column.extend(values.tolist())
 
     def merged(self) -> Moments:
