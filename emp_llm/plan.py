@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emp_llm.cli import command, options_from, run
-from emp_llm.cluster.jobs import PLAN_NAME, Job, read_plan, write_plan
+from emp_llm.cluster.jobs import PLAN_NAME, Job, read_plan, writable, write_plan
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 
@@ -63,12 +63,8 @@ def plan(options: PlanOptions) -> PlanSummary:
                 f"{path}: it holds another plan; {count_of(different, 'job')} would change. Name "
                 "another --output, or --overwrite."
             )
-    try:
+    with writable(path):
         write_plan(options.output, jobs)
-    except OSError as error:
-        raise UserError(
-            f"--output {options.output}: the plan cannot be written ({error.strerror})."
-        ) from error
     return PlanSummary(options.output, jobs)
 
 

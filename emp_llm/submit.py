@@ -11,7 +11,7 @@ from emp_llm.checkpoint.files import write_text
 from emp_llm.checkpoint.locks import locked
 from emp_llm.cli import command, options_from, run
 from emp_llm.cluster.downloads import download, wanted_by
-from emp_llm.cluster.jobs import JobFiles, read_plan
+from emp_llm.cluster.jobs import JobFiles, read_plan, writable
 from emp_llm.cluster.slurm import (
     FOLDER_NAME,
     JobArray,
@@ -156,11 +156,9 @@ def _submit_array(array: JobArray, text: str, words: list[str], study: Path, bef
     before it.
     """
     script = study / FOLDER_NAME / f"{array.name}.sh"
-    try:
+    with writable(script):
         write_text(script.with_suffix(".jobs"), list_text(array))
         write_text(script, text)
-    except OSError as error:
-        raise UserError(f"{script}: cannot be written ({error.strerror}).") from error
     try:
         number = submit_script(words, study)
     except UserError as error:

@@ -362,7 +362,7 @@ class Attempt:
         self._process: subprocess.Popen[bytes] | None = None  # while it runs
         self._stopped: float | None = None
         for path in (files.lock_path, files.log_path, files.output):
-            with _writable(path.parent):
+            with writable(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(files.lock_path, job.id)
         self._lock.acquire(_GLANCE)
@@ -388,7 +388,7 @@ class Attempt:
                 ),
                 seconds=self._state.seconds,
             )
-            with _writable(files.state_path):
+            with writable(files.state_path):
                 self._state.save(files.state_path)
             self._began = time.monotonic()
             now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -444,7 +444,7 @@ class Attempt:
                 state.message = f"the process was ended by {name}{reason}. {RESUMES}"
                 self._log(state.message)
         try:
-            with _writable(self.files.state_path):
+            with writable(self.files.state_path):
                 state.save(self.files.state_path)
         finally:
             self._lock.release()
@@ -469,7 +469,7 @@ class Attempt:
 
 
 @contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
     """Turn an error of the system into a sentence."""
     try:
         yield

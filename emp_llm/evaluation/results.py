@@ -200,7 +200,7 @@ def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
         UserError: it is not a results file, its results are of another suite or limit, or they are
             not complete.
     """
-    results = _complete_results(path, option)
+    results = complete_results(path, option)
     difference = _difference(results.made_by, wanted, "text", "tasks", "limit")
     if difference is not None:
         raise UserError(
@@ -241,7 +241,7 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
             )
         results = dense[0]
     else:
-        results = _complete_results(baseline, "--baseline")
+        results = complete_results(baseline, "--baseline")
     made_by = results.made_by
     other = None
     remedy = "Leave out --baseline to measure the dense model now."
@@ -258,7 +258,7 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
     return results.measures
 
 
-def _complete_results(path: Path, option: str) -> Results:
+def complete_results(path: Path, option: str) -> Results:
     """The results in a file; UserError if the suite is not measured to its end."""
     results = read_results(path, option)
     if not results.complete:

@@ -47,7 +47,7 @@ from emp_llm.common.paths import (
 from emp_llm.common.tables import (
     table,
 )
-from emp_llm.evaluation.results import read_results
+from emp_llm.evaluation.results import complete_results
 from emp_llm.hub.client import hub_errors_explained, with_retries
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.verification import Findings, check_files
@@ -283,7 +283,7 @@ def push_checkpoint(
             f"emp-llm verify {folder}"
         )
     paths, benches = split_benches(results)
-    measured = {path: read_results(path, "--results") for path in paths}
+    measured = {path: complete_results(path, "--results") for path in paths}
     this = identity_of(Checkpoint(folder)) if results else None
     _check_evidence(folder, this, measured, benches)
     names = [path.name for path in paths]
@@ -368,17 +368,11 @@ def push_checkpoint(
 def _check_evidence(
     folder: Path, this: str | None, measured: Mapping[Path, Results], benches: Sequence[Bench]
 ) -> None:
-    """Refuse results that are not complete, and suites and benches without this checkpoint, whose
-    identity is `this`.
+    """Refuse suites and benches without this checkpoint, whose identity is `this`.
 
     In every suite one of the models must be this checkpoint, so that no other model's numbers are
     mistaken for its own.
     """
-    for path, results in measured.items():
-        if not results.complete:
-            raise UserError(
-                f"--results {path}: that run has not finished; run its command again to resume it."
-            )
     for suite in by_suite(list(measured.values()), this):
         if not any(model.made_by.model.identity == this for model in suite):
             path = next(path for path, model in measured.items() if model is suite[0])
