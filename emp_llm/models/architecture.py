@@ -212,9 +212,9 @@ class Architecture:
             layers=sorted(layers, key=lambda layer: order.get(layer.parameter, len(order))),
             stored_names=stored.names,
             block_shapes={
-                f"{each.path}.{name}": tuple(parameter.shape)
-                for each in towers.lists
-                for name, parameter in each.modules.named_parameters()
+                f"{blocks.path}.{name}": tuple(parameter.shape)
+                for blocks in towers.lists
+                for name, parameter in blocks.modules.named_parameters()
             },
             shapes=shapes,
             experts={layer.name: matrix for layer, matrix in stored.experts},
@@ -338,14 +338,14 @@ class Architecture:
         mtp.layers.0, mtp.block, ...
         """
         ends = {within_block(name) for name in self.checkpoint.tensors.keys() - set(self.unused)}
-        found = {}
+        ends_of = {}
         for name in self.unused:
             parts = name.split(".")
             tails = (".".join(parts[n:]) for n in range(1, len(parts) - 1))
             end = next((tail for tail in tails if tail in ends), None)
             if end is not None:
-                found[name] = end
-        return found
+                ends_of[name] = end
+        return ends_of
 
     def _in(self, choice: str, tower: Tower) -> bool:
         """Whether a choice of towers includes a tower. "language" means the tower of --blocks,
@@ -401,17 +401,17 @@ class Architecture:
 
     def _check_tower(self, tower: str) -> None:
         """Raise UserError if the model has no layers in a tower."""
-        own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
-        if not own or any(self._in(tower, each) for each in own):
+        towers = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
+        if not towers or any(self._in(tower, candidate) for candidate in towers):
             return
         remedy = (
             "Leave it out."
-            if own == ["language"]
+            if towers == ["language"]
             else "To prune them by a magnitude method, add --tower all."
         )
         raise UserError(
             f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong "
-            f"to: {', '.join(own)}. {remedy}"
+            f"to: {', '.join(towers)}. {remedy}"
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:

@@ -137,7 +137,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
     """
     lists = block_lists(model, path).lists
     path, modules = _largest(
-        {each.path: each.modules for each in lists if each.tower == lists[0].tower}
+        {blocks.path: blocks.modules for blocks in lists if blocks.tower == lists[0].tower}
     ).popitem()
     return path, modules
 
@@ -257,15 +257,15 @@ def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, Exp
         place = towers.place(name)
         if place is None or isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
             continue
-        own = {
+        shapes = {
             leaf: tuple(parameter.shape)
             for leaf, parameter in module.named_parameters(recurse=False)
             if parameter.dim() == 3 and min(parameter.shape) > 1 and "bias" not in leaf
         }
-        if own:
+        if shapes:
             blocks, number, _ = place
-            transposed = _transposed(module, list(own.values()), hidden)
-            for leaf, (experts, rows, columns) in own.items():
+            transposed = _transposed(module, list(shapes.values()), hidden)
+            for leaf, (experts, rows, columns) in shapes.items():
                 shape = (experts, rows, columns)
                 stack = ExpertStack(
                     f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.part
@@ -355,24 +355,24 @@ def find_towers(model: nn.Module) -> Towers:
     chosen = (
         _with_attention(inside) if reads_twice(model.get_submodule(root)) else {}
     ) or _largest(inside)
-    found = [
+    all_lists = [
         BlockList(path, modules, "language", _half(path, list(chosen)))
         for path, modules in chosen.items()
     ]
 
     of_encoders: list[BlockList] = []
     for encoder, tower in encoders.items():
-        own: Lists = {}
-        _collect(model.get_submodule(encoder), encoder, own)
-        chosen = _with_attention(own) or _largest(own)
+        lists_inside: Lists = {}
+        _collect(model.get_submodule(encoder), encoder, lists_inside)
+        chosen = _with_attention(lists_inside) or _largest(lists_inside)
         of_encoders += [
             BlockList(path, modules, tower, path.removeprefix("model."))
             for path, modules in chosen.items()
         ]
-    for each in of_encoders:
-        alone = sum(other.tower == each.tower for other in of_encoders) == 1
-        found.append(replace(each, part=each.tower) if alone else each)
-    return Towers(tuple(found), root, _others(model, root, encoders) if encoders else {})
+    for blocks in of_encoders:
+        alone = sum(other.tower == blocks.tower for other in of_encoders) == 1
+        all_lists.append(replace(blocks, part=blocks.tower) if alone else blocks)
+    return Towers(tuple(all_lists), root, _others(model, root, encoders) if encoders else {})
 
 
 def _collect(
@@ -532,20 +532,20 @@ def find_names(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     saved = model.state_dict().keys()
-    own: dict[str, Tensor] = parameters | {
-        name: each for name, each in model.named_buffers() if name in saved
+    values: dict[str, Tensor] = parameters | {
+        name: buffer for name, buffer in model.named_buffers() if name in saved
     }
     prefix = getattr(model, "base_model_prefix", "")
     names: dict[str, str] = {}
     renamed: list[str] = []
     for key in checkpoint.tensors:
         candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-        name = next((candidate for candidate in candidates if candidate in own), None)
+        name = next((candidate for candidate in candidates if candidate in values), None)
         if name is not None:
             names[name] = key
         else:
             renamed.append(key)
-    converted, pieces = _converted(model, renamed, own)
+    converted, pieces = _converted(model, renamed, values)
     names |= converted
     for name in stacks.keys() & names.keys():
         pieces[name].append(_Piece(names[name], None, 0, False))
@@ -554,7 +554,7 @@ def find_names(
     tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
     stored_as: dict[Any, str] = {}
     for name, key in names.items():
-        stored_as[tied.get(name, name)] = stored_as[id(own[name])] = key
+        stored_as[tied.get(name, name)] = stored_as[id(values[name])] = key
     for name, parameter in parameters.items():
         stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
         if name not in names and stored is not None:
@@ -583,7 +583,7 @@ def not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[st
 
 
 def _converted(
-    model: Any, keys: list[str], own: dict[str, Tensor]
+    model: Any, keys: list[str], values: dict[str, Tensor]
 ) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
     """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's
     lm_head as embed_out).
@@ -599,14 +599,16 @@ def _converted(
     ]
     for key in keys:
         renamed, merged = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, own
+            key, renamings, converters, model.base_model_prefix, values
         )
-        if renamed not in own:
+        if renamed not in values:
             continue
         if merged is None:
             names[renamed] = key
             continue
-        converter = next(each for each in converters if merged in each.source_patterns)
+        converter = next(
+            candidate for candidate in converters if merged in candidate.source_patterns
+        )
         piece = _piece(key, converter.source_patterns.index(merged), converter)
         if piece is not None:
             pieces[renamed].append(piece)
@@ -664,8 +666,8 @@ def _matrices(
         leaf = stack.name.rpartition(".")[2]
         every = (layer(leaf, expert, 0, stack.outputs) for expert in range(experts))
         return [
-            (each, Matrix(stored, transposed != turned, expert))
-            for expert, each in enumerate(every)
+            (member, Matrix(stored, transposed != turned, expert))
+            for expert, member in enumerate(every)
         ]
     matrices = []
     filled = dict.fromkeys(range(stack.shape[0]), 0)

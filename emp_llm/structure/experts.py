@@ -126,7 +126,7 @@ class Experts(Units):
         for target in targets:
             if target.layer.expert is not None and target.layer.parameter in parameters:
                 of_block.setdefault(target.layer.block, []).append(target)
-        found: list[Self] = []
+        mixtures: list[Self] = []
         for block in range(len(modules)):
             prefix = f"{path}.{block}."
             inside = {name: place for name, place in parameters.items() if name.startswith(prefix)}
@@ -149,7 +149,7 @@ class Experts(Units):
                 and matrices
                 and target.matrix.rows == matrices[-1].matrix.rows
             ]
-            found.append(
+            mixtures.append(
                 cls(
                     name=holders.pop(),
                     role=matrices[0].layer.role.rpartition(".*.")[0] if matrices else module,
@@ -165,15 +165,15 @@ class Experts(Units):
                     shared=shared[-1] if shared else None,
                 )
             )
-        known = {name for experts in found for name in experts.parameters}
+        known = {name for experts in mixtures for name in experts.parameters}
         outside = [name for name in parameters if name not in known]
         if outside:
             raise UserError(
                 f"--structure experts: {shortened_list(outside)} belong to no decoder block, and "
                 "have a part for each expert."
             )
-        _add_further(architecture, found)
-        return found
+        _add_further(architecture, mixtures)
+        return mixtures
 
     @classmethod
     def sums(
@@ -188,9 +188,9 @@ class Experts(Units):
             UserError: memory runs out, a sum is not finite, or the model combines the outputs in
                 another way.
         """
-        every = cls.among(units)
+        mixtures = cls.among(units)
         sums = {
-            experts.name: torch.zeros(4, len(experts), dtype=torch.float64) for experts in every
+            experts.name: torch.zeros(4, len(experts), dtype=torch.float64) for experts in mixtures
         }
 
         def see(seen: Seen) -> None:
@@ -201,7 +201,9 @@ class Experts(Units):
 
         with runner.walk(own_batches(tokens, batch_size), "experts") as walk:
             for step in walk.steps():
-                inside = [experts for experts in every if experts.name.startswith(f"{step.name}.")]
+                inside = [
+                    experts for experts in mixtures if experts.name.startswith(f"{step.name}.")
+                ]
                 with _expert_hooks(runner.model, inside, see):
                     step.run()
         return sums_of_ranks(sums, "the outputs of its experts")
@@ -263,12 +265,12 @@ class Experts(Units):
 
     @classmethod
     def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
-        every = cls.among(model.units)
-        field = every[0].field
+        mixtures = cls.among(model.units)
+        field = mixtures[0].field
         count = len(kept[0])
         changes: Changes = {model.path(field): count}
         shapes = model.shapes()
-        for experts in every:
+        for experts in mixtures:
             for name, dimension in experts.parameters.items():
                 shape = shapes[name]
                 shapes[name] = (*shape[:dimension], count, *shape[dimension + 1 :])
@@ -373,15 +375,15 @@ def _router(model: UnitModel, number: int) -> tuple[int, int, int]:
     return top_k, least, groups
 
 
-def _add_further(architecture: Architecture, every: Sequence[Experts]) -> None:
+def _add_further(architecture: Architecture, mixtures: Sequence[Experts]) -> None:
     """Add the stored experts of a layer that predicts a second token, which transformers does not
     load: it loses those that the last layer loses. UserError for experts of no known use.
     """
-    known = {name for experts in every for name in (*experts.single, *experts.together)}
+    known = {name for experts in mixtures for name in (*experts.single, *experts.together)}
     others = [name for name in architecture.unused if name not in known and ".experts." in name]
     if not others:
         return
-    last = every[-1]
+    last = mixtures[-1]
     ends = architecture.further_blocks
     alike = {within_block(name): name for name in (*last.single, *last.together)}
     for name in architecture.unused:
@@ -496,7 +498,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def _expert_hooks(
-    model: nn.Module, every: Sequence[Experts], see: Callable[[Seen], None]
+    model: nn.Module, mixtures: Sequence[Experts], see: Callable[[Seen], None]
 ) -> Iterator[None]:
     """Call `see` for each expert that a batch reaches, while the model runs.
 
@@ -509,7 +511,7 @@ def _expert_hooks(
     """
     by_name = {
         target.name: (experts, number)
-        for experts in every
+        for experts in mixtures
         for number, target in enumerate(experts.outputs)
     }
     # Module of experts -> what its router gave: the numbers of each token's experts, and their
@@ -561,9 +563,9 @@ def _expert_hooks(
         if float((total - wanted).norm()) > _DIFFERENCE * float(wanted.norm()):
             raise _unknown(experts)
 
-    last = [target.layer for experts in every for target in experts.outputs]
+    last = [target.layer for experts in mixtures for target in experts.outputs]
     with ExitStack() as hooks:
-        for experts in every:
+        for experts in mixtures:
             module = model.get_submodule(experts.name)
             hooks.enter_context(
                 module.register_forward_pre_hook(partial(enter, experts), with_kwargs=True)
@@ -707,16 +709,16 @@ def refit_experts(
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
             with closed_routers(model, {experts: kept[experts]}):
                 if ranks().share(moved.has(step.index)):
-                    found = ranks().first(partial(moved.block, step.index))
+                    results = ranks().first(partial(moved.block, step.index))
                     for target in targets:
-                        weight = found[target.name].weight
+                        weight = results[target.name].weight
                         if weight is not None:
                             weight_of(model, target.layer).copy_(weight)
                 else:
-                    found = _refit_block(
+                    results = _refit_block(
                         model, experts, targets, step, walk, pruned, update, min_expert_tokens
                     )
-                    moved.put(step.index, found)
+                    moved.put(step.index, results)
                 _advance(step, pruned, len(batches))
             for target in targets:
                 weight_of(model, target.layer).copy_(before[target.name])
@@ -745,7 +747,7 @@ def _refit_block(
         target.name: weight_of(model, target.layer).to(torch.float32, copy=True)
         for target in targets
     }
-    found = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
+    results = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
     by_number = {
         _SHARED if target is experts.shared else experts.outputs.index(target): target
         for target in targets
@@ -785,7 +787,7 @@ def _refit_block(
             held = [of_rank[number] for of_rank in by_rank if number in of_rank]
             count = int(sum(totals[0] for totals in held))
             if count < max(1, min_expert_tokens):
-                found[target.name] = Moved(None, FitRecord(tokens=count))
+                results[target.name] = Moved(None, FitRecord(tokens=count))
                 continue
             weight = dense[target.name]
             gram, right, energy = (
@@ -821,8 +823,8 @@ def _refit_block(
                 error_before=max(0.0, error_before),
                 error_after=max(0.0, error_after),
             )
-            found[target.name] = Moved(stored.cpu(), record)
-    return found
+            results[target.name] = Moved(stored.cpu(), record)
+    return results
 
 
 def _seen(
