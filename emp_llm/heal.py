@@ -15,6 +15,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Given, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
+from emp_llm.options.recipe import Heal
 from emp_llm.options.words import RecipeOptions
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
@@ -133,9 +134,15 @@ def heal(
                 out,
                 source.folder,
                 recipe.tree,
+                recipe.tree.heal or Heal(),
                 data,
-                options,
                 model_origin(source.name, source.revision, dense),
+                device_map=options.device_map,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+                batch_size=options.batch_size,
+                hidden_states=options.hidden_states,
+                seed=options.seed,
             )
         healing.command = command_line()
         report.recipe = recipe

@@ -63,7 +63,7 @@ def prune(
 def _planned(recipe: Recipe, options: PruneOptions, given: Given) -> "DryRun":
     """What `_pruned` would do."""
     from emp_llm.evaluation.prune_run import PruneRun
-    from emp_llm.pruning.dry_run import dry_run
+    from emp_llm.pruning.dry_run import with_curve
 
     _destination(options)
     planned = PruneRun.of(recipe, options, given)
@@ -72,9 +72,8 @@ def _planned(recipe: Recipe, options: PruneOptions, given: Given) -> "DryRun":
         from emp_llm.structure.prune_structure import plan_units
 
         return plan_units(planned, recipe.structure)
-    chosen, scores = _choose_weights(planned)
-    planned.output()  # is only checked
-    return dry_run(chosen, scores, options, planned.path, planned.source.hollow)
+    _, scores = _choose_weights(planned)
+    return with_curve(planned.plan(), scores, options.propagate, planned.source.hollow)
 
 
 def _pruned(
@@ -161,6 +160,7 @@ def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
 
 def _prune_weights(pruning: "PruneRun") -> RunReport:
     """Write the checkpoint with zeros in the place of weights."""
+    from emp_llm.pruning.chosen import stored_bytes
     from emp_llm.pruning.counts import counts_of, read_report
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
@@ -176,7 +176,7 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
         check_updatable(recipe, chosen)
     if pruning.awaits_evaluation:
         return read_report(pruning.path)
-    of_moved = 0 if update is None else chosen.bytes
+    of_moved = 0 if update is None else stored_bytes(chosen.targets)
     with pruning.output(of_moved) as out:
         pruning.begin(out)
 

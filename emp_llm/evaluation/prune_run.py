@@ -3,7 +3,8 @@
 Torch is imported when a step needs it: a run without a text decides and writes without it.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.machine import Stopwatch, machine_name
@@ -22,16 +24,25 @@ from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
-from emp_llm.models.placement import Quantization, parse_device_map, quantization_of
+from emp_llm.models.placement import (
+    Quantization,
+    max_context,
+    parse_device_map,
+    quantization_of,
+)
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
+from emp_llm.pruning.chosen import stored_bytes
+from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import run_signature, write_manifest
+from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
+from emp_llm.walk.checks import update_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +85,7 @@ class PruneRun:
     models: OneModel
     stopwatch: Stopwatch
     architecture: Architecture = field(init=False)
-    targets: Sequence[Target] = field(init=False)
+    targets: list[Target] = field(init=False)
     made_of: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -220,6 +231,56 @@ class PruneRun:
     def dense(self) -> "PreTrainedModel":
         """The dense model. Callers keep no reference to it."""
         return self.models.get(self.source.folder, self.quantization)
+
+    def plan(self) -> DryRun:
+        """What the run would do, and its need of memory and disk.
+
+        Raises:
+            UserError: the output may not be written.
+        """
+        options = self.options
+        checkpoint = self.checkpoint
+        update = self.recipe.update
+        heal = self.recipe.heal
+        units = self.recipe.structure is not None
+        self.output()  # is only checked
+        by_blocks = options.execution != "model" or options.propagate == "pruned"
+        resumes = self.calibrates and options.resumable_calibration and by_blocks
+        fits = update is not None and not units
+        notes = self_notes(options.text_name) if self.reads_text else []
+        if heal is not None:
+            seqlen = max(corpus.seqlen or 0 for corpus in self._corpora())
+            notes += healing_notes(
+                checkpoint,
+                self.targets,
+                heal,
+                seqlen,
+                options.batch_size,
+                by_blocks=options.device_map == "disk",
+            )
+        return DryRun(
+            layers=planned_layers(self.targets),
+            coverage=self.architecture.coverage(self.targets, self.recipe.targets.tower),
+            output=str(self.path),
+            disk_bytes=checkpoint.output_bytes,
+            needs_overwrite=os.path.lexists(self.path) and not options.overwrite,
+            model_bytes=sum(size for size, _ in checkpoint.states.values())
+            if units or self.calibrates or update is not None
+            else None,
+            resume_bytes=resume_bytes(checkpoint.config, self._corpora())
+            if resumes and not units
+            else None,
+            fit_bytes=update_bytes(self.targets, update) if update is not None and fits else None,
+            fit_disk_bytes=stored_bytes(self.targets) if fits else None,
+            push_to_hub=options.push_to_hub,
+            recipe=self.recipe.method,
+            notes=notes,
+        )
+
+    def _corpora(self) -> list[Corpus]:
+        options = self.options
+        context = max_context(self.checkpoint.config)
+        return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
     def check(self) -> None:
         """Read what the run needs, so that what is wrong with it is said before a model runs.
@@ -368,13 +429,26 @@ class PruneRun:
             dense: of the dense model, from `held_out_perplexity`.
         """
         log_warnings(report.warnings)
-        if self.recipe.heal is not None:
+        options = self.options
+        heal = self.recipe.heal
+        if heal is not None:
             from emp_llm.in_memory.healing import heal_folder, healing_warnings
 
             self.models.free()
             with self.stopwatch("heal"):
                 report.healing = heal_folder(
-                    out, self.source.folder, self.recipe, self.text, self.options, self.origin
+                    out,
+                    self.source.folder,
+                    self.recipe,
+                    heal,
+                    self.text,
+                    self.origin,
+                    device_map=options.device_map,
+                    dtype=options.dtype,
+                    trust_remote_code=options.trust_remote_code,
+                    batch_size=options.batch_size,
+                    hidden_states=options.hidden_states,
+                    seed=options.seed,
                 )
             log_warnings(healing_warnings(report.healing))
             report.warnings += healing_warnings(report.healing)
@@ -388,9 +462,9 @@ class PruneRun:
         elif self.reads_text:
             from emp_llm.calibration.passes import fit_origin
 
-            report.calibration = fit_origin(self.text, self.options.batch_size, self.origin)
-        report.dtype = self.options.dtype
-        report.device_map = self.options.device_map
+            report.calibration = fit_origin(self.text, options.batch_size, self.origin)
+        report.dtype = options.dtype
+        report.device_map = options.device_map
         report.loss = None if self.judged is None else self.judged.record
         report.stages = stage_records(self.stopwatch.record)
         if ranks().main:

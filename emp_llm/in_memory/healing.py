@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,8 +54,8 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import headless_class, load_model
 from emp_llm.models.modules import mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
-from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.calibration import CalibrationOptions, Place
+from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
@@ -195,9 +196,16 @@ def heal_folder(
     out: OutputFolder,
     dense: Path,
     recipe: Recipe,
+    heal: Heal,
     data: CalibrationText,
-    options: Any,
     about: CalibrationRecord,
+    *,
+    device_map: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    batch_size: int = SEQUENCES,
+    hidden_states: Place = "auto",
+    seed: int = 0,
 ) -> HealingRecord:
     """Train the weights of a pruned checkpoint in a work folder, and write them in place. A
     collective call.
@@ -207,41 +215,41 @@ def heal_folder(
     Args:
         out: of the run, with the pruned checkpoint in `out.files`.
         dense: folder of the dense model.
-        recipe: which layers heal, and for how many steps.
+        recipe: which layers were pruned.
+        heal: which layers heal, and for how many steps.
         data: the text.
-        options: of a command that loads models and reads a text.
         about: the dense model, from `model_origin`.
+        device_map, dtype, trust_remote_code: of `load_model`.
+        batch_size: sequences at a time on a GPU.
+        hidden_states: where they are stored between blocks.
+        seed: of the order of the sequences.
 
     Raises:
         UserError: the models do not fit in memory, or the checkpoints of the training on the disk.
     """
     checkpoint = Checkpoint(out.files)
-    trust = options.trust_remote_code
+    trust = trust_remote_code
     architecture = Architecture.of_checkpoint(checkpoint, recipe.targets.blocks, trust)
-    heal = recipe.heal
-    assert heal is not None
     everything = heal.weights == "all"
     chosen = (
         architecture.select("all-linear") if everything else architecture.targets_of(recipe.targets)
     )
     targets = updatable(chosen)
-    device_map = options.device_map
     if device_map == "auto" and not torch.cuda.is_available():
         needed = healing_memory(
             checkpoint, targets, heal, data.tokens.shape[1], has_bfloat16(torch.device("cpu"))
         )
-        if ranks().main and out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
-            out.note(healed_by_blocks=needed > available_memory())
-        if ranks().share(out.get("healed_by_blocks")):
+        if out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
+            out.note(healed_by_blocks=ranks().first(lambda: needed > available_memory()))
+        if out.get("healed_by_blocks"):
             logger.info(
                 "healing block by block, because the whole model takes %s of memory.",
                 format_bytes(needed),
             )
             device_map = "disk"
     model = load_model(out.files, device_map, "float32", trust)
-    dtype = (
-        "float32" if options.dtype == "auto" and not has_bfloat16(model.device) else options.dtype
-    )
+    if dtype == "auto" and not has_bfloat16(model.device):
+        dtype = "float32"
     teacher = load_model(dense, device_map, dtype, trust)
     by_blocks = is_offloaded(model) or is_offloaded(teacher)
     if ranks().main:
@@ -275,8 +283,9 @@ def heal_folder(
                 _held_out(len(data.tokens)),
                 moved,
                 heal.steps,
-                options,
                 name_of_blocks=recipe.targets.blocks,
+                hidden_states=hidden_states,
+                seed=seed,
             )
         for target in targets:
             weight = moved.rows(target, 0, target.matrix.rows)
@@ -286,15 +295,25 @@ def heal_folder(
         norms = _norms(model, architecture) if everything else []
         moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
         masks = stored_masks(checkpoint, chosen, model)
-        how = (heal.steps, options.batch_size, options.seed)
-        if ranks().main and out.get("healed") and _last(out.work / "healing") is None:
+        folder = out.work / "healing"
+        if out.get("healed") and ranks().first(partial(_last, folder)) is None:
             raise UserError(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
             )
         with stage("heal"):
-            folder = out.work / "healing"
-            record = train(model, teacher, data.tokens, masks, moving, folder, *how, True)
+            record = train(
+                model,
+                teacher,
+                data.tokens,
+                masks,
+                moving,
+                folder,
+                heal.steps,
+                batch_size,
+                seed,
+                expendable=True,
+            )
         if ranks().main and record.best:
             # From here on, the weights are no longer those that the training began with.
             out.note(healed=True)
@@ -306,8 +325,8 @@ def heal_folder(
                     Matrix(replace(stored, shape=(1, stored.numel))),
                     model.get_parameter(name).data[None],
                 )
-    record.origin = fit_origin(data, options.batch_size, about, record.by)
-    record.origin.seed = options.seed  # of the order of the sequences
+    record.origin = fit_origin(data, batch_size, about, record.by)
+    record.origin.seed = seed  # of the order of the sequences
     return record
 
 
@@ -404,7 +423,7 @@ def train(
         trainer.in_bfloat16 = in_bfloat16
         watch.trainer = trainer
         trainer.remove_callback(PrinterCallback)
-        last = ranks().share(_last(folder) if ranks().main else None)
+        last = ranks().first(partial(_last, folder))
         if ranks().main:
             # The model has these weights, also where the training resumes.
             trainer._save(str(folder / _START))

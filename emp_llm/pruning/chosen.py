@@ -2,7 +2,7 @@
 that they cover.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,17 @@ class Chosen:
         """The model's files, or its weights in memory."""
         return self.architecture.checkpoint
 
-    @property
-    def bytes(self) -> int:
-        """Size of the targets, as they are stored."""
-        return sum(target.matrix.numel * target.matrix.itemsize for target in self.targets)
-
     def layers_to_calibrate(self) -> list[Layer]:
         """All linear layers, so that the activations can be reused for other targets, and all
         targets.
         """
         everything = self.architecture.select("all-linear") + self.targets
         return list(dict.fromkeys(target.layer for target in everything))
+
+
+def stored_bytes(targets: Sequence[Target]) -> int:
+    """Size of some targets, as they are stored."""
+    return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
 
 
 def choose_targets(architecture: Architecture, recipe: Recipe) -> Chosen:

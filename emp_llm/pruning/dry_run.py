@@ -1,25 +1,24 @@
 """The plan of a prune, and its need of memory and disk, for `--dry-run`."""
 
 import logging
-import os
 import timeit
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.machine import has_bfloat16
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Effective, Recipe
-from emp_llm.pruning.chosen import Chosen
+from emp_llm.options.recipe import Effective, Heal
+from emp_llm.pruning.chosen import stored_bytes
 from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
+from emp_llm.records.corpus import Corpus
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.walk.checks import healing_bytes, healing_memory, update_bytes
+from emp_llm.walk.checks import healing_bytes, healing_memory
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
@@ -73,7 +72,7 @@ class DryRun:
     dry_run: bool = field(default=True)
 
 
-def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
+def planned_layers(targets: Sequence[Target]) -> dict[str, PlannedLayers]:
     """The targets of a plan, by role."""
     layers: dict[str, PlannedLayers] = {}
     for target in targets:
@@ -84,83 +83,58 @@ def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
     return layers
 
 
-def dry_run(
-    chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, hollow: bool
-) -> DryRun:
-    """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read
-    for the curve.
+def with_curve(plan: DryRun, scores: Scores, propagate: str, hollow: bool) -> DryRun:
+    """The plan with what a method would remove at its beta and at others. Of an emp method whose
+    counts need no calibration, the targets are read.
 
     Args:
         scores: of the targets, with norms from a file if the user gave one.
-        options: of the run.
-        path: of the output.
+        propagate: the inputs of each block.
         hollow: the weights are not here.
     """
     recipe = scores.recipe
-    checkpoint = chosen.checkpoint
-    update = recipe.update
-    calibrates = recipe.needs_activations and not scores.inputs
-    unknown = calibrates and not recipe.counts_by_magnitude
-    name = recipe.method
+    counts = recipe.counts
+    if not isinstance(counts, Effective):
+        return plan
+    name = f"{recipe.method}, order {counts.order:g}, group {recipe.group}"
+    name += ", counts by |W|" if recipe.counts_by_magnitude else ""
+    unscored = recipe.needs_activations and not scores.inputs and not recipe.counts_by_magnitude
+    if unscored or hollow:
+        return replace(plan, recipe=name, no_curve=_why_no_curve(propagate, unscored))
     curve = []
-    effective = recipe.counts if isinstance(recipe.counts, Effective) else None
-    if effective is not None:
-        name = f"{name}, order {effective.order:g}, group {recipe.group}"
-        name += ", counts by |W|" if recipe.counts_by_magnitude else ""
-    if effective is not None and not unknown and not hollow and ranks().main:
-        betas = sorted({*CURVE_BETAS, effective.beta or 1.0})
-        weights = sum(target.matrix.numel for target in chosen.targets)
+    if ranks().main:
+        betas = sorted({*CURVE_BETAS, counts.beta or 1.0})
         logger.info(
             "reading the targets (%s) for the sparsity at each beta; nothing is written.",
-            format_bytes(chosen.bytes),
+            format_bytes(stored_bytes(scores.targets)),
         )
-        curve = curve_points(betas, kept_at_betas(scores, betas), weights, checkpoint.parameters)
-    return DryRun(
-        layers=planned_layers(chosen.targets),
-        coverage=chosen.coverage,
-        output=str(path),
-        disk_bytes=checkpoint.output_bytes,
-        needs_overwrite=os.path.lexists(path) and not options.overwrite,
-        model_bytes=sum(size for size, _ in checkpoint.states.values())
-        if calibrates or update is not None
-        else None,
-        resume_bytes=resume_bytes(options, checkpoint) if calibrates else None,
-        fit_bytes=None if update is None else update_bytes(chosen.targets, update),
-        fit_disk_bytes=None if update is None else chosen.bytes,
-        push_to_hub=options.push_to_hub,
-        recipe=name,
-        curve=curve,
-        notes=(self_notes(options.text_name) if calibrates or recipe.moves else [])
-        + healing_notes(checkpoint, chosen.targets, recipe, options),
-        no_curve=_why_no_curve(options.propagate, unknown)
-        if effective is not None and (unknown or hollow)
-        else "",
-    )
+        weights = sum(target.matrix.numel for target in scores.targets)
+        kept = kept_at_betas(scores, betas)
+        curve = curve_points(betas, kept, weights, scores.checkpoint.parameters)
+    return replace(plan, recipe=name, curve=curve)
 
 
 def healing_notes(
-    checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, options: PruneOptions
+    checkpoint: Checkpoint,
+    targets: Sequence[Target],
+    heal: Heal,
+    seqlen: int,
+    batch_size: int,
+    by_blocks: bool,
 ) -> list[str]:
-    """Tokens, memory, disk and time of healing, if the recipe heals. A product of matrices tells
-    the speed of this machine.
+    """Tokens, memory, disk and time of healing. A product of matrices tells the speed of this
+    machine.
+
+    Args:
+        seqlen: tokens per sequence.
+        batch_size: sequences at a time on a GPU.
+        by_blocks: the model heals block by block.
     """
-    if recipe.heal is None:
-        return []
     import torch
 
-    from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.models.placement import max_context
-
-    seqlen = max(
-        corpus.seqlen or 0
-        for corpus in calibration_corpora(
-            options.text_name, max_context(checkpoint.config), options.samples, options.seqlen
-        )
-    )
-    steps = recipe.heal.steps
-    at_a_time = min(options.batch_size, 4) if torch.cuda.is_available() else 1
-    heal = recipe.heal
-    disk = healing_bytes(checkpoint, targets, heal, by_blocks=options.device_map == "disk")
+    steps = heal.steps
+    at_a_time = min(batch_size, 4) if torch.cuda.is_available() else 1
+    disk = healing_bytes(checkpoint, targets, heal, by_blocks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # A training in bfloat16 reaches about half of the speed of its products.
     coarse = has_bfloat16(device)
@@ -197,31 +171,17 @@ def _why_no_curve(propagate: str, needs_activations: bool) -> str:
     )
 
 
-def resume_bytes(options: PruneOptions, checkpoint: Checkpoint) -> int | None:
+def resume_bytes(config: Mapping[str, Any], corpora: Sequence[Corpus]) -> int | None:
     """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if
-    it keeps none.
+    the config does not say.
 
-    With "auto", loading decides whether the model runs block by block; the estimate assumes that it
-    does.
+    Args:
+        config: of the model.
+        corpora: the text.
     """
-    by_blocks = options.execution != "model" or options.propagate == "pruned"
-    text = checkpoint.config.get("text_config") or checkpoint.config
-    width = next(
-        (
-            text[key]
-            for key in ("hidden_size", "n_embd", "d_model")
-            if isinstance(text.get(key), int)
-        ),
-        None,
-    )
-    if not options.resumable_calibration or not by_blocks or width is None:
-        return None
-    from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.models.placement import max_context
-
-    corpora = calibration_corpora(
-        options.text_name, max_context(checkpoint.config), options.samples, options.seqlen
-    )
-    size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
     tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
-    return tokens * int(width) * size
+    text = config.get("text_config") or config
+    names = ("hidden_size", "n_embd", "d_model")
+    width = next((text[name] for name in names if isinstance(text.get(name), int)), None)
+    size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
+    return None if width is None else tokens * int(width) * size

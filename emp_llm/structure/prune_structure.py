@@ -3,7 +3,6 @@ decoder layers.
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
@@ -32,7 +30,7 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.options.recipe import Effective, Match, Recipe, Share, StructureRecipe
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
-from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers
+from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
@@ -85,28 +83,13 @@ class Decision:
 def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
     """What `prune_units` would do."""
     model = _unit_model(run, structure)
-    run.output()  # is only checked
-    options = run.options
-    recipe = run.recipe
+    plan = run.plan()
     notes = [_units_line(model.units)]
-    if ranks().main and recipe.name == "magnitude" and not run.source.hollow:
+    if ranks().main and run.recipe.name == "magnitude" and not run.source.hollow:
         notes += _decision_lines(_decided(run, structure, model))
     elif ranks().main and model.units[0].sizes_known:
-        notes += _sizes_by_share(model, recipe)
-    if run.reads_text:
-        notes += self_notes(options.text_name)
-    notes += healing_notes(model.checkpoint, model.targets, recipe, options)
-    return DryRun(
-        layers=planned_layers(model.targets),
-        coverage=model.architecture.coverage(model.targets),
-        output=str(run.path),
-        disk_bytes=model.checkpoint.output_bytes,
-        needs_overwrite=os.path.lexists(run.path) and not options.overwrite,
-        model_bytes=sum(size for size, _ in model.checkpoint.states.values()),
-        push_to_hub=options.push_to_hub,
-        recipe=recipe.method,
-        notes=notes,
-    )
+        notes += _sizes_by_share(model, run.recipe)
+    return replace(plan, notes=[*notes, *plan.notes])
 
 
 def prune_units(run: PruneRun, structure: StructureRecipe) -> RunReport:

@@ -22,6 +22,7 @@ from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
+from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block
@@ -39,9 +40,10 @@ def heal_blocks(
     held: int,
     moved: MovedWeights,
     steps: int,
-    options: Any,
     *,
-    name_of_blocks: str | None,
+    name_of_blocks: str | None = None,
+    hidden_states: Place = "auto",
+    seed: int = 0,
 ) -> HealingRecord:
     """Heal all blocks that `moved` does not hold yet, and put their weights there.
 
@@ -53,10 +55,11 @@ def heal_blocks(
             the error.
         moved: of finished blocks.
         steps: of four sequences, for each block.
-        options: of a command that loads models and reads a text.
         name_of_blocks: the list of decoder blocks; None: detected.
+        hidden_states: where they are stored between blocks.
+        seed: of the order of the sequences.
     """
-    runner = BlockwiseModel(model, name_of_blocks, options.hidden_states)
+    runner = BlockwiseModel(model, name_of_blocks, hidden_states)
     batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
     seen = range(len(batches))
     held_out = range(len(batches), len(batches) + len(rest))
@@ -77,7 +80,7 @@ def heal_blocks(
                 block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
             if members and not moved.has(step.index):
-                moved.put(step.index, _heal(block, members, seen, held_out, steps, options.seed))
+                moved.put(step.index, _heal(block, members, seen, held_out, steps, seed))
             for number in (*seen, *held_out):
                 with block.pruned_weights():
                     pruned.put(number, step.output(number, pruned))
