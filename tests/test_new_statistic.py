@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import prune_model, recipe_of
 from emp_llm.calibrate import calibrate
+from emp_llm.calibration import input_sums
 from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.input_sums import InputSums
+from emp_llm.calibration.passes import CalibrationProgress
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.options.recipe import METHODS, Score
@@ -204,6 +208,36 @@ def test_an_expert_without_tokens(models: Models, text: Path) -> None:
     for statistic in ("norm", "relative", "mean", "variance", "maximum"):
         values = [of_few.of(layer, statistic) for layer in unseen]
         assert all(value is not None and not value.any() for value in values), statistic
+
+
+def test_ranks_and_resumed_runs_combine_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(8, 6, 5, generator=torch.Generator().manual_seed(0)) + 1
+    whole, *of_ranks = (InputSums(STATISTICS) for _ in range(3))
+    for number, batch in enumerate(inputs):
+        for sums in (whole, of_ranks[number % 2]):
+            sums.observe("layer", batch, batch[..., :3])
+    progress = CalibrationProgress(tmp_path, {})
+    progress._write_state(1, of_ranks[1])
+    state = progress._read_state()
+    assert state is not None
+    _, of_ranks[1].totals, of_ranks[1].input_of, of_ranks[1].tokens = state
+    shown: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        shown.append(value)
+        return shown
+
+    monkeypatch.setattr(input_sums, "ranks", lambda: SimpleNamespace(count=2, gather=gather))
+    for sums in of_ranks:
+        sums.reduce()
+    found = of_ranks[1].activations([SimpleNamespace(name="layer")])
+    wanted = whole.activations([SimpleNamespace(name="layer")])
+    assert found.tokens == wanted.tokens == {"layer": 48}
+    assert found.statistics.keys() == wanted.statistics.keys() == STATISTICS.keys()
+    for statistic, values in wanted.statistics.items():
+        torch.testing.assert_close(found.of("layer", statistic), values["layer"])
+    flat = inputs.double().flatten(0, 1)
+    torch.testing.assert_close(found.of("layer", "variance"), flat.var(0, correction=0).float())
 
 
 def test_an_unknown_one_is_named(common: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ class Scores:
         relative = self.recipe.score.relative
         read = ("relative" if relative else "norm", *self.criterion.statistics)
         for statistic in read:
-            if activations.statistics.get(statistic):
+            if statistic == "norm" or activations.statistics.get(statistic):
                 continue
             if statistic == "relative" and relative:
                 raise UserError(
