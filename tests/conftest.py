@@ -197,15 +197,17 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command line within this process, in an empty folder: command("prune", "--model", ...).
 
     Exit code, output and messages are those of the process that `run` would start. The Hub is as
-    the test left it.
+    the test left it. The exit code must be `code`; None: any.
     """
     monkeypatch.setenv("COLUMNS", "200")
 
-    def call(*arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+    def call(
+        *arguments: object, cwd: Path = tmp_path, code: int | None = 0
+    ) -> "subprocess.CompletedProcess[str]":
         line = [str(argument) for argument in arguments]
         out = io.StringIO()
         err = io.StringIO()
-        code = 0
+        ended = 0
         root = logging.getLogger()
         before = signal.getsignal(signal.SIGTERM)
         handlers = root.handlers
@@ -217,11 +219,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             with redirect_stdout(out), redirect_stderr(err):
                 main()
         except SystemExit as end:
-            code = int(end.code or 0)
+            ended = int(end.code or 0)
         finally:
             root.handlers = handlers
             root.setLevel(level)
             signal.signal(signal.SIGTERM, before)
-        return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
+        assert code in (None, ended), err.getvalue()
+        return subprocess.CompletedProcess(line, ended, out.getvalue(), err.getvalue())
 
     return call

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,8 +465,7 @@ def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str)
     file = tmp_path / "tiny-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
     for line in (["prune", "--method", "magnitude"], ["evaluate"]):
-        done = command(*line, "--model", tmp_path if place == "folder" else file)
-        assert done.returncode == 2
+        done = command(*line, "--model", tmp_path if place == "folder" else file, code=2)
         assert "GGUF" in done.stderr
         assert "safetensors checkpoint of the model that it was made from" in done.stderr
         check_sentences(done.stderr.removeprefix("error: ").strip())
@@ -618,13 +618,13 @@ def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path
     before = content_of(tmp_path)
     for call, match, options in (
         (
-            command,
+            partial(command, code=2),
             r"^error: nobody/nothing: .*cache.*cannot be "
             r"reached",
             {"--model": "nobody/nothing"},
         ),
         (
-            command,
+            partial(command, code=2),
             r"^error: nobody/nothing/train: the data set cannot be "
             r"loaded",
             {"--calibration": "nobody/nothing"},
@@ -684,8 +684,7 @@ def test_malformed_configs(
         ("evaluate", "--suite", suite, "--output", tmp_path / "out.json"),
         ("generate", "--prompt", "a"),
     ):
-        done = command(*line, "--model", model)
-        assert done.returncode == 2, done.stderr
+        done = command(*line, "--model", model, code=2)
         message = done.stderr.splitlines()[-1]
         assert re.match(
             rf"error: {model}: (transformers cannot|no tokenizer that transformers can "
@@ -713,8 +712,7 @@ def test_malformed_generation_config(
             tmp_path / "out.json",
         ),
     ):
-        done = command(*line, "--model", model)
-        assert done.returncode == 2, done.stderr
+        done = command(*line, "--model", model, code=2)
         message = done.stderr.splitlines()[-1]
         assert message.startswith(f"error: {model / 'generation_config.json'}: ")
         check_sentences(message)
@@ -723,8 +721,7 @@ def test_malformed_generation_config(
 @pytest.mark.parametrize("runtime", ["sparse", "dense"])
 def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: str) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
-    done = command("generate", "--prompt", "a", "--model", model, "--runtime", runtime)
-    assert done.returncode == 2, done.stderr
+    done = command("generate", "--prompt", "a", "--model", model, "--runtime", runtime, code=2)
     message = done.stderr.splitlines()[-1]
     assert message.startswith(f"error: {model / 'generation_config.json'}: eos_token_id ")
     check_sentences(message)
@@ -757,8 +754,7 @@ def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> N
             *out,
         ),
     }.items():
-        done = command(*line)
-        assert done.returncode == 2, done.stderr
+        done = command(*line, code=2)
         assert f"error: {str(named).strip()}" in done.stderr
 
 
@@ -785,8 +781,7 @@ def test_names_that_are_too_long(command: Run, model: Path, text: Path, tmp_path
         ),
         ("verify", long),
     ):
-        done = command(*line)
-        assert done.returncode == 2, done.stderr
+        done = command(*line, code=2)
         assert "file name too long" in done.stderr
 
 
@@ -803,8 +798,7 @@ def test_numbers_that_python_does_not_read(
         "--output",
         tmp_path / "out.json",
     )
-    done = command(*line, "--batch-size", number)
-    assert done.returncode == 2
+    done = command(*line, "--batch-size", number, code=2)
     assert "--batch-size" in done.stderr
 
 
@@ -818,8 +812,7 @@ def test_names_in_files_cannot_write_to_the_terminal(
     recipe.write_text(f"dataset = {name}")
     suite.write_text(f"[perplexity]\ndataset = {name}")
     for line in (("prune", "--calibration", recipe), ("evaluate", "--suite", suite)):
-        done = command(*line, "--model", model, "--output", tmp_path / "out")
-        assert done.returncode == 2
+        done = command(*line, "--model", model, "--output", tmp_path / "out", code=2)
         assert "the data set cannot be loaded" in done.stderr
         assert not set(done.stderr) & set("\x1b\x9b")
         assert "\nerror: all is well" not in done.stderr

@@ -103,10 +103,9 @@ def test_a_model_is_calibrated_on_a_chat(evaluable: Any, tmp_path: Path, command
         "--output",
         "norms",
     )
-    done = command(*line, "--model", evaluable("llama"))
-    assert done.returncode == 2
+    done = command(*line, "--model", evaluable("llama"), code=2)
     assert "no chat template" in done.stderr
     model = Path(shutil.copytree(evaluable("llama"), tmp_path / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    assert command(*line, "--model", model).returncode == 0
+    command(*line, "--model", model)
     assert (tmp_path / "norms").is_file()

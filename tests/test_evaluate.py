@@ -75,7 +75,6 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
     """
     before = time.process_time()
     done = command("evaluate", "--model", DEMO, "--suite", "demo", "--limit", 16)
-    assert done.returncode == 0, done.stderr
     assert time.process_time() - before < 30
     assert re.search(r"mean acc of 3 +\d\d\.\d\d ± \d\.\d\d \*$", done.stdout, re.M), done.stdout
     assert "suite demo: 8,192 tokens, 48 examples by lm-eval" in done.stdout
@@ -109,8 +108,7 @@ def test_a_chat_template_is_applied_as_by_lm_eval(tmp_path: Path, command: Run) 
         f'[[tasks]]\nnames = ["demo_stories"]\nfolder = "{folder}"\nnum_fewshot = 1\n'
     )
     line = ("evaluate", "--model", model, "--suite", tmp_path / "s.toml", "--limit", 8)
-    done = command(*line, "--apply-chat-template", "--output", tmp_path / "chat.json")
-    assert done.returncode == 0, done.stderr
+    command(*line, "--apply-chat-template", "--output", tmp_path / "chat.json")
     record = json.loads((tmp_path / "chat.json").read_text())
     assert [task["chat_template"] for task in record["made_by"]["tasks"]] == [True]
     theirs, samples = lm_eval(
@@ -143,7 +141,6 @@ def test_a_real_task_equals_lm_eval(
         *options,
         cwd=shared / "datasets",
     )
-    assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "ours.json").read_text())
     theirs, _ = lm_eval(model, "openbookqa", None, batch_size=4, limit=20, num_fewshot=1)
     assert record["tasks"]["openbookqa"]["results"] == theirs
@@ -232,13 +229,13 @@ def test_a_second_run_with_the_same_output_is_refused(
     def measure_beside(*arguments: Any) -> Any:
         if not refused:
             refused.extend(
-                command(*line, tmp_path / name) for name in ("out.json", "out-baseline.json")
+                command(*line, tmp_path / name, code=2)
+                for name in ("out.json", "out-baseline.json")
             )
         return measure_first(*arguments)
 
     monkeypatch.setattr(evaluation, "measure", measure_beside)
-    assert command(*line, tmp_path / "out.json").returncode == 0
-    assert [done.returncode for done in refused] == [2, 2]
+    command(*line, tmp_path / "out.json")
     assert all("another run is working on it (process " in done.stderr for done in refused)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-baseline.json", "out.json"]
 
@@ -273,8 +270,7 @@ def test_a_terminated_run_resumes(
             "--device-map",
             "cpu",
         )
-        done = command(*line)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+        command(*line, code=128 + signal.SIGTERM)
     half = json.loads(output.read_text())
     assert (list(half["tasks"]), half["complete"]) == (["sums"], False)
     assert list(tmp_path.iterdir()) == [output]

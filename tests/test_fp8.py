@@ -309,8 +309,7 @@ def test_broken_checkpoints(models: Models, tmp_path: Path, command: Run, case: 
     edit, sentence = BROKEN[case]
     source = make_fp8(models("llama"), tmp_path / "model", edit=edit)
     done = command(
-        "prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out"
+        "prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out", code=2
     )
-    assert done.returncode == 2, done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()

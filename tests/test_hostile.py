@@ -311,7 +311,7 @@ def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> No
             "--output",
             source.with_suffix(".out"),
         )
-        assert command(*line).returncode == 0
+        command(*line)
     shards = [shard.name for shard in model.glob("*.safetensors")]
     pruned = [parts(model.with_suffix(".out") / name)[1] for name in shards]
     assert pruned == [parts(odd.with_suffix(".out") / name)[1] for name in shards]
@@ -494,8 +494,8 @@ class TestPacked:
         for check in (True, False):
             with pytest.raises(UserError, match=match):
                 load(folder, check=check)
-        done = command("generate", "--model", folder, "--prompt", "a", "--device", "cpu")
-        assert (done.returncode, done.stderr.count("\n"), done.stderr[:7]) == (2, 1, "error: ")
+        done = command("generate", "--model", folder, "--prompt", "a", "--device", "cpu", code=2)
+        assert (done.stderr.count("\n"), done.stderr[:7]) == (1, "error: ")
 
     def test_a_tensor_in_two_shards(self, folder: Path) -> None:
         told = json.loads((folder / PACK_NAME).read_text())

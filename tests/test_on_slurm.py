@@ -78,7 +78,6 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
     def submit(words: str) -> None:
         done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
-        assert done.returncode == 0, done.stderr
         assert words in done.stdout
 
     def settle() -> None:
@@ -123,10 +122,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 def plan_of(study: Path, command: Run, model: Path, suite: Path) -> list[str]:
     """Plan a study of a recipe and a suite. Returns the commands of the jobs."""
-    done = command(
-        "plan", "--models", model, "--output", study, *OPTIONS.format(suite=suite).split()
-    )
-    assert done.returncode == 0, done.stderr
+    command("plan", "--models", model, "--output", study, *OPTIONS.format(suite=suite).split())
     jobs = [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()]
     for each in jobs:
         short = each["id"] == "llama.dense.evaluate"
@@ -169,7 +165,7 @@ def test_a_study(
     login.call("scontrol", "update", f"jobid={held_task}", "timelimit=3")
     login.drain(NODES[1])
     for line in lines:
-        assert command(*shlex.split(line)[1:], cwd=local).returncode == 0, line
+        command(*shlex.split(line)[1:], cwd=local)
     # The controller, killed just when it requeues a task, forgets that.
     login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")
     login.call("scontrol", "update", f"jobid={held_task}", "timelimit=60")
@@ -192,7 +188,7 @@ def test_a_study(
     assert "resuming after 1 finished part of the suite" in log
     tables = []
     for folder in (study, local):
-        assert command("collect", folder, "--no-plots").returncode == 0
+        command("collect", folder, "--no-plots")
         tables.append(
             {
                 p.relative_to(folder): p.read_bytes()

@@ -392,12 +392,10 @@ def test_from_the_shell(
     pruned: Callable[[str], Path], models: Models, command: Run, tmp_path: Path
 ) -> None:
     done = command("pack", pruned("llama"), "packed", "--mask-only")
-    assert done.returncode == 0, done.stderr
     assert "tensors sparse" in done.stdout
     unpack(tmp_path / "packed", tmp_path / "back", base=str(models("llama")))
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    wrong = command("unpack", "packed", "other")
-    assert wrong.returncode == 2
+    wrong = command("unpack", "packed", "other", code=2)
     assert wrong.stderr.startswith("error: ")
     assert "Traceback" not in wrong.stderr
 

@@ -179,10 +179,9 @@ def test_a_quiet_run_shows_its_result_and_warnings(
     assert command(*line, "-q", "--samples", 3).stderr == (
         "warning: --samples has no effect: method emp-magnitude needs no activations.\n"
     )
-    wrong = command(*line, "--quiet", "--beta", 0)
-    assert wrong.returncode == 2
+    wrong = command(*line, "--quiet", "--beta", 0, code=2)
     assert wrong.stderr.startswith("error: --beta must be a number above 0")
-    assert command(*line, "-q", "-v").returncode == 2
+    command(*line, "-q", "-v", code=2)
     assert "written to out" in command(*line).stderr, "the next run is as usual"
 
 
@@ -201,7 +200,6 @@ def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, com
         "out",
     )
     done = command(*line, "--device-map", "cpu", "-v")
-    assert done.returncode == 0, done.stderr
     told = [
         "emp-llm prune: ",
         " of memory available.",

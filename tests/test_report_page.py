@@ -341,16 +341,15 @@ def test_a_missing_input_is_named_before_the_output(
     """Also if the default output, `report`, exists and is something else."""
     folder = make_sweep(runs, tmp_path / "sweep")
     (folder / "points" / "emp" / "emp_report.json").unlink()
-    assert "points/emp/emp_report.json: cannot be read" in command("report", folder).stderr
+    assert "points/emp/emp_report.json: cannot be read" in command("report", folder, code=2).stderr
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "thesis.tex").write_text("years of work")
-    done = command("report", "nope")
-    assert done.returncode == 2
+    done = command("report", "nope", code=2)
     assert done.stderr.startswith(
         "error: nope: no such file or folder; give the output of prune, sweep, measure or bench"
     )
     assert "--output" not in done.stderr
-    done = command("report", "report")
+    done = command("report", "report", code=2)
     assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")
 
 

@@ -157,8 +157,7 @@ def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -
 )
 def test_wrong_site_files_are_refused(command: Run, tmp_path: Path, text: str, words: str) -> None:
     study = study_of(tmp_path / "study", [job("a")], text)
-    done = command("submit", study, "--site", study / "site.toml", "--dry-run")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", "--dry-run", code=2)
     assert f"{study / 'site.toml'}: " in done.stderr
     assert words in done.stderr
     assert TOKEN not in done.stderr
@@ -172,15 +171,15 @@ def test_without_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     study = study_of(tmp_path / "study", [job("a")])
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", code=2)
     assert (
         "sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run "
         f"{study}" in done.stderr
     )
     assert not (study / "slurm").exists()
     assert (
-        "--site site.toml: no such file. Copy an example from " in command("submit", study).stderr
+        "--site site.toml: no such file. Copy an example from "
+        in command("submit", study, code=2).stderr
     )
 
 
@@ -199,15 +198,13 @@ def test_a_refusal_is_told_in_the_words_of_sbatch(
     stand_in(
         tmp_path / "bin", monkeypatch, sbatch=line, squeue=f"echo '41_0|001-calibrate|{study}'"
     )
-    done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", code=2)
     assert (
         "sbatch said: invalid partition specified: gpu; Batch job submission failed." in done.stderr
     )
     assert "The arrays before it (1) are submitted." in done.stderr
     stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" > called; echo "42;cluster"')
     done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 0, done.stderr
     assert "1 job submitted; 1 already queued" in done.stdout
     called = (study / "called").read_text()
     assert "--dependency=afterany:41 slurm/003-calibrate.sh" in called
@@ -229,7 +226,6 @@ def test_nothing_is_submitted_twice(
     assert subprocess.run(line, check=False, env=os.environ).returncode == -9
     stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; echo 42')
     done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 0, done.stderr
     assert "1 job submitted; 1 already queued" in done.stdout  # a was not in the queue; b was
     assert (study / "slurm" / "002-calibrate.jobs").read_text() == "a\n"
     stand_in(tmp_path / "bin", monkeypatch, squeue=f"{queue}; echo '42_0|002-calibrate|{study}'")
@@ -240,8 +236,7 @@ def test_nothing_is_submitted_twice(
     stand_in(
         tmp_path / "bin", monkeypatch, squeue="echo 'squeue: error: Unable to contact' >&2; exit 1"
     )
-    done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", code=2)
     assert (
         "nobody knows whether they are still queued: squeue said: Unable to contact. Nothing is "
         "submitted" in done.stderr
@@ -252,7 +247,6 @@ def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) ->
     study = study_of(tmp_path / "study", [job("a", gpus=1), job("b", "a", gpus=1)])
     before = sorted(study.rglob("*"))
     done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
-    assert done.returncode == 0, done.stderr
     assert sorted(study.rglob("*")) == before
     assert "2 jobs to submit" in done.stdout
     assert "#SBATCH --gpus-per-node=1\n" in done.stdout
@@ -312,14 +306,12 @@ def test_a_streamed_text_cannot_be_cached(
     ]
     stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
     study = study_of(tmp_path / "study", harmless)
-    assert command("submit", study, "--site", study / "site.toml").returncode == 0
+    command("submit", study, "--site", study / "site.toml")
     streamed = command_job("c", "calibrate", f"--model {tmp_path} --calibration c4")
     study = study_of(tmp_path / "streamed", [*harmless, streamed])
-    done = command("submit", study, "--site", study / "site.toml")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", code=2)
     assert "allenai/c4/en/train is streamed from the Hub and never in the cache" in done.stderr
     done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
-    assert done.returncode == 0, done.stderr
 
 
 # Names of folders in a script
@@ -330,8 +322,7 @@ def test_names_of_folders_that_a_script_cannot_hold(
     command: Run, tmp_path: Path, name: str
 ) -> None:
     study = study_of(tmp_path / name, [job("a")], "cpus = 1")
-    done = command("submit", study, "--site", study / "site.toml", "--dry-run")
-    assert done.returncode == 2
+    done = command("submit", study, "--site", study / "site.toml", "--dry-run", code=2)
     assert "a batch script cannot hold its name. Rename the folder" in done.stderr
     assert done.stderr.strip().isprintable()
 

@@ -98,9 +98,8 @@ def test_a_missing_weight_is_named(
 ) -> None:
     folder = edited(models(family), tmp_path / "model", without=name)
     done = command(
-        "prune", "--model", folder, "--method", "magnitude", "--output", tmp_path / "out"
+        "prune", "--model", folder, "--method", "magnitude", "--output", tmp_path / "out", code=2
     )
-    assert done.returncode == 2
     assert name in done.stderr
     assert "1 weight of the model is missing" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -133,7 +132,6 @@ def test_attention_of_half_a_t5_is_pruned_without_its_position_bias(
         "--output",
         tmp_path / "out",
     )
-    assert done.returncode == 0, done.stderr
     assert (
         "encoder-decoder class for T5EncoderModel. Its layers are derived from the names"
     ) in done.stderr
@@ -169,7 +167,6 @@ def test_coverage_stays_within_the_blocks(models: Models, command: Run, tmp_path
         "--dry-run",
     )
     done = command(*line, "--output", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
     assert "0 of 14 matrices in blocks" in done.stdout
     assert "1 outside" in done.stdout
 

@@ -113,9 +113,16 @@ def test_wrong_mixes(
 ) -> None:
     before = sorted(texts.iterdir())
     done = command(
-        "calibrate", "--model", models("llama"), "--output", "norms", "--calibration", mix, *options
+        "calibrate",
+        "--model",
+        models("llama"),
+        "--output",
+        "norms",
+        "--calibration",
+        mix,
+        *options,
+        code=2,
     )
-    assert done.returncode == 2, done.stdout
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(texts.iterdir()) == before
@@ -140,7 +147,6 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
             "--overwrite",
         )
         done = command("calibrate", *line, "--calibration", calibration, *options)
-        assert done.returncode == 0, done.stderr
         names = [f"{text.file}" for text in Activations.load(texts / "norms").about.all_texts]
         assert f"tokens of {' and '.join(names)}" in done.stderr
         return Activations.load(texts / "norms")
@@ -168,8 +174,8 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
         LENGTH,
     )
     assert "disk while calibrating" in command(*line, "--dry-run").stdout
-    assert command(*line, "--output", "out", "--device-map", "cpu").returncode == 0
-    assert command("report", "out", "--output", "page", "--no-plots").returncode == 0
+    command(*line, "--output", "out", "--device-map", "cpu")
+    command("report", "out", "--output", "page", "--no-plots")
     assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
         texts / "page" / "report.md"
     ).read_text()
