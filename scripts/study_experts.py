@@ -150,7 +150,7 @@ class Study:
         parameters, size = size_of(self.plan, choices)
         lost = [
             (
-                self.sums[each.units.name][:2, each.gone].sum(1)
+                self.sums[each.units.name][:2, each.units.gone(each.kept)].sum(1)
                 / self.sums[each.units.name][:2].sum(1)
             ).tolist()
             for each in choices
