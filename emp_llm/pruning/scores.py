@@ -161,7 +161,7 @@ class Scores:
         """
         criterion = self.criterion_of(target)
         if criterion.whole:
-            return self._own_rows(target, first, first + weights.shape[0]).to(weights.device)
+            return self._mapped_rows(target, first, first + weights.shape[0]).to(weights.device)
         values = (
             dequantised_rows(target.matrix, first, weights)
             if weights.element_size() == 1
@@ -169,7 +169,7 @@ class Scores:
         )
         return criterion.of(values, self.inputs.get(target.name)).contiguous()
 
-    def _own_rows(self, target: Target, first: int, last: int) -> "Tensor":
+    def _mapped_rows(self, target: Target, first: int, last: int) -> "Tensor":
         """The mapped scores of rows first to last - 1, on the CPU.
 
         Without a map and with "abs" they keep their dtype; "shift" (s - min s) and "exp" (exp(s -
@@ -179,15 +179,16 @@ class Scores:
 
         scores = self._finite_rows(target, first, last)
         score = self.recipe.score
-        score_map = score.score_map if isinstance(score, Own | Given) else None
-        if score_map is None and self.criterion.own and bool((scores < 0).any()):
-            raise UserError(
-                f"{self._source_name}: {target.name} has scores below zero. Say what they mean "
-                "with --map: abs (their size counts), shift or exp (the smallest are removed)."
-            )
-        if score_map is None:
+        if not isinstance(score, Own | Given):
             return scores
-        if score_map == "abs":
+        if score.score_map is None:
+            if bool((scores < 0).any()):
+                raise UserError(
+                    f"{self._source_name}: {target.name} has scores below zero. Say what they mean "
+                    "with --map: abs (their size counts), shift or exp (the smallest are removed)."
+                )
+            return scores
+        if score.score_map == "abs":
             return scores.abs()
         scores = scores.double()
         if self.recipe.group == "row":
@@ -197,7 +198,7 @@ class Scores:
             least, most = (
                 torch.tensor(value, dtype=torch.float64) for value in self._extremes_of(target)
             )
-        return scores - least if score_map == "shift" else (scores - most).exp()
+        return scores - least if score.score_map == "shift" else (scores - most).exp()
 
     def _extremes_of(self, target: Target) -> tuple[float, float]:
         """The minimum and the maximum over the target, or over all targets."""

@@ -46,7 +46,6 @@ class Criterion:
         statistics: names of those that it is given beside them, of `selection.statistics`.
         whole: it is given whole matrices, because it may compare rows; the others get chunks of
             rows.
-        own: it is the user's.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Criterion:
     takes_inputs: bool = False
     statistics: tuple[str, ...] = ()
     whole: bool = False
-    own: bool = False
 
     @property
     def calibrated(self) -> bool:
@@ -92,7 +90,7 @@ def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     """
     import torch
 
-    norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
+    norms = _norms_of(inputs, weight.shape[-1])
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype).abs() * norms.to(weight.device, dtype)
 
@@ -118,7 +116,7 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
 
     from emp_llm.selection.reference import sum_rows
 
-    norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
+    norms = _norms_of(inputs, weight.shape[-1])
     factors = norms.to(weight.device).double().sqrt()
     size = weight.abs()
     sums = (sum_rows(matrix)[0] for matrix in (size, size.T))
@@ -134,15 +132,16 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     return scores
 
 
-def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
-    """Return the norms; raise ValueError unless their shape is (inputs,)."""
-    if norms is None:
+def _norms_of(inputs: InputStatistics | None, columns: int) -> "Tensor":
+    """The norms; ValueError unless there are any, of shape (columns,)."""
+    if inputs is None:
         raise ValueError("the criterion needs the norms of the layer's inputs")
-    if tuple(norms.shape) != (inputs,):
+    shape = tuple(inputs.norms.shape)
+    if shape != (columns,):
         raise ValueError(
-            f"norms have shape {tuple(norms.shape)}; weights with {inputs} inputs need ({inputs},)"
+            f"norms have shape {shape}; weights with {columns} inputs need ({columns},)"
         )
-    return norms
+    return inputs.norms
 
 
 def _given(*_: object) -> "Tensor":
@@ -153,7 +152,7 @@ MAGNITUDE = Criterion("magnitude", magnitude)
 WANDA = Criterion("wanda", wanda, takes_inputs=True)
 RIA = Criterion("ria", ria, takes_inputs=True, whole=True)
 # The scores come from the user.
-GIVEN = Criterion("scores", _given, whole=True, own=True)
+GIVEN = Criterion("scores", _given, whole=True)
 
 
 def own_criterion(function: Score, name: str | None = None) -> Criterion:
@@ -197,7 +196,7 @@ def own_criterion(function: Score, name: str | None = None) -> Criterion:
             f"the criterion {name} asks for {unknown}, which is no statistic of the inputs; there "
             f"are {', '.join(STATISTICS)}"
         )
-    return Criterion(name, function, len(positional) == 2, statistics, whole=True, own=True)
+    return Criterion(name, function, len(positional) == 2, statistics, whole=True)
 
 
 def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":
