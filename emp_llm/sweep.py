@@ -108,7 +108,7 @@ def sweep(
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,
-    how: SweepOptions,
+    options: SweepOptions,
     given: Given,
 ) -> Sweep | SweepDryRun:
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense
@@ -122,7 +122,7 @@ def sweep(
     """
     if shared.shares == "cost":
         raise UserError("--shares cost is for prune. Leave it out.")
-    points = plan_points(how, shared)
+    points = plan_points(options, shared)
     load_packages()
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
@@ -145,13 +145,13 @@ def sweep(
             "A sweep runs in one process. Start it without torchrun; --device-map spreads a large "
             "model over devices."
         )
-    check_device(how.mask_device)
+    check_device(options.mask_device)
     suite = suite_of(suite_options)
     recipes = {point.name: point.recipe.tree for point in points}
     scored = [recipe for recipe in recipes.values() if recipe.needs_activations]
     moving = [recipe for recipe in recipes.values() if recipe.update is not None]
     others = [*scored, *moving, *recipes.values()]
-    leading = next((each for each in scored if each.update is not None), others[0])
+    leading = next((recipe for recipe in scored if recipe.update is not None), others[0])
     if moving and text.activations is not None and text.calibration is None:
         raise UserError(
             f"{moving[0].update_flag} fits weights to the calibration text, and --activations "
@@ -159,7 +159,7 @@ def sweep(
         )
     norms = given_norms(text, leading, given)
     source = find_model(
-        model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run
+        model.model, model.revision, model.trust_remote_code, headers_suffice=options.dry_run
     )
     stopwatch = Stopwatch()
     chosen = targets_of_folder(
@@ -174,14 +174,16 @@ def sweep(
     if norms is not None and scored:
         for recipe in scored:
             Scores(checkpoint, targets, recipe).with_activations(norms, str(text.activations))
-    path = how.output or Path(f"{source.short_name}-sweep")
+    path = options.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
-    if how.dry_run:
+    if options.dry_run:
         unfinished = [point.name for point in points if folder.report(point) is None]
         for note in self_notes(text.text_name) if calibrates or moving else []:
             logger.info("%s", note)
         return SweepDryRun(
-            unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0
+            unfinished,
+            chosen.coverage,
+            checkpoint.output_bytes * len(points) if options.keep else 0,
         )
 
     with folder.locked():
@@ -215,17 +217,19 @@ def sweep(
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
         # A criterion or scores of the user's own are recorded by their hashes.
-        own = next(
-            (each for each in recipes.values() if isinstance(each.score, Own | GivenScores)), None
-        )
-        hashes = {} if own is None else recorded(own).of_own_scores
+        scores = [
+            recipe for recipe in recipes.values() if isinstance(recipe.score, Own | GivenScores)
+        ]
+        hashes = recorded(scores[0]).of_own_scores if scores else {}
         made_by = SweepMadeBy(
             **msgspec.structs.asdict(dense.made_by),
             recipe=shared.but(**hashes),
             activations=made_of,
         )
         folder.begin(
-            made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite
+            made_by,
+            Sweep(command=command_line(), source=named, suite=suite.name),
+            options.overwrite,
         )
         if data is not None:
             keep_generated(path / SELF_NAME.name, data)
@@ -264,7 +268,7 @@ def sweep(
 
         measuring = _Measuring(
             folder=folder,
-            how=how,
+            options=options,
             text=text,
             device_map=loading.device_map,
             source=named,
@@ -280,7 +284,7 @@ def sweep(
         for place, point in enumerate(points, 1):
             known = folder.report(point)
             is_kept = (folder.points / point.name / MANIFEST_NAME).is_file()
-            if known is not None and (is_kept or not how.keep):
+            if known is not None and (is_kept or not options.keep):
                 logger.info("%s: already finished; not measured again.", point.name)
                 report = known
             else:
@@ -316,7 +320,7 @@ class _Measuring:
     """
 
     folder: "SweepFolder"
-    how: SweepOptions
+    options: SweepOptions
     text: NormOptions
     device_map: str
     source: ModelSource
@@ -371,7 +375,7 @@ class _Measuring:
         scores = Scores(checkpoint, self.chosen.targets, recipe)
         if norms is not None:
             scores = scores.with_activations(norms)
-        pruner = Pruner(scores, counts_of(scores, self.numbers), self.how.mask_device)
+        pruner = Pruner(scores, counts_of(scores, self.numbers), self.options.mask_device)
         in_memory = self.in_memory
         moved = self._moved(point, pruner, watch)
         path = self.folder.points / point.name
@@ -379,7 +383,7 @@ class _Measuring:
         out = None
         with ExitStack() as of_point:
             with watch("prune"):
-                if self.how.keep:
+                if self.options.keep:
                     sources = [self.dense_folder]
                     out = OutputFolder(path, sources, checkpoint.output_bytes, overwrite=True)
                     of_point.enter_context(out)
@@ -607,11 +611,11 @@ class SweepFolder:
         from emp_llm.pruning.counts import read_report
 
         report = read_report(path)
-        found = report.point
+        held = report.point
         wanted = point_record(point)
-        if found is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
-            wanted.beta = found.beta
-        return report if found == wanted and report.evaluation is not None else None
+        if held is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
+            wanted.beta = held.beta
+        return report if held == wanted and report.evaluation is not None else None
 
     def measured_so_far(self, point: SweepPoint, masks: str) -> Measures:
         """The measurements of an interrupted run for a point with these masks."""

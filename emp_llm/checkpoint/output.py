@@ -449,7 +449,7 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
         )
     # deleted, but still open somewhere.
     names = [path.name for path in folder.iterdir() if not path.name.startswith(".nfs")]
-    foreign = [name for name in names if not any(fnmatch(name, each) for each in ours)]
+    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in ours)]
     shown = shortened_list(sorted(map(quotable, foreign or names)))
     if foreign or (names and not any(fnmatch(name, mark) for name in names for mark in marks)):
         raise UserError(

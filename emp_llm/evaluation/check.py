@@ -38,9 +38,9 @@ def held_out_perplexity(
         return None
     try:
         model = models.get(folder, quantization)
-        found = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
+        record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
     except UserError as error:
         logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
         return None
     # The stage has the time; equal runs have equal reports.
-    return msgspec.structs.replace(found, seconds=0.0)
+    return msgspec.structs.replace(record, seconds=0.0)

@@ -100,14 +100,14 @@ class LossBudget:
     @classmethod
     def of(cls, text: str) -> "LossBudget":
         """A budget such as "2%" of the perplexity, or "0.02" nats. UserError if it is none."""
-        found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(%?)", str(text).strip())
-        if found is None:
+        match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(%?)", str(text).strip())
+        if match is None:
             raise UserError(
                 f"--loss {text!r} is not a rise such as 2% of the perplexity, or 0.02 nats per "
                 "token."
             )
-        number = float(found[1])
-        nats = math.log1p(number / 100) if found[2] else number
+        number = float(match[1])
+        nats = math.log1p(number / 100) if match[2] else number
         if not nats > 0:
             raise UserError(f"--loss {text}: nothing can be removed without a rise; give more.")
         return cls(f"--loss {text}", nats)
@@ -213,12 +213,14 @@ def next_point(
         budget: the most that a point may have.
         most: how many points may be measured.
     """
-    good = [each for each in sparsities if rises.get(each, math.inf) <= budget]
-    bad = [each for each in sparsities if rises.get(each, -math.inf) > budget]
-    low = max((each for each in good if not bad or each < bad[0]), default=None)
+    good = [known for known in sparsities if rises.get(known, math.inf) <= budget]
+    bad = [known for known in sparsities if rises.get(known, -math.inf) > budget]
+    low = max((known for known in good if not bad or known < bad[0]), default=None)
     high = min(bad, default=None)
     between = [
-        each for each in sparsities if (low is None or each > low) and (high is None or each < high)
+        untried
+        for untried in sparsities
+        if (low is None or untried > low) and (high is None or untried < high)
     ]
     known = low is not None and high is not None and high - low <= _NEAR
     if not between or known or len(rises) >= most:
@@ -245,9 +247,9 @@ def next_point(
         ends = [logarithm(low), logarithm(high)]
         # Of an end that has stayed for two points, half counts, as in the Illinois algorithm.
         last = list(rises)[-2:]
-        if len(last) == 2 and all(each >= high for each in last):
+        if len(last) == 2 and min(last) >= high:
             ends[0] /= 2
-        elif len(last) == 2 and all(each <= low for each in last):
+        elif len(last) == 2 and max(last) <= low:
             ends[1] /= 2
         wanted = low + ends[0] / (ends[0] - ends[1]) * (high - low)
     if low is not None and high is not None:
@@ -256,7 +258,7 @@ def next_point(
             wanted = low + 0.9 * _NEAR
         elif high - wanted < _NEAR / 2:
             wanted = high - 0.9 * _NEAR
-    return min(between, key=lambda each: abs(each - wanted))
+    return min(between, key=lambda untried: abs(untried - wanted))
 
 
 class LossCurve:
@@ -371,25 +373,25 @@ def within_budgets(
 ) -> LossMeasure:
     """How much a recipe's masks can remove within each of some budgets."""
     points: dict[float, LossPoint] = {}
-    found: dict[float, Outcomes] = {}
+    outcomes: dict[float, Outcomes] = {}
 
     def rise_at(sparsity: float) -> float:
-        record, found[sparsity] = curve.of_masks(recipe.at(sparsity), norms)
+        record, outcomes[sparsity] = curve.of_masks(recipe.at(sparsity), norms)
         points[sparsity] = curve.point(record, sparsity, whole=False)
         return points[sparsity].most
 
     entries = []
-    for budget in sorted(budgets, key=lambda each: each.nats):
-        known = {each: point.most for each, point in points.items()}
+    for budget in sorted(budgets, key=lambda budget: budget.nats):
+        known = {sparsity: point.most for sparsity, point in points.items()}
         rises = walked(sparsities_of(recipe), budget.nats, rise_at, known)
-        good = [each for each, rise in rises.items() if rise <= budget.nats]
+        good = [sparsity for sparsity, rise in rises.items() if rise <= budget.nats]
         entry = LossEntry(flag=budget.flag, budget=budget.nats)
         if good:
             taken = max(good)
-            sizes = sizes_record(found[taken], checkpoint, moved=False)
+            sizes = sizes_record(outcomes[taken], checkpoint, moved=False)
             entry.point = points[taken]
             entry.parameters = checkpoint.parameters - sum(
-                outcome.zeros for outcome in found[taken].of_targets
+                outcome.zeros for outcome in outcomes[taken].of_targets
             )
             entry.packed_bytes = sizes.packed
         entries.append(entry)
@@ -526,8 +528,8 @@ class _Search:
         return Activations.load(file)
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:
-        found = msgspec.convert(self._state["points"], list[LossPoint])
-        return {each.sparsity: each for each in found if each.whole_run == whole}
+        points = msgspec.convert(self._state["points"], list[LossPoint])
+        return {point.sparsity: point for point in points if point.whole_run == whole}
 
     def _keep(self, point: LossPoint) -> LossPoint:
         self._state["points"].append(msgspec.to_builtins(point))
@@ -545,13 +547,13 @@ class _Search:
     def largest(self, sparsities: list[float], nats: float) -> float | None:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
-            rises = walked(sparsities, nats, lambda each: self._masked(each).most)
-        return max((each for each, rise in rises.items() if rise <= nats), default=None)
+            rises = walked(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
+        return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
     def nothing(self) -> UserError:
         """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
-        curve = "; ".join(each.words for each in points)
+        curve = "; ".join(point.words for point in points)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
         if self._recipe.structure is not None:
@@ -602,9 +604,9 @@ class _Search:
     def _best(self) -> LossPoint | None:
         """The whole run that removes most within the budget."""
         good = (
-            each
-            for each in self._points(whole=True).values()
-            if each.most <= self._budget.nats and self._folder(each.sparsity).is_dir()
+            point
+            for point in self._points(whole=True).values()
+            if point.most <= self._budget.nats and self._folder(point.sparsity).is_dir()
         )
         return max(good, key=_by_sparsity, default=None)
 

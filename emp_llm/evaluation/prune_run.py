@@ -293,7 +293,7 @@ class PruneRun:
             check_wanted(self.options, self.given, self.reads_text)
         if self.suite is None or not self.path.exists():  # else `awaits_evaluation` decides
             self.output().check_leftover(run_signature(self.checkpoint, self.recipe, None))
-        _ = self.held_out
+        _ = self.signature, self.held_out
         if self.recipe.heal is not None:
             from emp_llm.in_memory.healing import check_healable
 

@@ -112,8 +112,8 @@ def write_checkpoint(
         raise
     if known is None:
         remember_hashes(checkpoint, read)
-    found = Outcomes([outcomes[target.name] for target in pruner.targets], whole)
-    return Written(found, identity_from_hashes(checkpoint, read), hashes)
+    in_order = Outcomes([outcomes[target.name] for target in pruner.targets], whole)
+    return Written(in_order, identity_from_hashes(checkpoint, read), hashes)
 
 
 def _write_shards(
