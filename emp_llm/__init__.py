@@ -52,7 +52,7 @@ _MODULES = {
         "Targets",
         "Wanda",
     ),
-    "options.words": ("recipe_of",),
+    "options.recipe_options": ("recipe_of",),
     "update.update": ("Refit",),
     "update.sparsegpt": ("SparseGPT",),
     "update.admm": ("Admm",),

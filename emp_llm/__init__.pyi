@@ -35,7 +35,7 @@ from emp_llm.options.recipe import Ria as Ria
 from emp_llm.options.recipe import Share as Share
 from emp_llm.options.recipe import Targets as Targets
 from emp_llm.options.recipe import Wanda as Wanda
-from emp_llm.options.words import recipe_of as recipe_of
+from emp_llm.options.recipe_options import recipe_of as recipe_of
 from emp_llm.pack import Packed as Packed
 from emp_llm.plan import PlanSummary as PlanSummary
 from emp_llm.pruning.dry_run import DryRun as DryRun

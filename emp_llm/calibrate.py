@@ -8,11 +8,11 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Opt, Some, parse_words
+from emp_llm.options.base import Opt, Some, parse_list
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import check_targets
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.selection.statistics import STATISTICS
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def calibrate(
     check_targets(layers.tower, layers.blocks)
     parse_device_map(loading.device_map)
     quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
-    further = [] if statistics is None else parse_words(statistics, "--statistics")
+    further = [] if statistics is None else parse_list(statistics, "--statistics")
     unknown = next((name for name in further if name not in STATISTICS), None)
     if unknown is not None:
         raise UserError(f"--statistics: {unknown!r} is not one of {', '.join(STATISTICS)}.")

@@ -176,7 +176,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
             return function(**grouped(given))
 
-    plain = (option.parameter.replace(annotation=option.kind) for option in options.values())
+    plain = (option.parameter.replace(annotation=option.annotation) for option in options.values())
     parameters = sorted(plain, key=lambda each: each.kind)
     signature = inspect.signature(function).replace(parameters=parameters)
     flat.__signature__ = signature  # type: ignore[attr-defined]
@@ -385,14 +385,14 @@ def _parameter(option: Option) -> inspect.Parameter:
     declared = typer.Option(*flags, help=about.help, min=about.minimum, max=about.maximum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists
     # of names.
-    kind: Any = next(
-        (each for each in (str, Path) if each in option.kinds),
-        str if option.kind is Any else option.kind,
-    )
+    annotation = str if option.annotation is Any else option.annotation
+    annotation = next((each for each in (str, Path) if each in option.types), annotation)
     if default is None:
-        kind = kind | None
+        annotation = annotation | None
     return option.parameter.replace(
-        kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+        kind=inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[annotation, declared],
     )
 
 
@@ -470,7 +470,7 @@ def _completions(line: str) -> list[str]:
     words = line.split() + [""] * line.endswith(" ")
     found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
     if len(words) > 2 and words[1] in COMMANDS:
-        from emp_llm.options.words import method_names
+        from emp_llm.options.recipe_options import method_names
 
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
         flags = {
@@ -480,7 +480,7 @@ def _completions(line: str) -> list[str]:
             for flag in each.flag.split("/")
         }
         given = flags.get(words[-2])
-        found = [*flags, "--help"] if given is None or given.kind is bool else given.choices
+        found = [*flags, "--help"] if given is None or given.annotation is bool else given.choices
         if given is not None and given.parameter.name == "method":
             found = [
                 "best",

@@ -16,7 +16,7 @@ from emp_llm.options.base import Given, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Heal
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 

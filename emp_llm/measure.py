@@ -12,11 +12,11 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Given, Opt, Some, parse_numbers, parse_words
+from emp_llm.options.base import Given, Opt, Some, parse_list, parse_numbers
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import METHODS, Effective, Recipe, Share
-from emp_llm.options.words import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
+from emp_llm.options.recipe_options import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
 from emp_llm.update.update import SEARCHES
@@ -93,7 +93,7 @@ def measure(
             within_budgets,
         )
 
-        budgets = [LossBudget.of(each) for each in parse_words(loss, "--loss")]
+        budgets = [LossBudget.of(each) for each in parse_list(loss, "--loss")]
     if ranks().count > 1:
         raise UserError(
             "measure runs in one process. Calibrate with torchrun first, and give the "
@@ -214,7 +214,7 @@ def _recipes(given: str | None, orders: str, shared: RecipeOptions) -> list[Reci
     recipes = []
     scores: set[str | None] = set()
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
-    criteria = parse_words(
+    criteria = parse_list(
         ",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given,
         "--criteria",
     )

@@ -12,7 +12,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Given
 from emp_llm.options.prune import PruneOptions, check_options, structured
 from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:

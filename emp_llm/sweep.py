@@ -40,8 +40,8 @@ from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given as GivenScores
 from emp_llm.options.recipe import Match, Own, Recipe
+from emp_llm.options.recipe_options import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
-from emp_llm.options.words import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.base import converted, read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, RunReport
@@ -220,7 +220,7 @@ def sweep(
         scores = [
             recipe for recipe in recipes.values() if isinstance(recipe.score, Own | GivenScores)
         ]
-        hashes = recorded(scores[0]).of_own_scores if scores else {}
+        hashes = recorded(scores[0]).custom_scores if scores else {}
         made_by = SweepMadeBy(
             **msgspec.structs.asdict(dense.made_by),
             recipe=shared.but(**hashes),

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LOSSES = ("neff", "half", "entropy", "2:4")

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCORES = ("reap", "man", "frequency", "mass")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RECIPES: dict[str, dict[str, Any]] = {

@@ -95,14 +95,14 @@ def _signature(name: str, parameters: list[str], result: str) -> str:
 
 def type_text(option: Option) -> str:
     """The type of an option's values, as Python takes them: a path may be text."""
-    kinds = list(option.kinds)
-    if Path in kinds and str not in kinds:
-        kinds.append(str)
-    if str in kinds and option.parameter.name in _PATHS and Path not in kinds:
-        kinds.append(Path)
-    if option.parameter.default is None and NoneType not in kinds:
-        kinds.append(NoneType)
-    texts = dict.fromkeys(_text(kind) for kind in kinds)
+    types = list(option.types)
+    if Path in types and str not in types:
+        types.append(str)
+    if str in types and option.parameter.name in _PATHS and Path not in types:
+        types.append(Path)
+    if option.parameter.default is None and NoneType not in types:
+        types.append(NoneType)
+    texts = dict.fromkeys(map(_text, types))
     return " | ".join(sorted(texts, key=lambda text: text == "None"))
 
 

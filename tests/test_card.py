@@ -17,7 +17,7 @@ from hub_server import Hub
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.run_report import RunReport

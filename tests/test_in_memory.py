@@ -33,7 +33,7 @@ from emp_llm import (
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 from emp_llm.runtime import load as packed_model
 
 Models = Callable[[str], Path]
@@ -505,14 +505,17 @@ def test_every_option_of_every_command_has_a_type(name: str) -> None:
                 taken = option.checked(value)
             except UserError:
                 continue
-            kinds = [
-                str if get_origin(kind) is Literal else get_origin(kind) or kind
-                for kind in option.kinds
+            types = [
+                str if get_origin(allowed) is Literal else get_origin(allowed) or allowed
+                for allowed in option.types
             ]
-            kinds += [int] if float in kinds else []
-            kinds += [type(None)] if option.parameter.default is None else []
-            assert Any in kinds or any(isinstance(taken, kind) for kind in kinds), (option, value)
-            assert Any in kinds or bool in kinds or not isinstance(taken, bool), (option, value)
+            types += [int] if float in types else []
+            types += [type(None)] if option.parameter.default is None else []
+            assert Any in types or any(isinstance(taken, each) for each in types), (
+                option,
+                value,
+            )
+            assert Any in types or bool in types or not isinstance(taken, bool), (option, value)
 
 
 @pytest.mark.parametrize("case", WRONG)

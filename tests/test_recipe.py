@@ -29,7 +29,7 @@ from emp_llm import (
     Wanda,
     recipe_of,
 )
-from emp_llm.options.words import RecipeOptions, words_of
+from emp_llm.options.recipe_options import RecipeOptions
 
 
 def row_share(weight: Any, inputs: Any) -> Any:
@@ -107,21 +107,21 @@ recipes = st.one_of(
 
 
 @given(recipes)
-def test_words_and_back(recipe: Recipe) -> None:
-    words = words_of(recipe)
-    words.check()
-    assert words.tree == recipe
-    assert words_of(words.tree) == words
+def test_options_and_back(recipe: Recipe) -> None:
+    options = RecipeOptions.of(recipe)
+    options.check()
+    assert options.tree == recipe
+    assert RecipeOptions.of(options.tree) == options
 
 
 @given(recipes)
 def test_records_hold_a_recipe(recipe: Recipe) -> None:
-    """The words go through JSON, unless a function or tensors are in them."""
+    """The options go through JSON, unless a function or tensors are in them."""
     import msgspec
 
-    words = words_of(recipe)
-    if words.criterion is None and words.scores is None:
-        assert msgspec.convert(words.as_dict(), RecipeOptions).tree == recipe
+    options = RecipeOptions.of(recipe)
+    if options.criterion is None and options.scores is None:
+        assert msgspec.convert(options.as_dict(), RecipeOptions).tree == recipe
 
 
 def test_defaults_are_the_papers() -> None:
@@ -182,7 +182,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         ),
         (
             lambda: recipe_of("wanda", metod="x"),
-            "metod is no word of a recipe. Did you mean method",
+            "metod is not an option of a recipe. Did you mean method",
         ),
         (lambda: recipe_of("wanda", beta=1), "beta does not go with method wanda"),
     ],

@@ -31,7 +31,7 @@ from emp_llm import (
 )
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
-from emp_llm.options.words import words_of
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
 
@@ -95,7 +95,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     family, recipe = CASES[case]
     source = models(family)
     out = tmp_path / "out"
-    options = words_of(recipe).as_dict()
+    options = RecipeOptions.of(recipe).as_dict()
     written = prune(
         model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN
     )

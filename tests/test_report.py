@@ -14,7 +14,7 @@ from tiny import weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.comparison import Value
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.reporting.page import difference_rows, role_rows, verdict_rows
 from emp_llm.reporting.run_tables import pruning_table

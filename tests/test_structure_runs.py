@@ -29,7 +29,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.words import recipe_of
+from emp_llm.options.recipe_options import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report

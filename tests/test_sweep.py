@@ -24,8 +24,8 @@ from emp_llm.evaluation.evaluate import measure, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, plan_points
-from emp_llm.options.words import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import sweep_table

@@ -55,7 +55,7 @@ from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zer
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)

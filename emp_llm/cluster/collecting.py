@@ -21,7 +21,7 @@ from emp_llm.evaluation.comparison import (
     values_of,
 )
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results

@@ -19,8 +19,8 @@ from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT
 from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import METHODS
-from emp_llm.options.words import RecipeOptions
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_type_hints
 from emp_llm.calibration.texts import read_toml
 from emp_llm.cluster.jobs import Job, JobKind
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.options.base import check_values, parse_words
+from emp_llm.options.base import check_values, parse_list
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
-from emp_llm.options.words import RecipeOptions
 from emp_llm.records.base import converted
 from emp_llm.reporting.studies import short_model_name
 
@@ -77,7 +77,7 @@ def named_models(models: str | list[str]) -> dict[str, str]:
         UserError: a name is empty, or given twice.
     """
     given = (
-        parse_words(models, "--models")
+        parse_list(models, "--models")
         if isinstance(models, str)
         else [str(model) for model in models]
     )

@@ -34,7 +34,7 @@ from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.words import RecipeOptions, recipe_of
+from emp_llm.options.recipe_options import RecipeOptions, recipe_of
 from emp_llm.pruning.chosen import Chosen, choose_targets, scores_of
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner

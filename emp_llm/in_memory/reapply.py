@@ -26,7 +26,7 @@ from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Targets
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.counts import read_report
 
 Source = Path | str | Mapping[str, Tensor]

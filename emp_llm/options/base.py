@@ -55,29 +55,31 @@ class Option(NamedTuple):
     """A declared option.
 
     Attributes:
-        parameter: of Python.
-        kind: its type; kinds: the members of that, if it is a union.
+        parameter: the parameter or field in Python.
+        annotation: its type, without the `Opt`.
         about: its `Opt`.
     """
 
     parameter: inspect.Parameter
-    kind: Any
-    kinds: tuple[Any, ...]
+    annotation: Any
     about: Opt
 
     @property
+    def types(self) -> tuple[Any, ...]:
+        """The members of its type, if that is a union; else its type."""
+        if get_origin(self.annotation) in (Union, UnionType):
+            return get_args(self.annotation)
+        return (self.annotation,)
+
+    @property
     def flag(self) -> str:
-        return self.about.flag or f"--{self.parameter.name.replace('_', '-')}"
+        return self.about.flag or flag_of(self.parameter.name)
 
     @property
     def choices(self) -> list[Any]:
-        """The values allowed; empty if not only some are."""
-        return [
-            choice
-            for kind in self.kinds
-            if get_origin(kind) is Literal
-            for choice in get_args(kind)
-        ]
+        """The values of a `Literal`; empty for other types."""
+        literals = (member for member in self.types if get_origin(member) is Literal)
+        return [choice for literal in literals for choice in get_args(literal)]
 
     def checked(self, value: Any) -> Any:
         """A value of this option; text is accepted for a path, and a path for text.
@@ -86,22 +88,22 @@ class Option(NamedTuple):
             UserError: it is of another type, none of the choices, too small or too large.
         """
         flag = self.flag.split("/")[0]
-        kinds = self.kinds
-        if value is None and (self.parameter.default is None or NoneType in kinds):
+        types = self.types
+        if value is None and (self.parameter.default is None or NoneType in types):
             return None
         if self.choices:
             if not isinstance(value, str) or value not in self.choices:
                 raise UserError(f"{flag} {_shown(value)} is not one of {', '.join(self.choices)}.")
             return value
         if isinstance(value, str | Path):
-            of_one = next((kind for kind in (str, Path) if kind in kinds), None)
-            value = value if of_one is None or isinstance(value, of_one) else of_one(value)
+            wanted = next((member for member in (str, Path) if member in types), None)
+            value = value if wanted is None else wanted(value)
         elif isinstance(value, list | tuple) and all(
             isinstance(item, str | Path) for item in value
         ):
-            of_each = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-            value = value if of_each is None else [of_each(item) for item in value]
-        check_type(flag, value, *kinds)
+            of_item = next((get_args(each)[0] for each in types if get_origin(each) is list), None)
+            value = value if of_item is None else [of_item(item) for item in value]
+        check_type(flag, value, *types)
         if self.about.minimum is not None and value < self.about.minimum:
             raise UserError(f"{flag} must be at least {self.about.minimum}, got {value:g}.")
         if self.about.maximum is not None and value > self.about.maximum:
@@ -109,7 +111,7 @@ class Option(NamedTuple):
         return value
 
 
-_WORDS = {
+_TYPE_NAMES = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
@@ -120,71 +122,78 @@ _WORDS = {
 }
 
 
-def check_type(name: str, value: Any, *kinds: Any) -> None:
+def flag_of(name: str) -> str:
+    """The flag of an option by its name in Python."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_type(name: str, value: Any, *types: Any) -> None:
     """Raise UserError unless an argument is of one of some types."""
-    if Any not in kinds and not any(_is_of(value, kind) for kind in kinds):
-        wanted = " or ".join(
-            _WORDS.get(kind, f"of type {kind.__name__}") for kind in kinds if kind is not NoneType
-        )
+    if Any in types or any(_is_of(value, allowed) for allowed in types):
+        return
+    wanted = " or ".join(
+        _TYPE_NAMES.get(allowed, f"of type {allowed.__name__}")
+        for allowed in types
+        if allowed is not NoneType
+    )
+    hint = ""
+    if hasattr(value, "forward"):
         hint = (
             " For a model in memory there is prune_model; or save it with save_pretrained, and "
             "give its folder."
         )
-        hint = hint if hasattr(value, "forward") else ""
-        raise UserError(f"{name} must be {wanted}, got {_shown(value)}.{hint}")
+    raise UserError(f"{name} must be {wanted}, got {_shown(value)}.{hint}")
 
 
 def _shown(value: Any) -> str:
     """A wrong value in a message: as it is, or by its type if that is long."""
     text = repr(value)
-    return (
-        text
-        if len(text) <= 60 and text.isprintable()
-        else f"a value of type {type(value).__name__}"
-    )
+    short = len(text) <= 60 and text.isprintable()
+    return text if short else f"a value of type {type(value).__name__}"
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type; whole numbers are numbers too, True and False are none."""
+def _is_of(value: Any, allowed: Any) -> bool:
+    """Whether a value is of a type. A whole number is also a float; True and False are neither."""
     if isinstance(value, bool):
-        return kind is bool
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(
-            isinstance(item, get_args(kind)[0]) for item in value
-        )
-    return isinstance(value, int | float if kind is float else kind)
+        return allowed is bool
+    if get_origin(allowed) is list:
+        (of_item,) = get_args(allowed)
+        return isinstance(value, list) and all(isinstance(item, of_item) for item in value)
+    return isinstance(value, int | float if allowed is float else allowed)
 
 
 def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
     """The group of options that a parameter of a command is, or None for a single option; and
     its options by name.
     """
-    hint = parameter.annotation
-    if hint is Given:
+    annotation = parameter.annotation
+    if annotation is Given:
         return Given, {}
-    kind, *marks = get_args(hint) if get_origin(hint) is Annotated else [hint]
+    marks = []
+    if get_origin(annotation) is Annotated:
+        annotation, *marks = get_args(annotation)
     for mark in marks:
         if isinstance(mark, Opt):
-            kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-            return None, {parameter.name: Option(parameter, kind, kinds, mark)}
+            return None, {parameter.name: Option(parameter, annotation, mark)}
         if isinstance(mark, Some):
-            return kind, {name: options_of(kind)[name] for name in mark.names}
-    return kind, options_of(kind)
+            return annotation, {name: options_of(annotation)[name] for name in mark.names}
+    return annotation, options_of(annotation)
 
 
 @cache
 def options_of(group: type[Any]) -> dict[str, Option]:
     """The options of a dataclass or struct, by name."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for field in inspect.signature(group).parameters.values():
         if any(isinstance(mark, Opt) for mark in get_args(field.annotation)):
-            found |= options_in(field)[1]
+            options |= options_in(field)[1]
     if issubclass(group, msgspec.Struct):  # its signature does not tell what factories make
-        for each in msgspec.structs.fields(group):
-            if each.name in found and each.default_factory is not msgspec.NODEFAULT:
-                parameter = found[each.name].parameter.replace(default=each.default_factory())
-                found[each.name] = found[each.name]._replace(parameter=parameter)
-    return found
+        for info in msgspec.structs.fields(group):
+            if info.name in options and info.default_factory is not msgspec.NODEFAULT:
+                option = options[info.name]
+                parameter = option.parameter.replace(default=info.default_factory())
+                options[info.name] = option._replace(parameter=parameter)
+    return options
 
 
 def check_values(options: Any) -> None:
@@ -203,21 +212,19 @@ def check_values(options: Any) -> None:
             raise UserError(f"{field.name} is {_shown(value)}: {error}.") from error
 
 
-def check_fields(node: Any, prefix: str = "--") -> None:
+def check_fields(node: Any, as_flags: bool = True) -> None:
     """Raise UserError for a field of a dataclass whose value is not of its type.
 
     Args:
-        node: its fields have no `Opt`.
-        prefix: of their names in messages.
+        node: a dataclass whose fields have no `Opt`.
+        as_flags: messages name the flag of a field; else the field.
     """
     for field in inspect.signature(node.__class__).parameters.values():
-        hint = field.annotation
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        about = Opt("", flag=f"{prefix}{field.name.replace('_', '-') if prefix else field.name}")
-        Option(field, hint, kinds, about).checked(getattr(node, field.name))
+        name = flag_of(field.name) if as_flags else field.name
+        Option(field, field.annotation, Opt("", flag=name)).checked(getattr(node, field.name))
 
 
-def parse_words(text: str, flag: str) -> list[str]:
+def parse_list(text: str, flag: str) -> list[str]:
     """The values in an option with commas; UserError if one is empty."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):

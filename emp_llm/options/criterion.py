@@ -17,7 +17,7 @@ from emp_llm.selection.criteria import GIVEN, Criterion, own_criterion
 _PREFIX = "emp_llm_criterion_"
 
 
-def own_name(criterion: str | Callable[..., Any] | None, scores: Any = None) -> str | None:
+def custom_name(criterion: str | Callable[..., Any] | None, scores: Any = None) -> str | None:
     """The name in methods of the user's criterion or scores; None without one, and for a module
     without a function.
     """
@@ -57,7 +57,7 @@ def find_criterion(
     try:
         return own_criterion(function, function_name)
     except ValueError as error:
-        shown = criterion if isinstance(criterion, str) else own_name(criterion)
+        shown = criterion if isinstance(criterion, str) else custom_name(criterion)
         raise UserError(f"--criterion {shown}: {error}.") from error
 
 

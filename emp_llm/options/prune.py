@@ -10,7 +10,7 @@ from emp_llm.options.base import Given, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import UNIT_CRITERIA, UNIT_KINDS, StructureRecipe
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (

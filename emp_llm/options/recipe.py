@@ -3,8 +3,8 @@
     Recipe(score=Wanda(), counts=Effective(beta=1), targets=Targets("mlp"))
     Recipe(score=Magnitude(), counts=Share(0.5), update=Admm(refit=Refit()), heal=Heal(steps=300))
 
-Each node has its defaults, its checks and its behaviour. `words.py` turns the flat words of the
-command line, of reports and of manifests into the tree, and the tree into words.
+Each node has its defaults, its checks and its behaviour. `recipe_options.py` turns the
+flat options of the command line, of reports and of manifests into the tree, and back.
 """
 
 import re
@@ -19,7 +19,7 @@ import msgspec
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Given as GivenOptions
 from emp_llm.options.base import Opt, check_fields, check_values, options_of
-from emp_llm.options.criterion import find_criterion, own_name
+from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
 from emp_llm.update.update import Update
@@ -137,7 +137,7 @@ class Own(Score):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.named or own_name(self.function) or ""
+        return self.named or custom_name(self.function) or ""
 
     @property
     def relative(self) -> bool:
@@ -607,7 +607,7 @@ class Recipe:
     structure: StructureRecipe | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="")
+        check_fields(self, as_flags=False)
         _check_groups(self)
         _check_shares(self)
         _check_search(self)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, parse_numbers, parse_words
+from emp_llm.options.base import Opt, parse_list, parse_numbers
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.recipe import MatchBy
-from emp_llm.options.words import RecipeOptions, check_method
+from emp_llm.options.recipe_options import RecipeOptions, check_method
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
@@ -84,7 +84,7 @@ def plan_points(how: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
         if shared.criterion is not None or shared.scores is not None
         else ""
     )
-    methods = parse_words(how.methods or f"{METHODS}{own}", "--methods")
+    methods = parse_list(how.methods or f"{METHODS}{own}", "--methods")
     if "best" in methods:
         raise UserError(
             "--methods: best is for prune; plan --methods emp-admm --prune-options "
@@ -146,7 +146,7 @@ def plan_points(how: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
             continue
         for sparsity in parse_numbers(sparsities, "--sparsities") if sparsities else []:
             add(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity))
-        for pattern in parse_words(how.patterns, "--patterns") if how.patterns else []:
+        for pattern in parse_list(how.patterns, "--patterns") if how.patterns else []:
             recipe = shared.with_method(
                 method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
             )

@@ -21,7 +21,7 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Recipe
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import (
     MatrixRecord,

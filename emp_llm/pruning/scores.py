@@ -20,7 +20,7 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Given, Own, Recipe
-from emp_llm.options.words import RecipeOptions, words_of
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.selection.criteria import MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
 
@@ -361,18 +361,18 @@ class GivenScores:
 
 
 def recorded(recipe: Recipe) -> RecipeOptions:
-    """The words of a recipe as records hold them: a criterion and scores of the user's own by name
+    """The options of a recipe as records hold them: a custom criterion, or given scores, by name
     and hash.
     """
-    words = words_of(recipe)
+    options = RecipeOptions.of(recipe)
     score = recipe.score
     if isinstance(score, Given) and score.digest is None:
         name = Path(score.scores).name if isinstance(score.scores, str | Path) else "in memory"
-        return words.but(scores=name, scores_digest=GivenScores(score.scores, []).digest)
+        return options.but(scores=name, scores_digest=GivenScores(score.scores, []).digest)
     if isinstance(score, Own) and score.source is None:
         label, digest = criterion_origin(score.criterion)
-        return words.but(criterion=label, criterion_source=digest or "")
-    return words
+        return options.but(criterion=label, criterion_source=digest or "")
+    return options
 
 
 @contextmanager

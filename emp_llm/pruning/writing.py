@@ -41,7 +41,7 @@ from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded

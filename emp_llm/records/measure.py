@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import (
     LossPoint,

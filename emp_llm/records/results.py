@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.base import FileRecord
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy

@@ -19,7 +19,7 @@ from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_MARK, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport

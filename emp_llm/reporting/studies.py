@@ -21,7 +21,7 @@ from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import MatchBy
-from emp_llm.options.words import RecipeOptions
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import read_record, record_of, version_of

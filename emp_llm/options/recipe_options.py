@@ -1,7 +1,7 @@
-"""The words of a recipe: flat, as on the command line, in reports and in manifests.
+"""A recipe as flat options: on the command line, in reports and in manifests.
 
-A field is an option and a key. `RecipeOptions.tree` is the tree that they mean, and `words_of`
-gives the words of a tree.
+A field is an option and a key. `RecipeOptions.tree` is the recipe that they mean, and
+`RecipeOptions.of` gives the options of a recipe.
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from emp_llm.common.errors import UserError, did_you_mean
-from emp_llm.options.base import Opt, check_values
-from emp_llm.options.criterion import own_name
+from emp_llm.options.base import Opt, check_values, flag_of
+from emp_llm.options.criterion import custom_name
 from emp_llm.options.recipe import (
     METHODS,
     ByCost,
@@ -51,7 +51,7 @@ def always(value: Any) -> Any:
 
 
 class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The words of a recipe.
+    """The options of a recipe.
 
     None stands for the method's default. It is replaced when the recipe is made, so that a field
     holds the value in force, or None if the method does not use it.
@@ -225,7 +225,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if isinstance(self.match, Path):
             fill(self, "match", str(self.match))
         if self.method is None:
-            fill(self, "method", f"emp-{own_name(self.criterion, self.scores) or 'wanda'}")
+            fill(self, "method", f"emp-{custom_name(self.criterion, self.scores) or 'wanda'}")
         if not isinstance(self.method, str):
             return  # `check` says what is wrong
         if self.method == "best":  # by docs/heal.md
@@ -272,16 +272,42 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return self.name == "relative" or self.score == "relative"
 
     @property
-    def of_own_scores(self) -> dict[str, Any]:
-        """The words of a criterion or scores of the user's own."""
+    def custom_scores(self) -> dict[str, Any]:
+        """The fields of a criterion or scores of the user's own."""
         names = ("criterion", "criterion_source", "scores", "scores_digest")
         return {name: getattr(self, name) for name in names}
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> "RecipeOptions":
+        """The options that mean a recipe."""
+        options: dict[str, Any] = {"method": recipe.method, "group": recipe.group}
+        options |= _options_of_score(recipe.score) | _options_of_counts(recipe.counts)
+        if isinstance(recipe.score, Relative) and isinstance(recipe.counts, Effective):
+            options["count_by"] = recipe.counts.count_by  # its default is another
+        options |= {name: getattr(recipe.targets, name) for name in TARGET_FIELDS[1:]}
+        options |= {"targets": recipe.targets.layers, "structure": recipe.structure}
+        refit = None if recipe.update is None else recipe.update.refit
+        if refit is not None:
+            options |= {
+                "refit": True,
+                "refit_weighting": refit.weighting,
+                "refit_target": refit.target,
+                "refit_damping": refit.damping,
+            }
+        if recipe.heal is not None:
+            options |= {
+                "heal": True,
+                "heal_steps": recipe.heal.steps,
+                "heal_weights": recipe.heal.weights,
+            }
+        return cls(**options)
+
     @property
     def tree(self) -> Recipe:
-        """The tree that the words mean; UserError for a value that is out of range, or for values
-        that do not go together.
+        """The recipe that the options mean; UserError for a value that is out of range, or for
+        values that do not go together.
         """
+        heal = Heal(**_given(steps=self.heal_steps, weights=self.heal_weights))
         return Recipe(
             score=self._score(),
             counts=self._counts(),
@@ -295,9 +321,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 self.allow_partial,
             ),
             update=self._update(),
-            heal=Heal(self.heal_steps or 300, self.heal_weights or "targets")
-            if self.heal
-            else None,
+            heal=heal if self.heal else None,
             structure=self.structure,
         )
 
@@ -306,41 +330,37 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return Given(self.scores, self.score_map, self.scores_digest)
         norms: Literal["plain", "relative"] = "relative" if self.score == "relative" else "plain"
         if self.criterion is not None:
-            named = None if own_name(self.criterion) is not None else self.name
+            named = None if custom_name(self.criterion) is not None else self.name
             return Own(self.criterion, norms, self.score_map, named, self.criterion_source)
-        kind = Magnitude if self.name in SEARCHES else METHODS.get(self.name)
-        if kind is None:
+        score = _score_class(self.name)
+        if score is None:
             return OfUnits(self.name)
-        return kind(norms) if issubclass(kind, OfNorms) else kind()
+        return score(norms) if issubclass(score, OfNorms) else score()
 
     def _counts(self) -> Counts:
         if self.adaptive:
-            return Effective(
-                self.beta,
-                2.0 if self.order is None else self.order,
-                self.neff_dtype,
-                self.count_by or "own",
-                self.sparsity,
-            )
+            names = ("beta", "order", "neff_dtype", "count_by", "sparsity")
+            return Effective(**_given(**{name: getattr(self, name) for name in names}))
         if self.pattern is not None:
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):
-            return Match(self.match or "", self.match_by or "total", self.removed)
-        shares = None
+            return Match(**_given(run=self.match, by=self.match_by, removed=self.removed))
+        shares: Owl | ByCost | None = None
         if self.shares == "cost":
-            removed = None if isinstance(self.removed, int) else self.removed
-            return Share(0.5 if self.sparsity is None else self.sparsity, ByCost(removed))
+            shares = ByCost(None if isinstance(self.removed, int) else self.removed)
         if self.shares == "owl":
-            shares = Owl(*(each for each in (self.owl_lambda, self.owl_m) if each is not None))
-        return Share(0.5 if self.sparsity is None else self.sparsity, shares)
+            shares = Owl(**_given(owl_lambda=self.owl_lambda, owl_m=self.owl_m))
+        return Share(**_given(sparsity=self.sparsity, shares=shares))
 
     def _update(self) -> Update | None:
         refit = None
         if self.refit:
             refit = Refit(
-                weighting=self.refit_weighting or "equal",
-                target=self.refit_target or "block",
-                damping=self.refit_damping,
+                **_given(
+                    weighting=self.refit_weighting,
+                    target=self.refit_target,
+                    damping=self.refit_damping,
+                )
             )
         return search_named(self.name)(refit=refit) if self.name in SEARCHES else refit
 
@@ -357,13 +377,13 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         )
         adaptive = method.startswith("emp-")
         name = method.removeprefix("emp-")
-        kind = Magnitude if name in SEARCHES else METHODS.get(name)
-        needs_norms = kind is None or kind().criterion.calibrated
+        score = _score_class(name)
+        needs_norms = score is None or score().criterion.calibrated
         if not adaptive or self.name == "relative":
             unused["count_by"] = None
         if adaptive or not needs_norms:
             unused |= {"shares": None, "owl_lambda": None, "owl_m": None}
-        if kind is not None:
+        if score is not None:
             unused |= {"criterion": None, "scores": None, "score_map": None}
             if not needs_norms or name == "relative":
                 unused["score"] = None
@@ -374,7 +394,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return dict(msgspec.to_builtins(self))
 
     def check(self) -> None:
-        """Raise UserError for invalid or conflicting words. Reads neither the model nor other
+        """Raise UserError for invalid or conflicting options. Reads neither the model nor other
         files.
         """
         if not isinstance(self.method, str):
@@ -382,37 +402,50 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         check_values(self)
         if self.structure is None:
             check_method(self)
-            if self.criterion is not None and self.scores is not None:
-                raise UserError("--criterion and --scores both define the scores; give only one.")
-            own = own_name(self.criterion, self.scores)
-            scored = self._score()
-            needs_norms = scored.criterion.calibrated
-            if (own is not None and self.name != own) or (
-                self.name in method_names() and self.criterion is not None
-            ):
-                flag = "--scores" if self.scores is not None else "--criterion"
-                other = own or "the name of its function"
-                raise UserError(
-                    f"--method {self.method} does not use {flag}; leave one out, or give --method "
-                    f"{other} or emp-{other}."
-                )
-            if self.score_map is not None and own is None and self.criterion is None:
-                raise UserError(
-                    f"--map is for scores of your own; the scores of {self.name} are "
-                    "never negative. Leave it out."
-                )
-            if self.score is not None and not needs_norms:
-                raise UserError(
-                    f"--score chooses the norms of the inputs, and method {self.method} needs "
-                    "none. Leave it out, or use --method wanda or emp-wanda."
-                )
-            if self.score == "wanda" and self.name == "relative":
-                raise UserError(
-                    f"--method {self.method} has relative norms; leave out --score "
-                    "wanda, or use --method wanda."
-                )
+            self._check_scores()
+        self._check_counts()
+        for switch in ("refit", "heal"):
+            for name in self.__struct_fields__:
+                given = name.startswith(f"{switch}_") and getattr(self, name) is not None
+                if given and not getattr(self, switch):
+                    raise UserError(
+                        f"{flag_of(name)} has no effect without --{switch}. Add --{switch}, or "
+                        "leave it out."
+                    )
+        _ = self.tree
 
-        # The counts.
+    def _check_scores(self) -> None:
+        """Raise UserError for options of the scores that the method does not use."""
+        if self.criterion is not None and self.scores is not None:
+            raise UserError("--criterion and --scores both define the scores; give only one.")
+        named = custom_name(self.criterion, self.scores)
+        if (named is not None and self.name != named) or (
+            self.name in method_names() and self.criterion is not None
+        ):
+            flag = "--scores" if self.scores is not None else "--criterion"
+            other = named or "the name of its function"
+            raise UserError(
+                f"--method {self.method} does not use {flag}; leave one out, or give --method "
+                f"{other} or emp-{other}."
+            )
+        if self.score_map is not None and named is None and self.criterion is None:
+            raise UserError(
+                f"--map is for scores of your own; the scores of {self.name} are "
+                "never negative. Leave it out."
+            )
+        if self.score is not None and not self._score().criterion.calibrated:
+            raise UserError(
+                f"--score chooses the norms of the inputs, and method {self.method} needs "
+                "none. Leave it out, or use --method wanda or emp-wanda."
+            )
+        if self.score == "wanda" and self.name == "relative":
+            raise UserError(
+                f"--method {self.method} has relative norms; leave out --score "
+                "wanda, or use --method wanda."
+            )
+
+    def _check_counts(self) -> None:
+        """Raise UserError for options of the counts that exclude each other."""
         wrong: tuple[str, ...] = ("beta", "order", "neff_dtype", "count_by")
         rule = "its sparsity is fixed, and --sparsity sets it"
         other = f"emp-{self.name}"
@@ -420,23 +453,21 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             wrong = ("pattern", "match", "shares")
             rule = "the effective number sets its sparsity, and --beta scales it"
             other = self.name
-        for field in wrong:
-            if getattr(self, field) is not None:
-                flag = field.replace("_", "-")
-                instead = "Use --sparsity, or" if field == "beta" else "Use"
+        for name in wrong:
+            if getattr(self, name) is not None:
+                instead = "Use --sparsity, or" if name == "beta" else "Use"
                 other = {"emp-sparsegpt": "emp-admm"}.get(other, other)
                 raise UserError(
-                    f"--{flag} does not go with method {self.method}: {rule}. "
+                    f"{flag_of(name)} does not go with method {self.method}: {rule}. "
                     f"{instead} --method {other}."
                 )
-        for field in ("beta", "neff_dtype"):
-            if self.adaptive and self.sparsity is not None and getattr(self, field) is not None:
+        for name in ("beta", "neff_dtype"):
+            if self.adaptive and self.sparsity is not None and getattr(self, name) is not None:
                 raise UserError(
-                    f"--sparsity finds the beta of {self.method}; leave out "
-                    f"--{field.replace('_', '-')}."
+                    f"--sparsity finds the beta of {self.method}; leave out {flag_of(name)}."
                 )
         given = [
-            field for field in ("sparsity", "pattern", "match") if getattr(self, field) is not None
+            name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None
         ]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
@@ -444,11 +475,10 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise UserError(
                 f"--match-by {self.match_by} needs an earlier run; name it with --match."
             )
-        for field in ("owl_lambda", "owl_m"):
-            if getattr(self, field) is not None and self.shares != "owl":
+        for name in ("owl_lambda", "owl_m"):
+            if getattr(self, name) is not None and self.shares != "owl":
                 raise UserError(
-                    f"--{field.replace('_', '-')} is an option of --shares owl; add "
-                    "that, or leave it out."
+                    f"{flag_of(name)} is an option of --shares owl; add that, or leave it out."
                 )
         if self.shares in ("owl", "cost") and given != ["sparsity"]:
             raise UserError(
@@ -456,86 +486,56 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 "out."
             )
 
-        # The update of the kept weights.
-        for name in ("refit_weighting", "refit_target", "refit_damping"):
-            if not self.refit and getattr(self, name) is not None:
-                raise UserError(
-                    f"--{name.replace('_', '-')} has no effect without --refit. Add "
-                    "--refit, or leave it out."
-                )
-        for name in ("heal_steps", "heal_weights"):
-            if not self.heal and getattr(self, name) is not None:
-                raise UserError(
-                    f"--{name.replace('_', '-')} has no effect without --heal. Add "
-                    "--heal, or leave it out."
-                )
-        _ = self.tree
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The values that are given; for the others, a node of the recipe has its defaults."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def recipe_of(method: str | None = None, **words: Any) -> Recipe:
-    """The recipe that words of the command line mean: `recipe_of("emp-admm", refit=True)`.
+def _score_class(name: str) -> type[Score] | None:
+    """The scores of a built-in method without "emp-"; None for any other."""
+    return Magnitude if name in SEARCHES else METHODS.get(name)
+
+
+def recipe_of(method: str | None = None, **options: Any) -> Recipe:
+    """The recipe that options of the command line mean: `recipe_of("emp-admm", refit=True)`.
 
     Args:
         method: None: "emp-wanda".
-        words: the other options, by the names of `RecipeOptions`.
+        options: by the names of `RecipeOptions`.
 
     Raises:
-        UserError: a word is unknown, out of range, or does not go with another.
+        UserError: an option is unknown, out of range, or does not go with another.
     """
-    for name in words:
+    for name in options:
         if name not in RecipeOptions.__struct_fields__:
             hint = did_you_mean(name, RecipeOptions.__struct_fields__)
-            raise UserError(f"{name} is no word of a recipe.{hint}")
-    asked = RecipeOptions(method=method, **words)  # type: ignore[arg-type]
+            raise UserError(f"{name} is not an option of a recipe.{hint}")
+    asked = RecipeOptions(method=method, **options)  # type: ignore[arg-type]
     asked.check()
     return asked.tree
 
 
-def words_of(recipe: Recipe) -> RecipeOptions:
-    """The words of a recipe."""
-    words: dict[str, Any] = {"method": recipe.method, "group": recipe.group}
-    words |= _words_of_score(recipe.score) | _words_of_counts(recipe.counts)
-    if isinstance(recipe.score, Relative) and isinstance(recipe.counts, Effective):
-        words["count_by"] = recipe.counts.count_by  # its default is another
-    targets = {name: getattr(recipe.targets, name) for name in TARGET_FIELDS if name != "targets"}
-    words |= targets | {"targets": recipe.targets.layers, "structure": recipe.structure}
-    refit = None if recipe.update is None else recipe.update.refit
-    if refit is not None:
-        words |= {
-            "refit": True,
-            "refit_weighting": refit.weighting,
-            "refit_target": refit.target,
-            "refit_damping": refit.damping,
-        }
-    if recipe.heal is not None:
-        words |= {
-            "heal": True,
-            "heal_steps": recipe.heal.steps,
-            "heal_weights": recipe.heal.weights,
-        }
-    return RecipeOptions(**words)
-
-
-def _words_of_score(score: Score) -> dict[str, Any]:
+def _options_of_score(score: Score) -> dict[str, Any]:
     if isinstance(score, Given):
         return {
             "scores": score.scores,
             "score_map": score.score_map,
             "scores_digest": score.digest,
         }
-    words: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if score.relative and not isinstance(score, Relative):
-        words["score"] = "relative"
+        options["score"] = "relative"
     if isinstance(score, Own):
-        words |= {
+        options |= {
             "criterion": score.function,
             "score_map": score.score_map,
             "criterion_source": score.source,
         }
-    return words
+    return options
 
 
-def _words_of_counts(counts: Counts) -> dict[str, Any]:
+def _options_of_counts(counts: Counts) -> dict[str, Any]:
     if isinstance(counts, Effective):
         return {
             "beta": counts.beta,
@@ -553,16 +553,16 @@ def _words_of_counts(counts: Counts) -> dict[str, Any]:
             "removed": counts.removed,
         }
     assert isinstance(counts, Share)
-    words: dict[str, Any] = {"sparsity": counts.sparsity}
+    options: dict[str, Any] = {"sparsity": counts.sparsity}
     if isinstance(counts.shares, ByCost):
-        words |= {"shares": "cost", "removed": counts.shares.removed}
+        options |= {"shares": "cost", "removed": counts.shares.removed}
     elif counts.shares is not None:
-        words |= {
+        options |= {
             "shares": "owl",
             "owl_lambda": counts.shares.owl_lambda,
             "owl_m": counts.shares.owl_m,
         }
-    return words
+    return options
 
 
 def method_names() -> list[str]:
