@@ -16,7 +16,7 @@ FILES = 170
 FOLDERS = 18
 ENTERED = {
     "prune": (58, 468),
-    "data-free prune": (40, 315),
+    "data-free prune": (40, 322),
     "prune_model": (43, 291),
     "perplexity": (34, 166),
 }
