@@ -76,9 +76,9 @@ def export(
     source = find_model(model, revision)
     checkpoint = Checkpoint(source.folder)
     file = GGUFFile(checkpoint, type, source.short_name)
-    path = Path(f"{source.short_name}-{file.kind}.gguf") if output is None else output
+    path = Path(f"{source.short_name}-{file.type}.gguf") if output is None else output
     check_output_file(path, overwrite)
-    check_space(path, file.nbytes - sum(each.stat().st_size for each in partials(path)))
+    check_space(path, file.nbytes - sum(partial.stat().st_size for partial in partials(path)))
     if zeros := file.zeros:
         logger.warning(
             "warning: %.0f %% of the pruned layers are zeros, and GGUF stores them: the file is as "
@@ -99,7 +99,7 @@ def export(
         str(path),
         path.stat().st_size,
         sum(shard.stat().st_size for shard in checkpoint.shards),
-        len(file.parts),
+        len(file.tensors),
         round(time.monotonic() - started, 3),
     )
 

@@ -118,7 +118,7 @@ shards() {
     echo "refit|tests/test_cuda.py|refit or searches or healing or rotation"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|"
-    echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model or semi_structured"
+    echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model"
 }
 
 # tests LIMIT: all shards at once

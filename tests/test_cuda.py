@@ -39,7 +39,6 @@ from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.masks import Pruner
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.runtime.sparse_linear import SemiStructuredLinear
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
 from emp_llm.update.sparsegpt import sparsegpt
@@ -458,36 +457,3 @@ def test_a_sparse_model_on_the_gpu_writes_the_words_of_the_cpu(tmp_path: Path) -
         model = load(tmp_path / "pruned", device=device)
         written.append(model.generate(prompt.to(device), max_new_tokens=20, do_sample=False).cpu())
     assert torch.equal(*written)
-
-
-def test_semi_structured_weights_equal_dense_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        sizes = {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-        patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
-        source = tiny.make_model(tmp_path / "model", "wider", torch.bfloat16)
-    prune(
-        model=source,
-        output=tmp_path / "pruned",
-        method="magnitude",
-        pattern="2:4",
-        targets="all-linear",
-    )
-    dense = load_model(tmp_path / "pruned", "cuda:0")
-    model = load(tmp_path / "pruned", device="cuda", semi_structured=True)
-    layers = [module for module in model.modules() if isinstance(module, SemiStructuredLinear)]
-    assert len(layers) == 7 * model.config.num_hidden_layers
-    ids = torch.arange(64, device="cuda")[None] % model.config.vocab_size
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=5e-2, atol=5e-2)
-    state = model.state_dict()
-    assert all(torch.equal(state[name], weight) for name, weight in dense.state_dict().items())
-    model.save_pretrained(tmp_path / "saved")
-    again = load_model(tmp_path / "saved", "cuda:0").state_dict()
-    assert all(torch.equal(again[name], weight) for name, weight in dense.state_dict().items())

@@ -432,29 +432,29 @@ def test_an_interrupted_export_resumes(
     wanted = tmp_path / "wanted.gguf"
     output = tmp_path / "x.gguf"
     export(str(folder), output=wanted)
-    read = gguf_file.Part.read
+    read = gguf_file.GGUFTensor.read
     names: list[str] = []
 
-    def full_at_the_fifth(part: Any, files: Any) -> Any:
-        names.append(part.name)
+    def full_at_the_fifth(tensor: Any, files: Any) -> Any:
+        names.append(tensor.name)
         if len(names) == 5:
             raise OSError(28, "No space left on device")
-        return read(part, files)
+        return read(tensor, files)
 
     def interrupted(**how: Any) -> None:
         names.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_file.Part, "read", full_at_the_fifth)
+            patch.setattr(gguf_file.GGUFTensor, "read", full_at_the_fifth)
             with pytest.raises(UserError, match=r"x\.gguf"):
                 export(str(folder), output=output, **how)
         assert not output.exists()
         names.clear()
 
-    def seen(part: Any, files: Any) -> Any:
-        names.append(part.name)
-        return read(part, files)
+    def seen(tensor: Any, files: Any) -> Any:
+        names.append(tensor.name)
+        return read(tensor, files)
 
-    monkeypatch.setattr(gguf_file.Part, "read", seen)
+    monkeypatch.setattr(gguf_file.GGUFTensor, "read", seen)
     interrupted()
     tensors = export(str(folder), output=output).tensors
     assert output.read_bytes() == wanted.read_bytes()

@@ -128,7 +128,7 @@ def test_threads_change_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(30, 200).bfloat16()
     threads = torch.get_num_threads()
     results = []
-    monkeypatch.setattr(cpu_kernel, "most_own_tokens", lambda how: 30)
+    monkeypatch.setattr(cpu_kernel, "most_loop_tokens", lambda _: 30)
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
@@ -167,16 +167,16 @@ def test_every_instruction_set_compiles() -> None:
         "avx512": ("skylake-avx512", ["vpexpandd", "vfmadd"]),
         "avx2": ("haswell", ["vpermd", "vfmadd"]),
     }
-    for how, tiles in itertools.product(INSTRUCTIONS, (False, True)):
-        processor, instructions = wanted[how.name]
-        for dtype in ("BF16",) if how.dot else cpu_kernel.NAMES.values():
-            module = product_module(dtype, how, 2, tiles)
+    for instructions, tiles in itertools.product(INSTRUCTIONS, (False, True)):
+        processor, names = wanted[instructions.name]
+        for dtype in ("BF16",) if instructions.dot else cpu_kernel.NAMES.values():
+            module = product_module(dtype, instructions, 2, tiles)
             module.triple = "x86_64-unknown-linux-gnu"
             parsed = llvm.parse_assembly(str(module))
             parsed.verify()
             machine = llvm.Target.from_triple(module.triple).create_target_machine(processor, opt=3)
             text = machine.emit_assembly(parsed)
-            assert all(instruction in text for instruction in instructions)
+            assert all(name in text for name in names)
 
 
 @pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
@@ -196,7 +196,7 @@ def test_both_ways_at_every_number_of_tokens(
     wide_x = functional.pad(x, (0, 1), value=1)
     wide_weight = torch.cat([weight, bias[:, None]], 1)
     for limit, counts in ((1 << 62, range(41)), (8, (0, 8, 9, 16, 17, 40)), (20, (20, 21))):
-        monkeypatch.setattr(cpu_kernel, "most_own_tokens", lambda how, limit=limit: limit)
+        monkeypatch.setattr(cpu_kernel, "most_loop_tokens", lambda _, limit=limit: limit)
         product = product_by(pack_rows(weight), way)
         for tokens in counts:
             check_product(product(x[:tokens]), x[:tokens], weight)
@@ -207,30 +207,30 @@ def test_both_ways_at_every_number_of_tokens(
 def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The faster way is taken; a torch or a processor that was not measured before is measured."""
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path))
-    (how,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
-    measure = cpu_kernel.most_own_tokens.__wrapped__
+    (instructions,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
+    measure = cpu_kernel.most_loop_tokens.__wrapped__
     slow = [""]
     measured = []
 
     def timed(name: str) -> Callable[..., None]:
-        def run(self: CpuProducts, x: Tensor, how: Instructions) -> None:
+        def run(self: CpuProducts, x: Tensor, instructions: Instructions) -> None:
             measured.append(x.shape[0])
-            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "own") * 9
+            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "by_loops") * 9
 
         return run
 
     clock = [0.0]
     monkeypatch.setattr(cpu_kernel.time, "perf_counter", lambda: clock[0])
-    for name in ("own", "by_torch"):
+    for name in ("by_loops", "by_torch"):
         monkeypatch.setattr(CpuProducts, name, timed(name))
-    for slow[0], limit in (("own", 8), ("by_torch", 64)):
+    for slow[0], limit in (("by_loops", 8), ("by_torch", 64)):
         monkeypatch.setattr(torch, "__version__", f"one in which {slow[0]} is slow")
         for _ in range(2):
             measured.clear()
-            assert measure(how) == limit
+            assert measure(instructions) == limit
         assert not measured
     monkeypatch.setenv("EMP_LLM_CACHE", "/proc/none")  # no such folder can be made
-    assert measure(how) == 64
+    assert measure(instructions) == 64
     assert measured
 
 

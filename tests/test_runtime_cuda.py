@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, bits
 from torch import Tensor, nn
 
-from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
-from emp_llm.runtime import SparseLinear, load, sparse_linear
+from emp_llm.runtime import SparseLinear, sparse_linear
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.runtime.sparse_linear import SemiStructuredLinear, is_two_of_four, make_semi_structured
 
 pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.
@@ -186,68 +183,6 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == kind
         assert torch.equal(layer.state_dict()["weight"].cpu(), weight)
-
-
-def two_of_four(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
-    weight.view(rows, -1, 4)[:, ::2, :2] = 0
-    weight.view(rows, -1, 4)[:, 1::2, 1:3] = 0
-    return weight.to(dtype)
-
-
-def test_which_rows_are_two_of_four() -> None:
-    weight = two_of_four(8, 72)
-    assert is_two_of_four(pack_rows(weight))
-    assert is_two_of_four(pack_rows(torch.zeros(8, 72)))
-    for column in (0, 5, 70):
-        wrong = weight.clone()
-        wrong[7, column] = 1
-        assert not is_two_of_four(pack_rows(wrong)), column
-    assert not is_two_of_four(pack_rows(two_of_four(8, 72)[:, :70]))
-    shifted = torch.zeros(1, 8)
-    shifted[0, 2:6] = 1  # two on either side of a border
-    assert is_two_of_four(pack_rows(shifted))
-
-
-def model_of(*weights: Tensor) -> nn.ModuleDict:
-    class Model(nn.ModuleDict):
-        dtype = weights[0].dtype
-
-    return Model(
-        {f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)}
-    )
-
-
-def test_only_layers_that_are_two_of_four_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = torch.ones(32, 64, dtype=torch.bfloat16)
-    model = model_of(dense, two_of_four(32, 64))
-    with pytest.raises(
-        UserError,
-        match=r"torch does not take layer1, torch.bfloat16 \[32, 64\] "
-        r"\(.*leave semi_structured out",
-    ):
-        make_semi_structured(model.cpu())  # torch has them on GPUs alone
-    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
-    make_semi_structured(model)
-    assert [type(layer) for layer in model.values()] == [SparseLinear, SemiStructuredLinear]
-    layer = list(model.values())[1]
-    x = inputs(2, 64, torch.bfloat16)
-    assert torch.equal(layer.state_dict()["weight"], two_of_four(32, 64))
-    assert torch.equal(layer(x), nn.functional.linear(x, two_of_four(32, 64)))
-    with pytest.raises(
-        UserError, match="none of 1 packed layer has at most two of each four consecutive"
-    ):
-        make_semi_structured(model_of(dense))
-
-
-def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path: Path) -> None:
-    prune(model=models("llama"), output=tmp_path / "out", method="magnitude", pattern="2:4")
-    with pytest.raises(
-        UserError,
-        match=r"2:4 weights need an NVIDIA GPU, and the device is 'cpu'. "
-        r"Give device='cuda'",
-    ):
-        load(tmp_path / "out", device="cpu", semi_structured=True)
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:

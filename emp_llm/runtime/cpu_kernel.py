@@ -42,34 +42,32 @@ _MARGIN = 1.15
 _TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
-# Those of a chunk, by the place of the row and the number of the chunk.
+# (index of a row, number of a chunk) -> the weights of the chunk, one vector
 Weights = Callable[[int, int], Any]
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the
-# next part of the rows until none is left. next: the number of the next part, which threads raise;
-# parts: their number; first, last: rows from first to last - 1; height: rows in a part; slot: the
-# number of the next thread; values, mask, offsets: addresses; tail: address of the values for the
-# rows from `safe` on, which are followed by enough others for the widest load; words: mask words of
-# a row; tokens: rows of inputs; tile, inputs, results: addresses, and numbers from one row of each
-# to the next.
+# A task is an array of numbers of 64 bits. All threads call one function with the same task; each
+# takes the next stripe of rows until none is left. A stride is the distance of two rows in numbers.
 _TASK = (
-    *(
-        "next",
-        "parts",
-        "first",
-        "last",
-        "height",
-        "slot",
-        "values",
-        "tail",
-        "safe",
-        "mask",
-        "offsets",
-        "words",
-        "tokens",
-    ),
-    *("tile", "tile_stride", "inputs", "inputs_stride", "results", "results_stride"),
+    "next",  # number of the next stripe, which threads raise
+    "stripes",  # number of stripes
+    "first",  # row
+    "last",  # row after the last one
+    "height",  # rows of a stripe
+    "slot",  # number of the next thread, which threads raise
+    "values",  # address
+    "tail",  # address of a copy of the last values, followed by room for the widest load
+    "safe",  # row from which on the values are read from the tail
+    "mask",  # address
+    "offsets",  # address
+    "words",  # mask words of a row
+    "tokens",  # rows of inputs
+    "tile",  # address of the rows that are made dense
+    "tile_stride",
+    "inputs",  # address
+    "inputs_stride",
+    "results",  # address
+    "results_stride",
 )
 _Task = ctypes.c_int64 * len(_TASK)
 _engines: list[Any] = []  # they own the compiled code
@@ -107,13 +105,13 @@ class CpuProducts:
 
     Args:
         rows: on the CPU; kept as long as this object.
-        how: instructions that this processor has.
+        instructions: those of this processor for the dtype of the rows.
     """
 
-    def __init__(self, rows: PackedRows, how: Instructions) -> None:
+    def __init__(self, rows: PackedRows, instructions: Instructions) -> None:
         self._rows = rows
         self._dtype = NAMES[rows.values.dtype]
-        self._how = how
+        self._instructions = instructions
         self._padded = rows.words * WORD_COLUMNS
         safe = int(
             torch.searchsorted(rows.offsets[1:], rows.values.numel() - _LONGEST_LOAD, right=True)
@@ -138,18 +136,21 @@ class CpuProducts:
         Returns:
             Shape (tokens, outputs).
         """
-        how = AVX512 if self._how.dot and x.dtype != torch.bfloat16 else self._how
-        own = x.shape[0] <= _MOST_VECTORS or x.shape[0] <= most_own_tokens(how)
-        return (self.own if own else self.by_torch)(x, how, bias)
+        instructions = self._instructions
+        if instructions.dot and x.dtype != torch.bfloat16:
+            instructions = AVX512
+        if x.shape[0] <= _MOST_VECTORS or x.shape[0] <= most_loop_tokens(instructions):
+            return self.by_loops(x, instructions, bias)
+        return self.by_torch(x, instructions, bias)
 
-    def own(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products by the loops here: of packed rows, or of a few rows at a time that are
-        dense in a thread's cache.
+    def by_loops(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
+        """The products by the compiled loops. For many tokens, they make a stripe of rows dense in
+        the thread's cache first.
         """
         tokens = x.shape[0]
         rows = self._rows.rows
         threads = torch.get_num_threads()
-        inputs = self._room(tokens, how).zero_()
+        inputs = self._room(tokens, instructions).zero_()
         result = x.new_empty(tokens, rows)
         tiles = tokens > _MOST_VECTORS
         inputs[:, : x.shape[1]] = x
@@ -157,47 +158,51 @@ class CpuProducts:
             12,
             min(_CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12, rows // (4 * threads)),
         )
-        tile = self._room(threads * height if tiles else 0, how)
+        tile = self._room(threads * height if tiles else 0, instructions)
         sums = torch.empty(min(_FEW, tokens), rows)
         for first in range(0, tokens if rows else 0, _FEW):
             some = inputs[first : first + _FEW]
-            part = sums[: tokens - first]
+            some_sums = sums[: tokens - first]
             vectors = -(-some.shape[0] // -(-some.shape[0] // _MOST_VECTORS))
             self._run(
-                _compiled(product_module, self._dtype, how, vectors, tiles),
+                _compiled(product_module, self._dtype, instructions, vectors, tiles),
                 0,
                 rows,
                 height,
                 tile,
                 some,
-                part,
+                some_sums,
             )
-            result[first : first + _FEW] = part if bias is None else part.add_(bias)
+            result[first : first + _FEW] = some_sums if bias is None else some_sums.add_(bias)
         return result
 
-    def by_torch(self, x: Tensor, how: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products by torch, with rows that are dense for a while, in `how.dtype`."""
+    def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
+        """The products by torch, in the dtype of the instructions: a tile of rows after another is
+        made dense.
+        """
         tokens = x.shape[0]
         rows = self._rows.rows
         threads = torch.get_num_threads()
-        inputs = x.to(how.dtype)
+        inputs = x.to(instructions.dtype)
         result = x.new_empty(tokens, rows)
-        dense = _compiled(dense_module, self._dtype, how)
-        tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), how)
+        dense = _compiled(dense_module, self._dtype, instructions)
+        tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), instructions)
         for first in range(0, rows, tile.shape[0]):
             last = min(first + tile.shape[0], rows)
             self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
-            part = None if bias is None else bias[first:last].to(how.dtype)
+            some_bias = None if bias is None else bias[first:last].to(instructions.dtype)
             result[:, first:last] = functional.linear(
-                inputs, tile[: last - first, : x.shape[1]], part
+                inputs, tile[: last - first, : x.shape[1]], some_bias
             )
         return result
 
-    def _room(self, rows: int, how: Instructions) -> Tensor:
-        """Rows of whole mask words, one word apart, or many would lie on the same lines of the
-        cache.
+    def _room(self, rows: int, instructions: Instructions) -> Tensor:
+        """Memory for dense rows, padded to whole mask words. One word lies between two rows, or
+        many rows would share the same lines of the cache.
         """
-        return torch.empty(rows, self._padded + WORD_COLUMNS, dtype=how.dtype)[:, : self._padded]
+        return torch.empty(rows, self._padded + WORD_COLUMNS, dtype=instructions.dtype)[
+            :, : self._padded
+        ]
 
     def _run(
         self,
@@ -210,24 +215,29 @@ class CpuProducts:
     ) -> None:
         matrices = [
             number
-            for each in (tile, *inputs_and_results)
-            for number in (each.data_ptr(), each.stride(0))
+            for matrix in (tile, *inputs_and_results)
+            for number in (matrix.data_ptr(), matrix.stride(0))
         ]
-        parts = -(-(last - first) // height)
+        stripes = -(-(last - first) // height)
         tokens = inputs_and_results[0].shape[0] if inputs_and_results else 0
-        task = _Task(0, parts, first, last, height, 0, *self._weights, tokens, *matrices)
-        _run_on_threads(function, ctypes.addressof(task), min(parts, torch.get_num_threads()))
+        task = _Task(0, stripes, first, last, height, 0, *self._weights, tokens, *matrices)
+        _run_on_threads(function, ctypes.addressof(task), min(stripes, torch.get_num_threads()))
 
 
 @cache
-def most_own_tokens(how: Instructions) -> int:
+def most_loop_tokens(instructions: Instructions) -> int:
     """The most tokens with which the loops here are faster than torch on dense rows, by a
     measurement of milliseconds.
 
     It is made once for a processor and a version of torch; the result is in the folder of cached
     results.
     """
-    machine = (llvm.get_host_cpu_name(), sorted(processor_features()), how.name, torch.__version__)
+    machine = (
+        llvm.get_host_cpu_name(),
+        sorted(processor_features()),
+        instructions.name,
+        torch.__version__,
+    )
     path = cache_folder() / "products" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError):
         return int(path.read_text())
@@ -237,14 +247,14 @@ def most_own_tokens(how: Instructions) -> int:
     gains = [0.0]
     offsets = torch.arange(0, rows * columns // 2 + 1, columns // 2)
     mask = torch.full((rows, columns // 8), 0x55, dtype=torch.uint8)
-    values = torch.ones(rows * columns // 2, dtype=how.dtype)
-    products = CpuProducts(PackedRows(mask, values, offsets, columns), how)
+    values = torch.ones(rows * columns // 2, dtype=instructions.dtype)
+    products = CpuProducts(PackedRows(mask, values, offsets, columns), instructions)
     for tokens in counts:
-        x = torch.ones(tokens, columns, dtype=how.dtype)
+        x = torch.ones(tokens, columns, dtype=instructions.dtype)
         seconds = []
-        for run in 5 * (products.own, products.by_torch):
+        for run in 5 * (products.by_loops, products.by_torch):
             begin = time.perf_counter()
-            run(x, how)
+            run(x, instructions)
             seconds.append(time.perf_counter() - begin)
         gains.append(gains[-1] + math.log(_MARGIN * min(seconds[1::2]) / min(seconds[::2])))
     # One wrong time does not decide.
@@ -270,22 +280,24 @@ def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     return [each for each in fitting if processor_features().issuperset(each.features)]
 
 
-def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> ir.Module:
-    """Products of rows with inputs, in float32: results[token, row] = the sum over the columns of
-    row * inputs[token].
-
-    inputs: in the dtype of `how`, zero beyond the columns. results: float32. So many `vectors` of
-    inputs are taken at a time; the last ones end with the last token, so some of them may be taken
-    twice.
+def product_module(dtype: str, instructions: Instructions, vectors: int, tiles: bool) -> ir.Module:
+    """Products of rows with inputs: results[token, row] = sum over the columns of
+    W[row, column] * inputs[token, column]. The inputs are in the dtype of the instructions, and
+    zero beyond the columns; the results are float32.
 
     Args:
-        tiles: the rows of a part are made dense in `tile`, which has room for a part of each
-            thread. Otherwise no dense row is written to memory.
+        dtype: of the values: "BF16", "F16" or "F32".
+        vectors: tokens that are taken together, at most the number of tokens. The last ones end
+            with the last token, so some may be taken twice.
+        tiles: a stripe of rows is made dense in `tile`, which has room for one of each thread.
+            Otherwise no dense row is written to memory.
     """
-    word = ir.VectorType(I16 if how.dot else FLOAT, how.lanes)
-    kind = ir.VectorType(FLOAT, how.lanes // 2 if how.dot else how.lanes)
+    word = ir.VectorType(I16 if instructions.dot else FLOAT, instructions.lanes)
+    sum_type = ir.VectorType(
+        FLOAT, instructions.lanes // 2 if instructions.dot else instructions.lanes
+    )
     # Rows that share their loads of the inputs.
-    shared = min(4, how.sums // vectors) if vectors > 1 else 1
+    shared = min(4, instructions.sums // vectors) if vectors > 1 else 1
     # Two sums for one product, or each addition would wait for the last.
     many = 2 if vectors == 1 else 1
 
@@ -298,9 +310,9 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
         dense = [b.mul(b.add(tile, each), task["tile_stride"]) for each in rows]
 
         def add_word(at: Any, weights: Weights, sums: list[Any]) -> list[Any]:
-            for chunk in range(WORD_COLUMNS // how.lanes):
+            for chunk in range(WORD_COLUMNS // instructions.lanes):
                 factors = [weights(i, chunk) for i in range(together)]
-                column = _column(b, how, at, chunk)
+                column = _column(b, instructions, at, chunk)
                 for j in range(vectors):
                     x = fetch(b, task["inputs"], b.add(column, inputs[j]), word)
                     for i in range(together):
@@ -312,16 +324,16 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
             return add_word(
                 at,
                 lambda i, chunk: fetch(
-                    b, task["tile"], b.add(dense[i], _column(b, how, at, chunk)), word
+                    b, task["tile"], b.add(dense[i], _column(b, instructions, at, chunk)), word
                 ),
                 sums,
             )
 
-        sums = [ir.Constant(kind, None)] * (together * vectors * many)
+        sums = [ir.Constant(sum_type, None)] * (together * vectors * many)
         if tiles:
-            sums = _count(b, number(0), task["words"], 1, sums, add_dense)
+            sums = _for_range(b, number(0), task["words"], 1, sums, add_dense)
         else:
-            sums = _each_mask_word(b, task, how, dtype, rows, sums, add_word)
+            sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word)
         for i in range(together):
             for j in range(vectors):
                 lanes = sums[(i * vectors + j) * many]
@@ -329,7 +341,7 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
                 zero = ir.Constant(FLOAT, -0.0)
                 total = intrinsic(
                     b,
-                    f"llvm.vector.reduce.fadd.v{kind.count}f32",
+                    f"llvm.vector.reduce.fadd.v{sum_type.count}f32",
                     FLOAT,
                     [zero, lanes],
                     ("reassoc",),
@@ -341,17 +353,17 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
                     b.add(rows[i], b.mul(task["results_stride"], tokens[j])),
                 )
 
-    def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        # What a row's number lacks to its place in the tile.
+    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
+        # The place of a row in the tile, less its number.
         tile = b.sub(b.mul(task["slot"], task["height"]), first)
         if tiles:
-            _make_dense(b, task, how, dtype, tile, first, last)
+            _make_dense(b, task, instructions, dtype, tile, first, last)
         middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(shared)), number(shared)))
 
         def of_tokens(token: Any, _: Any) -> None:
             latest = b.sub(task["tokens"], number(vectors))
             token = b.select(b.icmp_signed("<", token, latest), token, latest)
-            _count(
+            _for_range(
                 b,
                 first,
                 middle,
@@ -360,49 +372,62 @@ def product_module(dtype: str, how: Instructions, vectors: int, tiles: bool) -> 
                 lambda row, _: product(b, task, tile, token, row, shared),
             )
             if shared > 1:
-                _count(b, middle, last, 1, [], lambda row, _: product(b, task, tile, token, row, 1))
+                _for_range(
+                    b, middle, last, 1, [], lambda row, _: product(b, task, tile, token, row, 1)
+                )
 
-        _count(b, number(0), task["tokens"], vectors, [], of_tokens)
+        _for_range(b, number(0), task["tokens"], vectors, [], of_tokens)
 
-    return _module(rows_of_part)
+    return _module(multiply_stripe)
 
 
-def dense_module(dtype: str, how: Instructions) -> ir.Module:
-    """Rows with their zeros: tile[row - first, column], in the dtype of `how`, for all columns
-    of their mask words.
+def dense_module(dtype: str, instructions: Instructions) -> ir.Module:
+    """Rows with their zeros: tile[row - first, column], in the dtype of the instructions, for all
+    columns of their mask words.
     """
 
-    def rows_of_part(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        _make_dense(b, task, how, dtype, b.neg(task["first"]), first, last)
+    def expand_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
+        _make_dense(b, task, instructions, dtype, b.neg(task["first"]), first, last)
 
-    return _module(rows_of_part)
+    return _module(expand_stripe)
 
 
 def _make_dense(
-    b: Any, task: dict[str, Any], how: Instructions, dtype: str, tile: Any, first: Any, last: Any
+    b: Any,
+    task: dict[str, Any],
+    instructions: Instructions,
+    dtype: str,
+    tile: Any,
+    first: Any,
+    last: Any,
 ) -> None:
-    """tile[row + tile] for each row from first to last - 1."""
+    """Write the dense rows first to last - 1; row r is row r + `tile` of the task's tile."""
 
     def dense(row: Any, _: Any) -> None:
         start = b.mul(b.add(row, tile), task["tile_stride"])
 
         def put_word(at: Any, weights: Weights, _: list[Any]) -> None:
-            for chunk in range(WORD_COLUMNS // how.lanes):
-                store(b, weights(0, chunk), task["tile"], b.add(start, _column(b, how, at, chunk)))
+            for chunk in range(WORD_COLUMNS // instructions.lanes):
+                store(
+                    b,
+                    weights(0, chunk),
+                    task["tile"],
+                    b.add(start, _column(b, instructions, at, chunk)),
+                )
 
-        _each_mask_word(b, task, how, dtype, [row], [], put_word)
+        _for_each_mask_word(b, task, instructions, dtype, [row], [], put_word)
 
-    _count(b, first, last, 1, [], dense)
+    _for_range(b, first, last, 1, [], dense)
 
 
-def _column(b: Any, how: Instructions, at: Any, chunk: int) -> Any:
+def _column(b: Any, instructions: Instructions, at: Any, chunk: int) -> Any:
     """The first column of a chunk of the mask word at a place."""
-    return b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
+    return b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * instructions.lanes))
 
 
-def _module(rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
-    """A function "run" of a task that calls `rows_of_part(builder, task, first, last)` for parts
-    until none is left.
+def _module(body: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
+    """A function `run(task)` that runs the code of `body(builder, task, first, last)` for stripe
+    after stripe of rows, first to last - 1, until none is left.
     """
     module = ir.Module("rows")
     run = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer()]), "run")
@@ -417,23 +442,21 @@ def _module(rows_of_part: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir
     def take() -> Any:
         return b.atomic_rmw("add", run.args[0], number(1), "monotonic")
 
-    def part(values: list[Any]) -> Values:
+    def stripe(values: list[Any]) -> Values:
         first = b.add(task["first"], b.mul(values[0], task["height"]))
         end = b.add(first, task["height"])
-        rows_of_part(
-            b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"])
-        )
+        body(b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"]))
         return [take()]
 
-    _loop(b, [take()], lambda values: b.icmp_signed("<", values[0], task["parts"]), part)
+    _while(b, [take()], lambda values: b.icmp_signed("<", values[0], task["stripes"]), stripe)
     b.ret_void()
     return module
 
 
-def _each_mask_word(
+def _for_each_mask_word(
     b: Any,
     task: dict[str, Any],
-    how: Instructions,
+    instructions: Instructions,
     dtype: str,
     rows: Values,
     initial: Values,
@@ -458,47 +481,47 @@ def _each_mask_word(
             _ask_for(b, base, b.add(place, number(_AHEAD * len(rows) * 8 // word.width)), word)
 
         def weights(i: int, chunk: int) -> Any:
-            first = chunk * how.lanes
-            below = _ones(b, b.and_(bits[i], number((1 << first) - 1)))
-            words = how.spread(
+            first = chunk * instructions.lanes
+            below = _popcount(b, b.and_(bits[i], number((1 << first) - 1)))
+            words = instructions.spread(
                 b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype
             )
-            return words if how.dot else _floats(b, words, dtype, how.lanes)
+            return words if instructions.dot else _floats(b, words, dtype, instructions.lanes)
 
         following = body(at, weights, others) or []
         return [
-            *(b.add(place, _ones(b, mask)) for place, mask in zip(places, bits, strict=True)),
+            *(b.add(place, _popcount(b, mask)) for place, mask in zip(places, bits, strict=True)),
             *following,
         ]
 
-    return _count(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
+    return _for_range(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
 
 
 def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
     """`sums` and the products of weights with inputs; two adjacent ones of bfloat16 words go to
     one sum.
     """
-    kind = sums.type
-    if weights.type == kind:
-        return intrinsic(b, f"llvm.fma.v{kind.count}f32", kind, [weights, x, sums])
-    pairs = ir.VectorType(I32, kind.count)
+    sum_type = sums.type
+    if weights.type == sum_type:
+        return intrinsic(b, f"llvm.fma.v{sum_type.count}f32", sum_type, [weights, x, sums])
+    pairs = ir.VectorType(I32, sum_type.count)
     arguments = [sums, b.bitcast(weights, pairs), b.bitcast(x, pairs)]
-    return intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", kind, arguments)
+    return intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", sum_type, arguments)
 
 
 def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
     """The words of a chunk as float32 numbers."""
-    kind = ir.VectorType(FLOAT, lanes)
+    floats = ir.VectorType(FLOAT, lanes)
     if dtype == "F16":
         return b.fpext(
             b.bitcast(
                 b.trunc(words, ir.VectorType(I16, lanes)), ir.VectorType(ir.HalfType(), lanes)
             ),
-            kind,
+            floats,
         )
     if dtype == "BF16":
         words = b.shl(words, ir.Constant(words.type, [16] * lanes))
-    return b.bitcast(words, kind)
+    return b.bitcast(words, floats)
 
 
 def _next_values(b: Any, values: Any, at: Any, lanes: int, dtype: str) -> Any:
@@ -531,11 +554,11 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     byte = b.and_(bits, number(255))
     if "places" not in b.module.globals:
         table = [(mask & ((1 << bit) - 1)).bit_count() for mask in range(256) for bit in range(8)]
-        kind = ir.ArrayType(I8, len(table))
-        places = ir.GlobalVariable(b.module, kind, "places")
+        table_type = ir.ArrayType(I8, len(table))
+        places = ir.GlobalVariable(b.module, table_type, "places")
         places.linkage = "internal"
         places.global_constant = True
-        places.initializer = ir.Constant(kind, table)
+        places.initializer = ir.Constant(table_type, table)
     order = b.zext(
         fetch(b, b.module.globals["places"], b.mul(byte, number(8)), ir.VectorType(I8, 8)), lanes
     )
@@ -543,11 +566,11 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     single = b.insert_element(
         ir.Constant(lanes, ir.Undefined), b.trunc(byte, I32), ir.Constant(I32, 0)
     )
-    own = b.and_(
+    stored = b.and_(
         b.shuffle_vector(single, ir.Constant(lanes, ir.Undefined), zero),
         ir.Constant(lanes, [1 << i for i in range(8)]),
     )
-    return b.select(b.icmp_unsigned("!=", own, zero), moved, zero)
+    return b.select(b.icmp_unsigned("!=", stored, zero), moved, zero)
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt")
@@ -575,11 +598,11 @@ def intrinsic(b: Any, name: str, result: Any, arguments: Values, flags: Sequence
     return b.call(b.module.globals[name], arguments, fastmath=flags)
 
 
-def fetch(b: Any, base: Any, index: Any, kind: Any) -> Any:
+def fetch(b: Any, base: Any, index: Any, value_type: Any) -> Any:
     """The vector or number of a type at `base[index]`, where the index counts elements; the
     address need not be aligned.
     """
-    return b.load(_address(b, base, index, kind), align=1)
+    return b.load(_address(b, base, index, value_type), align=1)
 
 
 def store(b: Any, value: Any, base: Any, index: Any) -> None:
@@ -587,9 +610,9 @@ def store(b: Any, value: Any, base: Any, index: Any) -> None:
     b.store(value, _address(b, base, index, value.type), align=1)
 
 
-def _address(b: Any, base: Any, index: Any, kind: Any) -> Any:
-    element = kind.element if isinstance(kind, ir.VectorType) else kind
-    return b.bitcast(b.gep(b.bitcast(base, element.as_pointer()), [index]), kind.as_pointer())
+def _address(b: Any, base: Any, index: Any, value_type: Any) -> Any:
+    element = value_type.element if isinstance(value_type, ir.VectorType) else value_type
+    return b.bitcast(b.gep(b.bitcast(base, element.as_pointer()), [index]), value_type.as_pointer())
 
 
 def _ask_for(b: Any, base: Any, index: Any, element: Any) -> None:
@@ -599,12 +622,12 @@ def _ask_for(b: Any, base: Any, index: Any, element: Any) -> None:
     intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), [place, *read_keep_data])
 
 
-def _ones(b: Any, bits: Any) -> Any:
+def _popcount(b: Any, bits: Any) -> Any:
     """The number of set bits of a mask word."""
     return intrinsic(b, "llvm.ctpop.i64", I64, [bits])
 
 
-def _loop(
+def _while(
     b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable[[list[Any]], Values]
 ) -> list[Any]:
     """`while proceed(values): values = body(values)`; returns the last values. The builder
@@ -628,7 +651,7 @@ def _loop(
     return values
 
 
-def _count(
+def _for_range(
     b: Any,
     first: Any,
     last: Any,
@@ -638,11 +661,13 @@ def _count(
 ) -> list[Any]:
     """`for i in range(first, last, step): values = body(i, values)`; returns the last values."""
 
-    def each(values: list[Any]) -> Values:
+    def step_on(values: list[Any]) -> Values:
         following = body(values[0], values[1:]) or []
         return [b.add(values[0], number(step)), *following]
 
-    return _loop(b, [first, *initial], lambda values: b.icmp_signed("<", values[0], last), each)[1:]
+    return _while(
+        b, [first, *initial], lambda values: b.icmp_signed("<", values[0], last), step_on
+    )[1:]
 
 
 @cache
@@ -680,7 +705,7 @@ def _run_on_threads(function: int, task: int, threads: int) -> None:
     if parallel is not None:
         parallel(function, task, threads, 0)
         return
-    others = [_pool(threads - 1).submit(call, task) for _ in range(threads - 1)]
+    others = [_thread_pool(threads - 1).submit(call, task) for _ in range(threads - 1)]
     call(task)
     for other in others:
         if not other.cancel():
@@ -704,5 +729,5 @@ def _openmp() -> Callable[..., Any] | None:
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-products")

@@ -1,6 +1,6 @@
 """A checkpoint as one GGUF file, for llama.cpp. The package gguf has the format, the names of the
-tensors and the quantised types; here is what differs between a model of transformers and the same
-model there.
+tensors and the quantised types; this file has what differs between a model in transformers and the
+same model in llama.cpp.
 """
 
 import glob
@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,11 +30,11 @@ from emp_llm.models.loading import check_head, read_config
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 
-# It tells each file's name, and guesses at templates of two texts.
+# It logs the name of each file, and guesses about chat templates.
 logging.getLogger("gguf").setLevel(logging.ERROR)
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # of checkpoints
-# What a model adds to its inputs' norms, or chooses experts by, stays in float32: it is small.
+# Norms and routers are small, and stay in float32.
 _ALWAYS_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 _EDGES = ("token_embd.weight", "output.weight")
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -59,18 +60,18 @@ class Family:
         interleaved: two neighbouring rows of a head of queries or keys rotate together; in
             transformers, a row of the first half and one of the second.
         plus_one: the norms are stored as 1 + weight.
-        own_widths: the architecture for numbers of heads and neurons of each layer.
+        per_layer_architecture: that for models whose layers differ in width; None if there is none.
     """
 
     architecture: str
     interleaved: bool = False
     plus_one: bool = False
-    own_widths: str | None = None
+    per_layer_architecture: str | None = None
 
 
 FAMILIES = {
-    "llama": Family("LLAMA", interleaved=True, own_widths="DECI"),
-    "mistral": Family("LLAMA", interleaved=True, own_widths="DECI"),
+    "llama": Family("LLAMA", interleaved=True, per_layer_architecture="DECI"),
+    "mistral": Family("LLAMA", interleaved=True, per_layer_architecture="DECI"),
     "mixtral": Family("LLAMA", interleaved=True),
     "qwen2": Family("QWEN2"),
     "qwen2_moe": Family("QWEN2MOE"),
@@ -84,49 +85,50 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers of heads, of heads of keys and values, and of neurons, of each layer.
-
-    They are those of the stored matrices. Where all layers have the same, it is one number.
+    """The numbers of heads, of heads of keys and values, and of neurons of each layer, from the
+    shapes of the stored matrices.
     """
 
     heads: tuple[int, ...]
-    keys: tuple[int, ...]
+    key_value_heads: tuple[int, ...]
     neurons: tuple[int, ...]
 
     @property
     def differ(self) -> bool:
-        """Whether a layer has other numbers than another."""
-        return any(len(set(each)) > 1 for each in (self.heads, self.keys, self.neurons))
+        """Whether two layers have different numbers."""
+        return any(
+            len(set(numbers)) > 1 for numbers in (self.heads, self.key_value_heads, self.neurons)
+        )
 
 
 @dataclass(frozen=True)
-class Part:
+class GGUFTensor:
     """A tensor of the file.
 
     Attributes:
         name: in the file.
         sources: the stored tensor; of experts, one for each.
         shape: in the file, as numpy has it.
-        kind: its type, one of `TYPES`.
-        heads: if its rows are heads whose rows are to be interleaved, their number.
-        plus: added to each number.
+        type: one of `TYPES`.
+        heads: how many heads its rows are, if the two halves of each are to be interleaved; else 0.
+        plus: what is added to each number.
     """
 
     name: str
     sources: tuple[StoredTensor, ...]
     shape: tuple[int, ...]
-    kind: str
+    type: str
     heads: int = 0
     plus: float = 0.0
 
     @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
-        block, size = gguf.GGML_QUANT_SIZES[_type(self.kind)]
+        block, size = gguf.GGML_QUANT_SIZES[_ggml_type(self.type)]
         return int(math.prod(self.shape) // block * size)
 
     def read(self, files: FilePool) -> NDArray[Any]:
-        """The bytes as they are written."""
+        """The tensor in its type: the array whose bytes are written."""
         stacked = [_numbers(source, files) for source in self.sources]
         values = (stacked[0] if len(stacked) == 1 else np.stack(stacked)).reshape(self.shape)
         if self.heads:
@@ -135,20 +137,20 @@ class Part:
         if self.plus:
             values = values + np.float32(self.plus)
         quantised: NDArray[Any] = gguf.quants.quantize(
-            np.ascontiguousarray(values), _type(self.kind)
+            np.ascontiguousarray(values), _ggml_type(self.type)
         )
         return quantised
 
 
-def _type(kind: str) -> Any:
-    return gguf.GGMLQuantizationType[kind.upper()]
+def _ggml_type(type_name: str) -> Any:
+    return gguf.GGMLQuantizationType[type_name.upper()]
 
 
 def _numbers(tensor: StoredTensor, files: FilePool) -> NDArray[np.float32]:
     """A stored tensor in float32, in its own shape."""
     words = read_words(files.reader(tensor.shard), tensor, 0, words_in(tensor))
-    found: NDArray[np.float32] = as_tensor(words, tensor.dtype).float().numpy()
-    return found.reshape(tensor.shape)
+    values: NDArray[np.float32] = as_tensor(words, tensor.dtype).float().numpy()
+    return values.reshape(tensor.shape)
 
 
 class GGUFFile:
@@ -156,35 +158,36 @@ class GGUFFile:
 
     Args:
         checkpoint: of a model of one of `FAMILIES`.
-        kind: one of `TYPES`; None: the dtype of the checkpoint. In four bits, embeddings and head
-            have eight. Matrices whose rows do not fill blocks of 32 are stored in float16.
+        type_name: type of the matrices, one of `TYPES`; None: the dtype of most weights. With four
+            bits, embeddings and head have eight. With quantised types, matrices whose rows do not
+            fill blocks of 32 are stored in float16.
         name: of the model.
 
     Raises:
-        UserError: no such family here, quantised weights, a tokenizer or a position encoding that
-            llama.cpp has no name for, or a tensor that it has no place for.
+        UserError: a family that is not in `FAMILIES`, quantised weights, or a tokenizer, position
+            encoding or tensor that llama.cpp has no name for.
     """
 
-    def __init__(self, checkpoint: Checkpoint, kind: str | None, name: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, type_name: str | None, name: str) -> None:
         check_head(checkpoint.folder)
         self.checkpoint = checkpoint
         self._name = name
         self._family = family_of(checkpoint)
         self._config, _ = read_config(checkpoint.folder)
         check_computes_the_same(checkpoint.folder, self._config)
-        self.kind = kind or _own_kind(checkpoint)
+        self.type = type_name or _most_common_type(checkpoint)
         self._tokenizer = Tokenizer(checkpoint.folder, self._vocabulary)
         self.widths = self._widths()
         architecture = self._family.architecture
         if self.widths.differ:
-            if self._family.own_widths is None:
+            if self._family.per_layer_architecture is None:
                 raise UserError(
                     f"{checkpoint.folder}: its layers differ in width, and llama.cpp has no "
                     f"architecture for that of a {self._config.model_type}."
                 )
-            architecture = self._family.own_widths
+            architecture = self._family.per_layer_architecture
         self._architecture = gguf.MODEL_ARCH[architecture]
-        self.parts = self._parts()
+        self.tensors = self._tensors()
         self._factors = _rope_factors(checkpoint.folder, self._config, self._rotated)
 
     @cached_property
@@ -195,7 +198,9 @@ class GGUFFile:
 
     @property
     def zeros(self) -> float:
-        """The share of zeros in the pruned layers; 0 if units were removed, or nothing."""
+        """The fraction of zeros in the pruned layers; 0 for a dense model, or if units were
+        removed.
+        """
         if self.report is None or self.report.structure is not None:
             return 0.0
         return self.report.targets.sparsity_of_targets
@@ -203,14 +208,14 @@ class GGUFFile:
     @property
     def unquantised(self) -> list[str]:
         """The matrices that a quantised type does not take."""
-        if not self.kind.startswith("q"):
+        if not self.type.startswith("q"):
             return []
-        return [part.name for part in self.parts if part.kind == "f16"]
+        return [tensor.name for tensor in self.tensors if tensor.type == "f16"]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def _vocabulary(self) -> int:
@@ -225,20 +230,20 @@ class GGUFFile:
     @property
     def _config_of_layers(self) -> Sequence[Any]:
         """The configuration of each layer."""
-        own = getattr(self._config, "per_layer_config", None)  # older transformers have none
-        return own or [self._config] * self._layers()
+        of_layers = getattr(self._config, "per_layer_config", None)  # older transformers have none
+        return of_layers or [self._config] * self._layers()
 
     @property
     def _head_dim(self) -> int:
         config = self._config
-        own = getattr(config, "head_dim", None)
+        stated = getattr(config, "head_dim", None)
         heads = self._config_of_layers[0].num_attention_heads
-        return int(own or config.hidden_size // heads)
+        return int(stated or config.hidden_size // heads)
 
     @property
     def _rotated(self) -> int:
         """How many numbers of a head its position rotates."""
-        return int(self._head_dim * _rope(self._config).get("partial_rotary_factor", 1.0))
+        return int(self._head_dim * self._config.rope_parameters.get("partial_rotary_factor", 1.0))
 
     def _layers(self) -> int:
         return int(self._config.num_hidden_layers)
@@ -262,28 +267,28 @@ class GGUFFile:
             rows("mlp.gate_proj", 1, "intermediate_size"),
         )
 
-    def _parts(self) -> list[Part]:
+    def _tensors(self) -> list[GGUFTensor]:
         """All tensors of the file, in the order of the checkpoint."""
         names = gguf.get_tensor_name_map(self._architecture, self._layers())
         experts: dict[str, dict[int, StoredTensor]] = {}
-        found: dict[str, Part] = {}
+        tensors: dict[str, GGUFTensor] = {}
         for tensor in self.checkpoint.tensors.values():
             if self._is_unused(tensor.name):
                 continue
             shared, number = _without_expert(tensor.name)
-            place = names.get_name(shared, try_suffixes=(".weight", ".bias"))
-            if place is None:
+            name = names.get_name(shared, try_suffixes=(".weight", ".bias"))
+            if name is None:
                 raise UserError(
                     f"{tensor.shard}: llama.cpp's {self._architecture.name.lower()} has no place "
                     f"for the tensor {quotable(tensor.name)}."
                 )
             if number is None:
-                found[place] = self._part(place, (tensor,), tensor.shape)
+                tensors[name] = self._tensor(name, (tensor,), tensor.shape)
                 continue
-            experts.setdefault(place, {})[number] = tensor
-            stacked = tuple(each for _, each in sorted(experts[place].items()))
-            found[place] = self._part(place, stacked, (len(stacked), *tensor.shape))
-        return list(found.values())
+            experts.setdefault(name, {})[number] = tensor
+            stacked = tuple(expert for _, expert in sorted(experts[name].items()))
+            tensors[name] = self._tensor(name, stacked, (len(stacked), *tensor.shape))
+        return list(tensors.values())
 
     def _is_unused(self, name: str) -> bool:
         """Whether transformers does not load a tensor, or loads it from another name."""
@@ -293,25 +298,27 @@ class GGUFFile:
         tied = name == "lm_head.weight" and self._config.tie_word_embeddings
         return beyond or tied or name.endswith(_UNUSED)
 
-    def _part(self, place: str, sources: tuple[StoredTensor, ...], shape: tuple[int, ...]) -> Part:
+    def _tensor(
+        self, name: str, sources: tuple[StoredTensor, ...], shape: tuple[int, ...]
+    ) -> GGUFTensor:
         if len(shape) == 2 and 1 in shape:
             shape = (max(shape),)
-        kind = self.kind
-        if kind in ("q4_0", "q4_1") and place in _EDGES:
-            kind = "q8_0"
-        if kind.startswith("q") and shape[-1] % 32:
-            kind = "f16"
-        if len(shape) == 1 or place.endswith(_ALWAYS_FLOAT32):
-            kind = "f32"
-        part = Part(place, sources, shape, kind)
-        role = place.rpartition(".")[0].rpartition(".")[2]
+        type_name = self.type
+        if type_name in ("q4_0", "q4_1") and name in _EDGES:
+            type_name = "q8_0"
+        if type_name.startswith("q") and shape[-1] % 32:
+            type_name = "f16"
+        if len(shape) == 1 or name.endswith(_ALWAYS_FLOAT32):
+            type_name = "f32"
+        tensor = GGUFTensor(name, sources, shape, type_name)
+        role = name.rpartition(".")[0].rpartition(".")[2]
         if self._family.interleaved and role in ("attn_q", "attn_k"):
-            layer = int(place.split(".")[1])
-            heads = self.widths.heads if role == "attn_q" else self.widths.keys
-            return replace(part, heads=heads[layer])
-        if self._family.plus_one and place.endswith("norm.weight"):
-            return replace(part, plus=1.0)
-        return part
+            layer = int(name.split(".")[1])
+            heads = self.widths.heads if role == "attn_q" else self.widths.key_value_heads
+            return replace(tensor, heads=heads[layer])
+        if self._family.plus_one and name.endswith("norm.weight"):
+            return replace(tensor, plus=1.0)
+        return tensor
 
     def write(self, path: Path) -> None:
         """Write the file. Memory holds one tensor in float32.
@@ -338,14 +345,14 @@ class GGUFFile:
             end = len(head)
             if size < end:
                 file.write(head)
-            for part in self.parts:
+            for tensor in self.tensors:
                 start = end
-                end += gguf.GGUFWriter.ggml_pad(part.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+                end += gguf.GGUFWriter.ggml_pad(tensor.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
                 if size < end:
                     file.seek(start)
-                    part.read(files).tofile(file)
-                    file.write(bytes(end - start - part.nbytes))
-                bar.update(part.nbytes)
+                    tensor.read(files).tofile(file)
+                    file.write(bytes(end - start - tensor.nbytes))
+                bar.update(tensor.nbytes)
         self.checkpoint.check_unchanged()
         os.replace(partial, path)
 
@@ -359,9 +366,13 @@ class GGUFFile:
             self._tokenizer.describe(writer)
             for name, values in self._factors.items():
                 writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-            for part in self.parts:
+            for tensor in self.tensors:
                 writer.add_tensor_info(
-                    part.name, part.shape, np.dtype(np.float32), part.nbytes, _type(part.kind)
+                    tensor.name,
+                    tensor.shape,
+                    np.dtype(np.float32),
+                    tensor.nbytes,
+                    _ggml_type(tensor.type),
                 )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -380,8 +391,8 @@ class GGUFFile:
         config = self._config
         writer.add_type("model")
         writer.add_name(self._name)
-        kinds = {"f32": "ALL_F32"} | {kind: f"MOSTLY_{kind.upper()}" for kind in TYPES[1:]}
-        writer.add_file_type(gguf.LlamaFileType[kinds[self.kind]])
+        extent = "ALL" if self.type == "f32" else "MOSTLY"
+        writer.add_file_type(gguf.LlamaFileType[f"{extent}_{self.type.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_vocab_size(self._vocabulary)
         context = config.max_position_embeddings
@@ -393,7 +404,7 @@ class GGUFFile:
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(self._layers())
         writer.add_head_count(_one_if_equal(self.widths.heads))
-        writer.add_head_count_kv(_one_if_equal(self.widths.keys))
+        writer.add_head_count_kv(_one_if_equal(self.widths.key_value_heads))
         writer.add_feed_forward_length(_one_if_equal(self.widths.neurons))
         writer.add_key_length(self._head_dim)
         writer.add_value_length(self._head_dim)
@@ -411,18 +422,18 @@ class GGUFFile:
             writer.add_string("emp_llm.report", self.report.encoded().decode())
 
     def _describe_positions(self, writer: gguf.GGUFWriter) -> None:
-        rope = _rope(self._config)
-        kind = rope.get("rope_type", "default")
+        rope = self._config.rope_parameters
+        rope_type = rope.get("rope_type", "default")
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_rope_dimension_count(self._rotated)
         scaling = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
-        if kind in scaling:
-            writer.add_rope_scaling_type(scaling[kind])
+        if rope_type in scaling:
+            writer.add_rope_scaling_type(scaling[rope_type])
             writer.add_rope_scaling_factor(rope["factor"])
         original = rope.get("original_max_position_embeddings")
-        if kind in ("yarn", "longrope") and original:
+        if rope_type in ("yarn", "longrope") and original:
             writer.add_rope_scaling_orig_ctx_len(original)
-        if kind == "longrope" and original:
+        if rope_type == "longrope" and original:
             longer = max(1.0, self._config.max_position_embeddings / original)
             usual = math.sqrt(1 + math.log(longer) / math.log(original))
             writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or usual)
@@ -447,14 +458,14 @@ def partials(path: Path) -> list[Path]:
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint; UserError if it cannot become a GGUF file."""
-    kind = checkpoint.config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    model_type = checkpoint.config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UserError(
-            f"{checkpoint.folder}: its model_type is {quotable(str(kind))}, and --to gguf knows "
-            f"{', '.join(FAMILIES)}. llama.cpp's own convert_hf_to_gguf.py knows more."
+            f"{checkpoint.folder}: its model_type is {quotable(str(model_type))}, and --to gguf "
+            f"knows {', '.join(FAMILIES)}. llama.cpp's own convert_hf_to_gguf.py knows more."
         )
-    others = {each.dtype for each in checkpoint.tensors.values()} - set(_DTYPES)
+    others = {tensor.dtype for tensor in checkpoint.tensors.values()} - set(_DTYPES)
     if checkpoint.config.get("quantization_config") is not None or others:
         raise UserError(
             f"{checkpoint.folder}: its weights are quantised already. Export the model of 16 or 32 "
@@ -465,31 +476,31 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 def check_computes_the_same(folder: Path, config: Any) -> None:
     """Raise UserError for numbers of a config that llama.cpp takes to be others."""
-    kind = config.model_type
+    model_type = config.model_type
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    usual = ("gelu", "gelu_pytorch_tanh") if kind.startswith("gemma") else ("silu", "swish")
+    usual = ("gelu", "gelu_pytorch_tanh") if model_type.startswith("gemma") else ("silu", "swish")
     wanted: dict[str, tuple[Any, tuple[Any, ...]]] = {"hidden_act": (activation, usual)}
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        wanted["norm_topk_prob"] = (config.norm_topk_prob, (kind == "qwen3_moe",))
-    if kind == "gemma2":
+    if model_type in ("qwen2_moe", "qwen3_moe"):
+        wanted["norm_topk_prob"] = (config.norm_topk_prob, (model_type == "qwen3_moe",))
+    if model_type == "gemma2":
         wanted["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, (config.head_dim,))
-    if FAMILIES[kind].interleaved:
-        rotated = _rope(config).get("partial_rotary_factor", 1.0)
+    if FAMILIES[model_type].interleaved:
+        rotated = config.rope_parameters.get("partial_rotary_factor", 1.0)
         wanted["partial_rotary_factor"] = (rotated, (1.0,))
     for name, (value, allowed) in wanted.items():
         if value not in allowed:
             raise UserError(
-                f"{folder}: {name} is {value!r} in config.json, and llama.cpp computes {kind} "
-                f"with {allowed[0]!r}."
+                f"{folder}: {name} is {value!r} in config.json, and llama.cpp computes "
+                f"{model_type} with {allowed[0]!r}."
             )
 
 
-def _own_kind(checkpoint: Checkpoint) -> str:
-    """The dtype that most weights have."""
-    sizes: dict[str, int] = {}
+def _most_common_type(checkpoint: Checkpoint) -> str:
+    """The dtype that most weights have, as one of `TYPES`."""
+    sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel
-    return _DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+        sizes[tensor.dtype] += tensor.numel
+    return _DTYPES[sizes.most_common(1)[0][0]]
 
 
 def _one_if_equal(values: tuple[int, ...]) -> Any:
@@ -506,30 +517,24 @@ def _without_expert(name: str) -> tuple[str, int | None]:
     return name, None
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """The parameters of a model's rotary positions."""
-    parameters: dict[str, Any] = config.rope_parameters
-    return parameters
-
-
 def _rope_factors(folder: Path, config: Any, rotated: int) -> dict[str, NDArray[np.float32]]:
     """Tensors that divide the frequencies of the rotary positions.
 
     "llama3" leaves high frequencies as they are, divides low ones by a factor, and goes over from
     one to the other between (Llama 3.1).
     """
-    rope = _rope(config)
-    kind = rope.get("rope_type", "default")
-    if kind == "longrope":
+    rope = config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    if rope_type == "longrope":
         return {
             f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], dtype=np.float32)
             for length in ("long", "short")
         }
-    if kind in ("default", "linear", "yarn"):
+    if rope_type in ("default", "linear", "yarn"):
         return {}
-    if kind != "llama3":
+    if rope_type != "llama3":
         raise UserError(
-            f"{folder}: llama.cpp has no name for the rope_type {quotable(str(kind))} of "
+            f"{folder}: llama.cpp has no name for the rope_type {quotable(str(rope_type))} of "
             "config.json."
         )
     low = rope["low_freq_factor"]
@@ -537,8 +542,8 @@ def _rope_factors(folder: Path, config: Any, rotated: int) -> dict[str, NDArray[
     places = np.arange(0, rotated, 2) / rotated
     wavelengths = 2 * math.pi * rope["rope_theta"] ** places
     turns = rope["original_max_position_embeddings"] / wavelengths
-    share = np.clip((turns - low) / (high - low), 0, 1)  # of a frequency that stays
-    factors = 1 / ((1 - share) / rope["factor"] + share)
+    unscaled = np.clip((turns - low) / (high - low), 0, 1)  # of a frequency that stays
+    factors = 1 / ((1 - unscaled) / rope["factor"] + unscaled)
     return {"rope_freqs.weight": factors.astype(np.float32)}
 
 
@@ -581,21 +586,23 @@ class Tokenizer:
     def describe(self, writer: gguf.GGUFWriter) -> None:
         """Add the tokens, merges, special tokens and the chat template."""
         texts = [f"[PAD{number}]" for number in range(self._count)]
-        kinds = [gguf.TokenType.UNUSED] * self._count
+        token_types = [gguf.TokenType.UNUSED] * self._count
         for text, number in self._json["model"]["vocab"].items():
             if number < self._count:
                 texts[number] = text
-                kinds[number] = gguf.TokenType.NORMAL
+                token_types[number] = gguf.TokenType.NORMAL
                 if not self._in_bytes and text.startswith("<0x") and len(text) == len("<0x00>"):
-                    kinds[number] = gguf.TokenType.BYTE
+                    token_types[number] = gguf.TokenType.BYTE
         for token in self._json.get("added_tokens", ()):
             if (number := token["id"]) < self._count:
                 texts[number] = token["content"]
                 special = token["special"]
-                kinds[number] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+                token_types[number] = (
+                    gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+                )
         unknown = self._json["model"].get("unk_token")
         if not self._in_bytes and unknown in texts:
-            kinds[texts.index(unknown)] = gguf.TokenType.UNKNOWN
+            token_types[texts.index(unknown)] = gguf.TokenType.UNKNOWN
         if self._split is not None:
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre(self._split)
@@ -607,7 +614,7 @@ class Tokenizer:
             normalizer = str(self._json.get("normalizer"))
             writer.add_add_space_prefix("Prepend" in normalizer)
         writer.add_token_list(texts)
-        writer.add_token_types(kinds)
+        writer.add_token_types(token_types)
         special = gguf.SpecialVocab(self._folder, load_merges=self._in_bytes, n_vocab=self._count)
         special.add_special_token = {"bos": self._adds_bos} | special.add_special_token
         special.add_to_gguf(writer, quiet=True)
@@ -624,11 +631,11 @@ def _split_of(pre_tokenizer: Any) -> str | None:
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+    types = [step.get("type") for step in steps]
+    if types == ["ByteLevel"] and steps[0].get("use_regex", True):
         return _SPLITS["GPT-2"]
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+    if types == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return _SPLITS["digits, GPT-2"]
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+    if types == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         return _SPLITS.get((steps[0].get("pattern") or {}).get("Regex", ""))
     return None

@@ -35,7 +35,7 @@ from emp_llm.models.modules import find_names
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.model import DeviceOptions
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pack_words, rows_of
-from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
+from emp_llm.runtime.sparse_linear import SparseLinear
 
 logger = logging.getLogger(__name__)
 LEAST_ZEROS = 0.2  # of a layer that is loaded packed; docs/runtime.md has the measurement
@@ -52,7 +52,6 @@ def load(
     trust_remote_code: bool = False,
     least_zeros: float = LEAST_ZEROS,
     check: bool = True,
-    semi_structured: bool = False,
 ) -> PreTrainedModel:
     """A pruned model in evaluation mode, its pruned linear layers as `SparseLinear`.
 
@@ -70,22 +69,15 @@ def load(
         least_zeros: the smallest fraction of zeros with which a layer is packed; more than 1: none
             is.
         check: compare the hashes of a packed folder before anything runs.
-        semi_structured: on NVIDIA GPUs, layers with at most two of each four weights become
-            `nn.Linear` with torch's semi-structured sparse weights, for long prompts and large
-            batches. A state dict has them dense.
 
     Raises:
-        UserError: no such model, a damaged file, a quantised model, or a mask without weights; with
-            `semi_structured`, also a CPU, a dtype or a shape that torch does not take, or no 2:4
-            layer.
+        UserError: no such model, a damaged file, a quantised model, or a mask without weights.
     """
     if isinstance(device, str):
         device = run_device(DeviceOptions(device=device).device)
     check_type("device", device, torch.device, str)
     if not isinstance(dtype, torch.dtype):
         options_of(DeviceOptions)["dtype"].checked(dtype)
-    if semi_structured:
-        check_semi_structured(torch.device(device))
     folder = find_model(str(model), revision, trust_remote_code).folder
     weights = StoredWeights(folder)
     _refuse_quantised(weights.checkpoint)
@@ -111,8 +103,6 @@ def load(
         least = min(sparse_layers(loaded).values(), key=lambda layer: layer.values.numel())
         # Measures the ways to multiply, once for a processor.
         least(torch.zeros(9, least.in_features, dtype=loaded.dtype))
-    if semi_structured:
-        make_semi_structured(loaded)
     return loaded
 
 
