@@ -73,7 +73,7 @@ _MODULES = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = [*COMMANDS, *_MODULE_OF]
+__all__ = [*COMMANDS, *_MODULE_OF, "runtime"]
 
 try:
     __version__ = version("emp-llm")
@@ -87,8 +87,8 @@ def __getattr__(name: str) -> object:
     """
     if name in _MODULE_OF:
         return getattr(import_module(f"emp_llm.{_MODULE_OF[name]}"), name)
-    if name in COMMANDS:
-        return import_module(f"emp_llm.{name}")  # which can be called like its function
+    if name in COMMANDS or name == "runtime":  # a command can be called like its function
+        return import_module(f"emp_llm.{name}")
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ Written by scripts/write_stub.py.
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from emp_llm import runtime as runtime
 from emp_llm.calibration.activations import Activations as Activations
 from emp_llm.collect import CollectSummary as CollectSummary
 from emp_llm.common.errors import UserError as UserError

@@ -68,7 +68,7 @@ def pack(
     if zstd:
         need_zstandard("--zstd")
     checkpoint = Checkpoint(folder)
-    layout = PackLayout("mask" if mask_only else "weights", "zstd" if zstd else "raw")
+    layout = PackLayout(mask_only, zstd)
     files = other_files(checkpoint, layout)
     needed = most_bytes(checkpoint, layout, files)
     with OutputFolder(output, [folder], needed, overwrite) as out:

@@ -191,20 +191,22 @@ def _tune(arguments: argparse.Namespace) -> None:
         weight, rows = _matrix(shape, zeros, arguments.device)
         matrix = cuda_kernel.device_rows(rows)
         x = torch.randn(1, rows.columns, device=arguments.device).to(weight.dtype)
-        own = cuda_kernel.product_sizes(rows.rows, rows.columns, 1)
-        tried: list[Any] = [own]
+        chosen = cuda_kernel.product_sizes(rows.rows, rows.columns, 1)
+        tried: list[Any] = [chosen]
         for height, groups, warps in itertools.product(*TUNED.values()):
-            part = -(-own.part // (4 * groups)) * 4 * groups
-            splits = -(-rows.columns // part)
+            columns = -(-chosen.split_columns // (4 * groups)) * 4 * groups
+            splits = -(-rows.columns // columns)
             tried.append(
-                own._replace(rows=height, groups=groups, warps=warps, part=part, splits=splits)
+                chosen._replace(
+                    rows=height, groups=groups, warps=warps, split_columns=columns, splits=splits
+                )
             )
         ways: dict[str, Callable[[], object]] = {"dense": partial(functional.linear, x, weight)}
         ways |= {str(sizes): partial(cuda_kernel.multiply, matrix, x, sizes) for sizes in tried}
         times, failed = in_turn(
             ways, arguments.repeats, measure=lambda run: _time(run, flush, "cuda"), warm_up=True
         )
-        print(f"{shape}, {zeros} % zeros; chosen: {own}")
+        print(f"{shape}, {zeros} % zeros; chosen: {chosen}")
         for name, taken in sorted(
             times.items(), key=lambda item: statistics.median(item[1] or [1])
         ):

@@ -279,9 +279,8 @@ def fuzz_packed(folder: Path, rng: random.Random) -> None:
         each.mkdir()
     header, data = sparse_shard(rng)
     write_shard(model / "model.safetensors", header, data)
-    layout = PackLayout(
-        "weights", rng.choice(["raw", "raw", "raw", "zstd"]), rng.choice([64, 128, 1 << 20])
-    )
+    zstd = rng.choice([False, False, False, True])
+    layout = PackLayout(zstd=zstd, chunk=rng.choice([64, 128, 1 << 20]))
     pack_checkpoint(Checkpoint(model), layout, [], packed)
     told = json.loads((packed / PACK_NAME).read_text())
     raw = (packed / "model.packed.safetensors").read_bytes()

@@ -40,6 +40,7 @@ def stub_text() -> str:
         for module, names in vars(emp_llm)["_MODULES"].items()
         for name in names
     }
+    imports.add("from emp_llm import runtime as runtime")
     for name in emp_llm.COMMANDS:
         text, needed = command_stub(name)
         functions.append(text)

@@ -16,13 +16,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("python.md",)
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WRONG = """
-from emp_llm import DryRun, RunReport, prune, recipe_of
+from emp_llm import DryRun, RunReport, prune, recipe_of, runtime
 
 plan: DryRun = prune("model", dry_run=True)
 report: RunReport = prune("model", method="wanda")
 prune("model", metod="wanda")
 prune("model", sparsity="0.5")
 recipe_of("wanda").counts.beta
+runtime.load("pruned", least_zero=0.4)
 """
 
 
@@ -65,4 +66,5 @@ def test_types(tmp_path: Path) -> None:
         ("wrong.py", 6),
         ("wrong.py", 7),
         ("wrong.py", 8),
+        ("wrong.py", 9),
     ], done.stdout + done.stderr

@@ -68,8 +68,6 @@ from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.paths import PACK_NAME, PACKED_SUFFIX
 
 Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
-PackKind = Literal["weights", "mask"]
-Codec = Literal["raw", "zstd"]
 Form = Literal["sparse", "dense", "base"]  # base: no entry, the words of the base model
 
 FORMAT = "emp-llm pack 3"
@@ -79,45 +77,49 @@ THREADS = min(4, cpu_count() or 1)
 Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class FileEntry(msgspec.Struct):
+class IndexedFile(msgspec.Struct):
     """A file in emp_pack.json."""
 
     bytes: Size
     blake3: str
 
 
-class PackedEntry(msgspec.Struct):
+class IndexedPackedFile(msgspec.Struct):
     """The packed file of a shard in emp_pack.json."""
 
     blake3: str
 
 
-class ShardEntry(FileEntry):
+class IndexedShard(IndexedFile):
     """An original shard in emp_pack.json."""
 
-    packed: PackedEntry
+    packed: IndexedPackedFile
     header: str
 
 
 class PackIndex(msgspec.Struct):
     """The content of emp_pack.json, but for its format."""
 
-    kind: PackKind
-    codec: Codec
+    kind: Literal["weights", "mask"]
+    codec: Literal["raw", "zstd"]
     block: Annotated[int, Meta(ge=64, le=1 << 23, multiple_of=64)]
     base: dict[str, Any] | None
-    shards: Annotated[dict[str, ShardEntry], Meta(min_length=1)]
-    files: dict[str, FileEntry]
+    shards: Annotated[dict[str, IndexedShard], Meta(min_length=1)]
+    files: dict[str, IndexedFile]
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its
-    block.
+    """How a folder is packed.
+
+    Attributes:
+        mask_only: it holds masks without weights: `kind` "mask" in emp_pack.json.
+        zstd: values and masks are compressed: `codec` "zstd".
+        chunk: words that are packed together, a multiple of 64: `block`.
     """
 
-    kind: PackKind = "weights"
-    codec: Codec = "raw"
+    mask_only: bool = False
+    zstd: bool = False
     chunk: int = CHUNK
 
     def chunks(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
@@ -127,24 +129,24 @@ class PackLayout:
 
     def frames(self, tensor: StoredTensor, form: Form) -> int:
         """The number of zstd frames in a chunk of a tensor."""
-        return (form == "sparse") + (word_bytes(tensor) if self.kind == "weights" else 0)
+        return (form == "sparse") + (0 if self.mask_only else word_bytes(tensor))
 
     def entries(
         self, tensor: StoredTensor, form: Form
     ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-        """Name -> (dtype, shape) of each entry that a packed shard has for a tensor; None for
+        """The entries that a packed shard has for a tensor: name -> (dtype, shape), with None for
         lengths that depend on values.
         """
         name = tensor.name
         mask = ("U8", (mask_bytes(words_in(tensor)),))
         if form == "base":
             return {}
-        if self.codec == "zstd":
+        if self.zstd:
             sizes = (-(-words_in(tensor) // self.chunk), self.frames(tensor, form))
             return {f"{name}.frames": ("U8", (None,)), f"{name}.sizes": ("U32", sizes)}
         if form == "dense":
             return {name: (tensor.dtype, tensor.shape)}
-        if self.kind == "mask":
+        if self.mask_only:
             return {f"{name}.mask": mask}
         return {f"{name}.mask": mask, f"{name}.values": (tensor.dtype, (None,))}
 
@@ -155,44 +157,43 @@ class PackedShard:
     Args:
         path: the file.
         layout: that of the folder.
-        told: the shard's entry in emp_pack.json.
+        indexed: the shard in emp_pack.json.
 
     Attributes:
         path, layout: as given.
-        header: the original's header with the eight bytes of its length.
-        size, digest: of the original; BLAKE3.
-        packed_digest: BLAKE3 of the file itself.
-        tensors: those of the original, in the order of their bytes; their offsets are those in the
-            original.
-        forms: the form of each, by name.
+        header: the bytes of the original shard up to its first tensor.
+        size, digest: of the original shard: bytes, and BLAKE3 in hexadecimal.
+        packed_digest: BLAKE3 of the packed file in hexadecimal.
+        tensors: those of the original shard in the order of their bytes, with their offsets there.
+        forms: the form of each tensor, by its name.
 
     Raises:
         UserError: the file is missing, is no packed shard, or contradicts its entry.
     """
 
-    def __init__(self, path: Path, layout: PackLayout, told: ShardEntry) -> None:
+    def __init__(self, path: Path, layout: PackLayout, indexed: IndexedShard) -> None:
         self.path = path
         self.layout = layout
         if not path.is_file():
             raise UserError(f"{path}: it is missing, but {PACK_NAME} names it. Download it again.")
         self._entries = {tensor.name: tensor for tensor in read_header(path)}
         try:
-            text = told.header.encode("utf-8")
+            text = indexed.header.encode("utf-8")
             self.header = len(text).to_bytes(8, "little") + text
-            self.size = told.bytes
-            self.digest = told.blake3
-            self.packed_digest = told.packed.blake3
+            self.size = indexed.bytes
+            self.digest = indexed.blake3
+            self.packed_digest = indexed.packed.blake3
             self.tensors = parse_header(text, path, self.size)
             self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
             used: set[str] = set()
             for tensor in self.tensors:
                 entries = layout.entries(tensor, self.forms[tensor.name])
                 for name, (dtype, shape) in entries.items():
-                    found = self.entry(name)
-                    alike = len(found.shape) == len(shape) and all(
-                        a in (None, b) for a, b in zip(shape, found.shape, strict=True)
+                    stored = self.entry(name)
+                    fits = len(stored.shape) == len(shape) and all(
+                        a in (None, b) for a, b in zip(shape, stored.shape, strict=True)
                     )
-                    if found.dtype != dtype or not alike:
+                    if stored.dtype != dtype or not fits:
                         raise ValueError(
                             f"{quotable(name)} does not have the dtype and the shape "
                             "that its original requires"
@@ -211,14 +212,10 @@ class PackedShard:
             damaged(path, reason(error))
 
     def zeros_in(self, tensor: StoredTensor) -> int:
-        """The number of words of a tensor that are not stored; 0 if it is dense. For raw
-        weights.
-        """
-        return (
-            words_in(tensor) - words_in(self.entry(f"{tensor.name}.values"))
-            if self.forms[tensor.name] == "sparse"
-            else 0
-        )
+        """The number of zeros that were left out of a tensor with raw weights."""
+        if self.forms[tensor.name] == "dense":
+            return 0
+        return words_in(tensor) - words_in(self.entry(f"{tensor.name}.values"))
 
     def chunks(self, tensor: StoredTensor) -> Iterator[Chunk]:
         """(first word, number of words, mask, values) of each chunk of a tensor.
@@ -231,7 +228,7 @@ class PackedShard:
         """
         try:
             with FileReader(self.path) as file:
-                if self.layout.codec == "zstd" and self.forms[tensor.name] != "base":
+                if self.layout.zstd and self.forms[tensor.name] != "base":
                     yield from prefetch(self._frames(tensor, file), THREADS)
                 else:
                     yield from self._raw_chunks(tensor, file)
@@ -301,9 +298,7 @@ class PackedShard:
             if self.forms[tensor.name] == "sparse":
                 mask = zstd_content(frames.pop(0), mask_bytes(count))
                 kept = ones_in(mask, count)
-            values = (
-                join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
-            )
+            values = None if self.layout.mask_only else join_planes(frames, kept, tensor.dtype)
             return first, count, mask, values
 
         start = self.entry(f"{tensor.name}.frames").start
@@ -330,14 +325,14 @@ class PackedShard:
     def _form(self, tensor: StoredTensor) -> Form:
         """The form of a tensor, from the entries that it has."""
         name = tensor.name
-        weights = self.layout.kind == "weights"
-        if self.layout.codec == "raw":
-            if weights:
-                return "dense" if name in self._entries else "sparse"
-            return "sparse" if f"{name}.mask" in self._entries else "base"
+        mask_only = self.layout.mask_only
+        if not self.layout.zstd:
+            if mask_only:
+                return "sparse" if f"{name}.mask" in self._entries else "base"
+            return "dense" if name in self._entries else "sparse"
         sizes = self._entries.get(f"{name}.sizes")
         if sizes is None:
-            return "dense" if weights else "base"
+            return "base" if mask_only else "dense"
         return "sparse" if sizes.shape[1:] == (self.layout.frames(tensor, "sparse"),) else "dense"
 
     def entry(self, name: str) -> StoredTensor:
@@ -372,22 +367,22 @@ class PackedFolder:
         index = read_json(path, unique=True, limit=INDEX_LIMIT)
         _check_format(path, index.get("format"))
         try:
-            told = msgspec.convert(index, PackIndex)
-            shards = {_plain(name): each for name, each in told.shards.items()}
-            self.files = {_plain(name): each for name, each in told.files.items()}
+            content = msgspec.convert(index, PackIndex)
+            shards = {_plain(name): shard for name, shard in content.shards.items()}
+            self.files = {_plain(name): file for name, file in content.files.items()}
             if shards.keys() & self.files.keys():
                 raise ValueError("it names a shard among the other files")
             if any("/" in name or not name.endswith(".safetensors") for name in shards):
                 raise ValueError("its shards are not plain names of safetensors files")
         except ValueError as error:  # msgspec.ValidationError too
             damaged(path, reason(error))
-        self.layout = PackLayout(told.kind, told.codec, told.block)
-        self.base = told.base or {}
-        if self.layout.codec == "zstd":
+        self.layout = PackLayout(content.kind == "mask", content.codec == "zstd", content.block)
+        self.base = content.base or {}
+        if self.layout.zstd:
             need_zstandard(str(folder))
         self.shards = {
-            name: PackedShard(folder / packed_name(name), self.layout, each)
-            for name, each in shards.items()
+            name: PackedShard(folder / packed_name(name), self.layout, shard)
+            for name, shard in shards.items()
         }
         for name, times in Counter(
             tensor.name for shard in self.shards.values() for tensor in shard.tensors
@@ -421,8 +416,8 @@ class PackedFolder:
     def check_file(self, name: str) -> None:
         """Raise UserError if one of the other files is not the one that was packed."""
         path = self.folder / name
-        told = self.files[name]
-        if path.stat().st_size != told.bytes or file_hash(path) != told.blake3:
+        indexed = self.files[name]
+        if path.stat().st_size != indexed.bytes or file_hash(path) != indexed.blake3:
             damaged(path, f"its content is not what {PACK_NAME} says")
 
 

@@ -72,30 +72,30 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
             weights that moved; or a file belongs to a packed checkpoint.
     """
     folder = checkpoint.folder
-    found = []
-    if layout.kind == "mask" and _is_updated(folder):
+    if layout.mask_only and _is_updated(folder):
         raise UserError(
             f"{folder}: its kept weights were fitted or healed, so the dense model and a mask do "
             "not make it. Leave out --mask-only."
         )
+    files = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if not path.is_file() or path in checkpoint.shards or is_hidden(relative):
             continue
         if path.name.endswith(PACKED_SUFFIX):
             raise UserError(f"{path}: it belongs to a packed checkpoint; move it away.")
-        if layout.kind == "mask" and path.suffix in OTHER_WEIGHTS and relative.parts[0] != EXTRAS:
+        if layout.mask_only and path.suffix in OTHER_WEIGHTS and relative.parts[0] != EXTRAS:
             raise UserError(
                 f"{path}: other weights, which do not belong in a mask; move the file away."
             )
-        found.append(relative)
-    return found
+        files.append(relative)
+    return files
 
 
 def most_bytes(checkpoint: Checkpoint, layout: PackLayout, files: list[Path]) -> int:
     """An upper bound on the size of the packed folder, in bytes."""
     others = sum((checkpoint.folder / path).stat().st_size for path in files)
-    if layout.kind == "mask":
+    if layout.mask_only:
         return others + sum(mask_bytes(words_in(tensor)) for tensor in checkpoint.tensors.values())
     return others + sum(shard.stat().st_size for shard in checkpoint.shards)
 
@@ -122,12 +122,12 @@ def pack_checkpoint(
                 "packed": {"blake3": file_hash(target)},
                 "header": header_text(shard).decode("utf-8"),
             }
-    if layout.kind == "mask" and "sparse" not in forms:
+    if layout.mask_only and "sparse" not in forms:
         raise UserError(f"{source}: it has no zeros, so it has no mask. Give a pruned checkpoint.")
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, folder / path)
-    others = {
+    others: dict[str, dict[str, Any]] = {
         path.as_posix(): {
             "bytes": (folder / path).stat().st_size,
             "blake3": file_hash(folder / path),
@@ -135,33 +135,40 @@ def pack_checkpoint(
         for path in files
     }
     checkpoint.check_unchanged()
-    report = read_json(source / REPORT_NAME) if (source / REPORT_NAME).is_file() else {}
-    base = report["source"] if isinstance(report.get("source"), dict) else None
+    base = _report(source).get("source")
     index = {
         "format": FORMAT,
-        "kind": layout.kind,
-        "codec": layout.codec,
+        "kind": "mask" if layout.mask_only else "weights",
+        "codec": "zstd" if layout.zstd else "raw",
         "block": layout.chunk,
-        "base": base,
+        "base": base if isinstance(base, dict) else None,
+        "shards": shards,
+        "files": others,
     }
-    write_json(folder / PACK_NAME, index | {"shards": shards, "files": others})
+    write_json(folder / PACK_NAME, index)
     return PackedSizes(
-        dense_bytes=sum(told["bytes"] for told in shards.values()),
+        dense_bytes=sum(shard["bytes"] for shard in shards.values()),
         packed_bytes=sum((folder / packed_name(name)).stat().st_size for name in shards),
-        file_bytes=sum((folder / path).stat().st_size for path in files),
+        file_bytes=sum(file["bytes"] for file in others.values()),
         tensors=len(forms),
         sparse=forms.count("sparse"),
     )
 
 
+def _report(folder: Path) -> dict[str, Any]:
+    """The report of the run that pruned a checkpoint, not checked; empty if there is none."""
+    path = folder / REPORT_NAME
+    return read_json(path) if path.is_file() else {}
+
+
 def _is_updated(folder: Path) -> bool:
     """Whether a run moved kept weights of a checkpoint."""
-    report = read_json(folder / REPORT_NAME) if (folder / REPORT_NAME).is_file() else {}
+    report = _report(folder)
     fits = report.get("fits")
-    every = [report.get("healing"), *(fits.values() if isinstance(fits, dict) else ())]
+    updates = [report.get("healing"), *(fits.values() if isinstance(fits, dict) else ())]
     return any(
-        isinstance(each, dict) and (each.get("error_after") or each.get("steps")) is not None
-        for each in every
+        isinstance(update, dict) and (update.get("error_after") or update.get("steps")) is not None
+        for update in updates
     )
 
 
@@ -189,7 +196,7 @@ def _pack_shard(
         for tensor in tensors:
             form, zeros = _form(tensor, layout, names, source)
             frames = 0 if form == "base" else _write(tensor, layout, form, source, packed, end)
-            length = frames if layout.codec == "zstd" else words_in(tensor) - zeros
+            length = frames if layout.zstd else words_in(tensor) - zeros
             for name, (dtype, shape) in layout.entries(tensor, form).items():
                 known = [length if side is None else side for side in shape]
                 start = end
@@ -206,8 +213,10 @@ def _pack_shard(
 def _form(
     tensor: StoredTensor, layout: PackLayout, names: set[str], source: FileReader
 ) -> tuple[Form, int]:
-    """The form of a tensor, and the number of its zeros; `names` are those of all tensors of its
-    shard.
+    """The form in which a tensor is packed, and the number of its zeros.
+
+    Args:
+        names: of all tensors of its shard.
     """
 
     def zeros_in(first: int, count: int) -> int:
@@ -216,7 +225,7 @@ def _form(
     words = words_in(tensor)
     size = word_bytes(tensor)
     zeros = sum(prefetch((partial(zeros_in, *chunk) for chunk in layout.chunks(tensor)), THREADS))
-    if layout.kind == "mask":
+    if layout.mask_only:
         return ("sparse" if zeros else "base"), zeros
     pays = packed_bytes(words, size, zeros) < words * size and BITS[tensor.dtype] >= 8
     taken = names & {f"{tensor.name}.mask", f"{tensor.name}.values"}
@@ -237,29 +246,25 @@ def _write(
 
     def pieces(first: int, count: int) -> list[Any]:
         words = read_words(source, tensor, first, count)
-        mask = [mask_of(words)] if form == "sparse" else []
-        if layout.kind == "mask":
-            return mask if layout.codec == "raw" else zstd_frames(mask)
-        values = nonzero_words(words) if form == "sparse" else words
-        return (
-            [*mask, values]
-            if layout.codec == "raw"
-            else zstd_frames([*mask, *split_planes(values, tensor.dtype)])
-        )
+        arrays = [mask_of(words)] if form == "sparse" else []
+        if not layout.mask_only:
+            values = nonzero_words(words) if form == "sparse" else words
+            arrays += split_planes(values, tensor.dtype) if layout.zstd else [values]
+        return zstd_frames(arrays) if layout.zstd else arrays
 
     sizes = []
     places = [position, position + mask_bytes(words_in(tensor))]
     packed.seek(position)
-    for of_chunk in prefetch((partial(pieces, *chunk) for chunk in layout.chunks(tensor)), THREADS):
-        if layout.codec == "zstd":
-            sizes.append([len(frame) for frame in of_chunk])
-            packed.writelines(of_chunk)
+    for chunk in prefetch((partial(pieces, *chunk) for chunk in layout.chunks(tensor)), THREADS):
+        if layout.zstd:
+            sizes.append([len(frame) for frame in chunk])
+            packed.writelines(chunk)
             continue
-        for which, piece in enumerate(of_chunk):  # the mask, and behind it the values; or all words
-            packed.seek(places[which])
+        for number, piece in enumerate(chunk):  # the mask, then the values; or all words
+            packed.seek(places[number])
             packed.write(piece.data)
-            places[which] += piece.nbytes
-    if layout.codec == "raw":
+            places[number] += piece.nbytes
+    if not layout.zstd:
         return 0
     total = packed.tell() - position
     packed.write(bytes(-total % 8) + np.array(sizes, dtype="<u4").tobytes())
@@ -270,32 +275,30 @@ def _header(entries: dict[str, tuple[str, list[int], int, int]]) -> bytes:
     """The header of a safetensors file, from (dtype, shape, start, end) of each entry by its
     name.
     """
-    told = {
-        name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        for name, (dtype, shape, start, end) in entries.items()
-    }
-    raw = json.dumps(
-        {"__metadata__": {"format": "pt"}} | told, ensure_ascii=False, separators=(",", ":")
-    ).encode("utf-8")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (dtype, shape, start, end) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     raw = raw.ljust(-(-len(raw) // 8) * 8)
     return len(raw).to_bytes(8, "little") + raw
 
 
 def check_base(packed: PackedFolder, base: Checkpoint | None) -> None:
-    """Check the checkpoint that a mask was made for; None for a folder with weights.
+    """Check that `base` is the dense checkpoint that a mask is for, or None for a folder with
+    weights.
 
     Raises:
         UserError: a mask without a base, or weights with one; or the base is another model than the
             mask's.
     """
     if base is None:
-        if packed.layout.kind == "mask":
+        if packed.layout.mask_only:
             raise UserError(
                 f"{packed.folder}: a mask holds no weights. Name the model that it is for: --base "
                 f"{packed.base_name}"
             )
         return
-    if packed.layout.kind != "mask":
+    if not packed.layout.mask_only:
         raise UserError(f"{packed.folder}: it holds weights, not a mask; leave --base out.")
     for shard in packed.shards.values():
         for tensor in shard.tensors:
@@ -314,7 +317,12 @@ def check_base(packed: PackedFolder, base: Checkpoint | None) -> None:
 
 
 def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -> int:
-    """Write the model folder's files into a folder that exists; `base` is that of `check_base`.
+    """Write the files of the original checkpoint into a folder that exists.
+
+    Args:
+        packed: the packed folder.
+        base: the dense checkpoint that a mask is for; None for a folder with weights.
+        folder: where the files are written.
 
     Returns:
         The number of files.
@@ -329,9 +337,10 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
             with (folder / name).open("wb") as file:
                 file.write(shard.header)
                 for tensor in shard.tensors:
-                    for words in (
-                        shard.words(tensor) if base is None else _masked(shard, tensor, base)
-                    ):
+                    chunks = shard.words(tensor)
+                    if base is not None:
+                        chunks = _base_words(shard, tensor, base)
+                    for words in chunks:
                         raw = words.view(np.uint8).data
                         digest.update(raw)
                         file.write(raw)
@@ -358,7 +367,7 @@ def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -
     return len(packed.shards) + len(packed.files)
 
 
-def _masked(shard: PackedShard, tensor: StoredTensor, base: Checkpoint) -> Iterator[Words]:
+def _base_words(shard: PackedShard, tensor: StoredTensor, base: Checkpoint) -> Iterator[Words]:
     """The words of a tensor of the base, zero where the mask has a zero bit."""
     stored = base.tensors[tensor.name]
     with FileReader(stored.shard) as source:

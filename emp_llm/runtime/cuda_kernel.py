@@ -1,11 +1,11 @@
-"""Products with packed rows on NVIDIA GPUs, in Triton. In its interpreter, tensors may be on any
-device.
+"""Products with packed rows on NVIDIA GPUs, in Triton. In Triton's interpreter, tensors may be on
+any device.
 
 A mask word covers 64 columns, and `starts` says how many values of its row precede it: int32, or
 the bits of uint16 as int16, which are read without a sign. A thread takes four adjacent columns:
-the set bits below them in the word give the place of their first value, and the next three follow
-it. So no thread waits for another one, and neighbouring threads read neighbouring values. Each sum
-has one order, whatever the timing.
+the number of set bits below them in the word gives the place of their first value, and the other
+three follow it. So no thread waits for another one, and neighbouring threads read neighbouring
+values. Each sum has one order, whatever the timing.
 
 Sizes depend on the shapes alone, never on the GPU or on timings, so one matrix has one order of
 sums on every GPU. Nothing here waits for the GPU, so all of it can be captured in a CUDA graph once
@@ -56,14 +56,16 @@ class DeviceRows(NamedTuple):
 
 
 class ProductSizes(NamedTuple):
-    """Launch parameters of a product: those of `products_kernel`, and the warps of a program."""
+    """Launch parameters of a product: those of `products_kernel`, the warps of a program, and the
+    number of splits, among which the columns of a row are divided.
+    """
 
     tokens: int
     rows: int
     groups: int
     dot: bool
     warps: int
-    part: int
+    split_columns: int
     splits: int
 
 
@@ -89,8 +91,8 @@ class CudaProducts:
         return self._matrix.starts.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ W.T, in float32 sums, rounded to the dtype of x, + bias; x: shape (tokens,
-        inputs), result: (tokens, outputs).
+        """x @ W.T, summed in float32 and rounded to the dtype of x, + bias. x has the shape
+        (tokens, inputs), the result (tokens, outputs).
         """
         if bias is not None:
             return self(x).add_(bias)
@@ -99,34 +101,32 @@ class CudaProducts:
         dtype = x.dtype if x.dtype == self._matrix.values.dtype else torch.float32
         inputs = x.to(dtype)
         height = max(1, _TILE // max(1, self._matrix.columns * dtype.itemsize))
-        parts = [
+        products = [
             torch.mm(
                 inputs, expand_rows(self._matrix, first, min(first + height, self._rows), dtype).T
             )
             for first in range(0, max(1, self._rows), height)
         ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
+        product = products[0] if len(products) == 1 else torch.cat(products, 1)
+        return product.to(x.dtype)
 
 
 def device_rows(packed: PackedRows) -> DeviceRows:
     """Packed rows with the starts of their mask words, counted on their device."""
     mask = packed.mask
-    rows = packed.rows
     words = packed.words
-    columns = packed.columns
     ones = torch.tensor(
-        [number.bit_count() for number in range(256)], dtype=torch.int32, device=mask.device
+        [byte.bit_count() for byte in range(256)], dtype=torch.int32, device=mask.device
     )
-    starts = torch.empty(
-        rows, words, dtype=torch.int16 if columns <= _LONGEST else torch.int32, device=mask.device
-    )
+    dtype = torch.int16 if packed.columns <= _LONGEST else torch.int32
+    starts = torch.empty(packed.rows, words, dtype=dtype, device=mask.device)
     height = max(1, _COUNTED // max(1, mask.shape[1]))
-    for first in range(0, rows, height):
-        part = mask[first : first + height]
-        counts = ones[part.int()].view(part.shape[0], words, 8).sum(2)
+    for first in range(0, packed.rows, height):
+        chunk = mask[first : first + height]
+        counts = ones[chunk.int()].view(chunk.shape[0], words, 8).sum(2)
         starts[first : first + height] = counts.cumsum(1) - counts
     return DeviceRows(
-        mask.contiguous().view(torch.int64), starts, packed.values, packed.offsets, columns
+        mask.contiguous().view(torch.int64), starts, packed.values, packed.offsets, packed.columns
     )
 
 
@@ -139,17 +139,18 @@ def product_sizes(rows: int, columns: int, tokens: int) -> ProductSizes:
         warps = 8
     else:
         height = 4 if rows >= _PROGRAMS else 2
-        if rows >= 8 * _PROGRAMS:
+        if rows >= 8 * _PROGRAMS and tokens == 1:
             height = 8
         groups = 128
         warps = 4
-        height = height if tokens == 1 else min(height, 4)
     width = groups * 4
     programs = -(-rows // height)
     tiles = max(1, -(-columns // width))
-    part = -(-tiles // min(tiles, -(-_PROGRAMS // max(1, programs)))) * width
+    split_columns = -(-tiles // min(tiles, -(-_PROGRAMS // max(1, programs)))) * width
     padded = MOST_TOKENS if dot else triton.next_power_of_2(tokens)
-    return ProductSizes(padded, height, groups, dot, warps, part, max(1, -(-columns // part)))
+    return ProductSizes(
+        padded, height, groups, dot, warps, split_columns, max(1, -(-columns // split_columns))
+    )
 
 
 def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -> Tensor:
@@ -166,13 +167,13 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
         return torch.zeros(tokens, rows, dtype=x.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()
-    how = product_sizes(rows, matrix.columns, tokens) if sizes is None else sizes
-    kind = x.dtype if how.splits == 1 else torch.float32
-    y = torch.empty(how.splits, tokens, rows, dtype=kind, device=x.device)
+    launch = product_sizes(rows, matrix.columns, tokens) if sizes is None else sizes
+    dtype = x.dtype if launch.splits == 1 else torch.float32
+    y = torch.empty(launch.splits, tokens, rows, dtype=dtype, device=x.device)
     # The interpreter multiplies no bfloat16 matrices.
     widen = x.dtype != matrix.values.dtype or not x.is_cuda
-    with _on(x.device):
-        products_kernel[(-(-rows // how.rows), how.splits)](
+    with _launching_on(x.device):
+        products_kernel[(-(-rows // launch.rows), launch.splits)](
             *matrix[:4],
             x,
             y,
@@ -181,16 +182,16 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
             matrix.columns,
             tokens,
             x.stride(0),
-            how.part,
+            launch.split_columns,
             WORDS=matrix.mask.shape[1],
-            TOKENS=how.tokens,
-            ROWS=how.rows,
-            GROUPS=how.groups,
-            DOT=how.dot,
+            TOKENS=launch.tokens,
+            ROWS=launch.rows,
+            GROUPS=launch.groups,
+            DOT=launch.dot,
             WIDEN=widen,
-            num_warps=how.warps,
+            num_warps=launch.warps,
         )
-    return y[0] if how.splits == 1 else y.sum(0).to(x.dtype)
+    return y[0] if launch.splits == 1 else y.sum(0).to(x.dtype)
 
 
 def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -203,7 +204,7 @@ def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -
     if dense.numel() == 0 or matrix.values.shape[0] == 0:
         return dense.zero_()
     grid = (-(-(last - first) // _EXPANDED_ROWS), -(-columns // (2 * _EXPANDED_PAIRS)))
-    with _on(device):
+    with _launching_on(device):
         expand_kernel[grid](
             *matrix[:4],
             dense,
@@ -218,9 +219,9 @@ def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -
     return dense
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which Triton launches on the GPU of the matrix. Compiled graphs have their
-    own.
+def _launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which Triton launches on a GPU. torch.compile makes its own, and on other
+    devices none is needed.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
@@ -228,7 +229,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 @triton.jit
-def _ones(bits):
+def _popcount(bits):
     """The number of set bits of uint64; the compiler knows this form and makes it one
     instruction for each half.
     """
@@ -239,9 +240,9 @@ def _ones(bits):
 
 
 @triton.jit
-def _words(mask, starts, row, word, WORDS: tl.constexpr):
-    """Mask words of rows, uint64, and the number of values of the row before each; behind the
-    last word, that one again.
+def _mask_words(mask, starts, row, word, WORDS: tl.constexpr):
+    """Mask words of rows, uint64, and the number of values of the row before each word. Beyond the
+    last word of a row, the last word again.
     """
     place = row.to(tl.int64)[:, None] * WORDS + tl.minimum(word, WORDS - 1)[None, :]
     before = tl.load(starts + place).to(tl.int32)
@@ -251,39 +252,39 @@ def _words(mask, starts, row, word, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr):
-    """The values of the four columns of each group, and their bits. A value without its bit is any
-    number.
+def _four_columns(bits, before, row_values, remaining, GROUPS: tl.constexpr, CHECK: tl.constexpr):
+    """The values of the four columns of each group, and their four bits. Where a bit is not set,
+    the value is arbitrary.
 
-    CHECK: only `left` values follow the first one of the row.
+    CHECK: only `remaining` values follow the first one of the row; none behind them is read.
     """
     shift = (tl.arange(0, GROUPS) % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
     below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
-    mine = (bits >> shift).to(tl.int32)
-    place = before + _ones(bits & below)
+    thread_bits = (bits >> shift).to(tl.int32)
+    place = before + _popcount(bits & below)
     if CHECK:
-        a = tl.load(own + place, mask=place < left, other=0)
-        b = tl.load(own + place + 1, mask=place + 1 < left, other=0)
-        c = tl.load(own + place + 2, mask=place + 2 < left, other=0)
-        d = tl.load(own + place + 3, mask=place + 3 < left, other=0)
+        a = tl.load(row_values + place, mask=place < remaining, other=0)
+        b = tl.load(row_values + place + 1, mask=place + 1 < remaining, other=0)
+        c = tl.load(row_values + place + 2, mask=place + 2 < remaining, other=0)
+        d = tl.load(row_values + place + 3, mask=place + 3 < remaining, other=0)
     else:
-        a = tl.load(own + place)
-        b = tl.load(own + place + 1)
-        c = tl.load(own + place + 2)
-        d = tl.load(own + place + 3)
-    first = (mine & 1) != 0
-    second = (mine & 2) != 0
-    third = (mine & 4) != 0
+        a = tl.load(row_values + place)
+        b = tl.load(row_values + place + 1)
+        c = tl.load(row_values + place + 2)
+        d = tl.load(row_values + place + 3)
+    first = (thread_bits & 1) != 0
+    second = (thread_bits & 2) != 0
+    third = (thread_bits & 4) != 0
     at_1 = tl.where(first, b, a)
     next_1 = tl.where(first, c, b)
     last_1 = tl.where(first, d, c)
     at_2 = tl.where(second, next_1, at_1)
     next_2 = tl.where(second, last_1, next_1)
-    return a, at_1, at_2, tl.where(third, next_2, at_2), mine
+    return a, at_1, at_2, tl.where(third, next_2, at_2), thread_bits
 
 
 @triton.jit
-def _add(
+def _add_column(
     total,
     values,
     bit,
@@ -313,12 +314,12 @@ def _add(
 
 
 @triton.jit
-def _tile(
+def _add_tile(
     total,
     bits,
     before,
-    own,
-    left,
+    row_values,
+    remaining,
     x,
     token,
     tokens,
@@ -331,16 +332,24 @@ def _tile(
     CHECK: tl.constexpr,
 ):
     """`total` and the products of a tile of columns from `base`."""
-    a, b, c, d, mine = _columns(bits, before, own, left, GROUPS, CHECK)
+    a, b, c, d, thread_bits = _four_columns(bits, before, row_values, remaining, GROUPS, CHECK)
     column = tl.arange(0, GROUPS) * WIDTH + base
-    total = _add(total, a, mine & 1, x, token, tokens, column, columns, stride, DOT, WIDEN)
-    total = _add(total, b, mine & 2, x, token, tokens, column + 1, columns, stride, DOT, WIDEN)
-    total = _add(total, c, mine & 4, x, token, tokens, column + 2, columns, stride, DOT, WIDEN)
-    return _add(total, d, mine & 8, x, token, tokens, column + 3, columns, stride, DOT, WIDEN)
+    total = _add_column(
+        total, a, thread_bits & 1, x, token, tokens, column, columns, stride, DOT, WIDEN
+    )
+    total = _add_column(
+        total, b, thread_bits & 2, x, token, tokens, column + 1, columns, stride, DOT, WIDEN
+    )
+    total = _add_column(
+        total, c, thread_bits & 4, x, token, tokens, column + 2, columns, stride, DOT, WIDEN
+    )
+    return _add_column(
+        total, d, thread_bits & 8, x, token, tokens, column + 3, columns, stride, DOT, WIDEN
+    )
 
 
 @triton.jit
-def _sums(
+def _row_sums(
     mask,
     starts,
     values,
@@ -364,28 +373,28 @@ def _sums(
 ):
     """The sums of a program over the columns from `start` to `end`, shape (TOKENS, ROWS)."""
     first = tl.load(offsets + row)
-    own = values + first[:, None]
-    left = (stored - first)[:, None]
+    row_values = values + first[:, None]
+    remaining = (stored - first)[:, None]
     whole = start + (end - start) // (GROUPS * WIDTH) * (GROUPS * WIDTH)
     if DOT:
         total = tl.zeros([ROWS, TOKENS], tl.float32)
     else:
         total = tl.zeros([TOKENS, ROWS, GROUPS], tl.float32)
     word = tl.arange(0, GROUPS) // GROUPS_IN_WORD + start // WORD
-    bits, before = _words(mask, starts, row, word, WORDS)
+    bits, before = _mask_words(mask, starts, row, word, WORDS)
     for base in range(start, whole, GROUPS * WIDTH):
         these = bits
         places = before
         # The next words are on their way while these are used: values cannot be asked for before
         # their words are there.
         word += GROUPS // GROUPS_IN_WORD
-        bits, before = _words(mask, starts, row, word, WORDS)
-        total = _tile(
+        bits, before = _mask_words(mask, starts, row, word, WORDS)
+        total = _add_tile(
             total,
             these,
             places,
-            own,
-            left,
+            row_values,
+            remaining,
             x,
             token,
             tokens,
@@ -399,12 +408,12 @@ def _sums(
         )
     if whole < end:
         bits = tl.where((word < WORDS)[None, :], bits, tl.zeros_like(bits))
-        total = _tile(
+        total = _add_tile(
             total,
             bits,
             before,
-            own,
-            left,
+            row_values,
+            remaining,
             x,
             token,
             tokens,
@@ -436,7 +445,7 @@ def products_kernel(
     columns,
     tokens,
     stride,
-    part,
+    split_columns,
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -444,20 +453,20 @@ def products_kernel(
     DOT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split,
-    in float32.
+    """y[split, token, row] = the sum of W[row, c] x[token, c] over the columns c of a split, in
+    float32.
 
     A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices,
-    whose sizes are 16 or more; WIDEN: in float32. `stored` is the number of values, and `part` a
-    multiple of the columns of a tile.
+    whose sizes are 16 or more; WIDEN: in float32. `stored` is the number of values, and
+    `split_columns`, the columns of a split, a multiple of the columns of a tile.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
-    start = tl.program_id(1) * part
-    end = tl.minimum(start + part, columns)
+    start = tl.program_id(1) * split_columns
+    end = tl.minimum(start + split_columns, columns)
     behind = tl.program_id(0) * ROWS + ROWS
     if (behind <= rows) & (tl.load(offsets + tl.minimum(behind, rows)) + WIDTH <= stored):
-        total = _sums(
+        total = _row_sums(
             mask,
             starts,
             values,
@@ -480,7 +489,7 @@ def products_kernel(
             False,
         )
     else:  # nothing behind the last value is read; the last row stands in for rows behind it
-        total = _sums(
+        total = _row_sums(
             mask,
             starts,
             values,
@@ -532,11 +541,11 @@ def expand_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     shift = (group % (WORD // 2) * 2).to(tl.uint64)[None, :]
     below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
-    bits, before = _words(mask, starts, row, group // (WORD // 2), WORDS)
-    mine = tl.where((group < WORDS * (WORD // 2))[None, :], (bits >> shift).to(tl.int32), 0)
-    at = values + tl.load(offsets + row)[:, None] + (before + _ones(bits & below))
-    left = tl.load(at, mask=(mine & 1) != 0, other=0)
-    right = tl.load(at + (mine & 1), mask=(mine & 2) != 0, other=0)
+    bits, before = _mask_words(mask, starts, row, group // (WORD // 2), WORDS)
+    thread_bits = tl.where((group < WORDS * (WORD // 2))[None, :], (bits >> shift).to(tl.int32), 0)
+    at = values + tl.load(offsets + row)[:, None] + (before + _popcount(bits & below))
+    left = tl.load(at, mask=(thread_bits & 1) != 0, other=0)
+    right = tl.load(at + (thread_bits & 1), mask=(thread_bits & 2) != 0, other=0)
     column = group[:, None] * 2 + tl.arange(0, 2)[None, :]
     target = dense + place.to(tl.int64)[:, None, None] * columns + column[None, :, :]
     inside = (place < rows)[:, None, None] & (column < columns)[None, :, :]

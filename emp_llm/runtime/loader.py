@@ -38,7 +38,7 @@ from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pac
 from emp_llm.runtime.sparse_linear import SparseLinear
 
 logger = logging.getLogger(__name__)
-LEAST_ZEROS = 0.2  # of a layer that is loaded packed; docs/runtime.md has the measurement
+LEAST_ZEROS = 0.2  # the fraction of zeros from which packed rows are smaller and faster
 NEVER = 2.0  # more zeros than any layer has: all layers are loaded dense
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -64,10 +64,10 @@ def load(
         device: where the model runs.
         dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed
             weights keep theirs.
-        revision: on the Hub.
-        trust_remote_code: run code from the folder.
-        least_zeros: the smallest fraction of zeros with which a layer is packed; more than 1: none
-            is.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run code from the model repository.
+        least_zeros: the smallest fraction of zeros with which a layer is packed; above 1, all
+            layers are dense.
         check: compare the hashes of a packed folder before anything runs.
 
     Raises:
@@ -82,32 +82,36 @@ def load(
     weights = StoredWeights(folder)
     _refuse_quantised(weights.checkpoint)
     if check and weights.packed is not None:
-        _check(weights.packed)
+        _check_hashes(weights.packed)
     skeleton = build_skeleton(folder, trust_remote_code)
     layers = _linear_layers(skeleton, weights.checkpoint)
     used = _used_tensors(folder, skeleton, weights.checkpoint)
     weights.check_memory(used - {layer.stored for layer in layers})
-    found = {layer: weights.rows(layer.stored, least_zeros) for layer in layers}
-    packed = {layer: rows for layer, rows in found.items() if rows is not None}
+    packed: dict[_LinearLayer, PackedRows] = {}
+    for layer in layers:
+        rows = weights.rows(layer.stored, least_zeros)
+        if rows is not None:
+            packed[layer] = rows
     used -= {layer.stored for layer in packed}
     others = {name: weights.dense(name) for name in weights.checkpoint.tensors if name in used}
     loaded = _load_others(folder, skeleton, others, list(packed), dtype)
     for layer, rows in packed.items():
         hole = loaded.get_submodule(layer.module)
-        rows = pack_rows(rows.dense().T) if layer.transposed else rows
+        if layer.transposed:
+            rows = pack_rows(rows.dense().T)
         loaded.set_submodule(layer.module, SparseLinear(rows, hole.bias, layer.transposed))
     if least_zeros <= 1:
-        _say(folder, len(layers), list(packed.values()))
+        _log_packed(folder, len(layers), list(packed.values()))
     loaded = loaded.to(device).eval()
     if packed and loaded.device.type == "cpu":
-        least = min(sparse_layers(loaded).values(), key=lambda layer: layer.values.numel())
-        # Measures the ways to multiply, once for a processor.
-        least(torch.zeros(9, least.in_features, dtype=loaded.dtype))
+        smallest = min(sparse_layers(loaded).values(), key=lambda layer: layer.values.numel())
+        # With nine tokens, the ways to multiply are measured, once for a processor.
+        smallest(torch.zeros(9, smallest.in_features, dtype=loaded.dtype))
     return loaded
 
 
 def run_device(device: str) -> str:
-    """The device that a user names: for auto, a GPU if there is one.
+    """The device that a user means: for "auto", a GPU if there is one.
 
     Raises:
         UserError: a GPU is named, and there is none of this number.
@@ -143,13 +147,13 @@ class _LinearLayer:
 
 
 class StoredWeights:
-    """The weights of a pruned or packed folder, each packed or dense, as tensors in memory or
+    """The weights of a pruned or packed folder, as packed rows or dense tensors: in memory, or
     mapped from the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
-        if self.packed is not None and self.packed.layout.kind == "mask":
+        if self.packed is not None and self.packed.layout.mask_only:
             raise UserError(
                 f"{folder}: a mask holds no weights. Unpack it first: emp-llm unpack {folder} DIR "
                 f"--base {self.packed.base_name}"
@@ -162,33 +166,30 @@ class StoredWeights:
         self._mapped: dict[Path, Any] = {}
 
     def rows(self, name: str, least_zeros: float) -> PackedRows | None:
-        """The rows of a matrix as it is stored; None if it has no weights, or fewer of them are
-        zero.
+        """The rows of a matrix as it is stored; None if it is empty, or its fraction of zeros is
+        less than `least_zeros`.
 
-        Loops in machine code rely on these rows. Lengths and dtypes of mask and values are those
-        that the matrix requires, or the folder would not be open. The bits are counted here, in
-        every load.
+        Loops in machine code rely on these rows. Lengths and dtypes of mask and values were checked
+        when the folder was opened. The bits are counted here, in every load.
 
         Raises:
-            UserError: the mask has another number of bits than there are values, or bits behind the
+            UserError: the number of set bits is not that of the values, or bits are set after the
                 last weight; or the file has changed; or there is not enough memory.
         """
         tensor = self.checkpoint.tensors[name]
         shard = self._shards.get(name)
         words = words_in(tensor)
         rows, columns = tensor.shape
-        if shard is not None and shard.layout.codec == "raw":
-            if (
-                not words
-                or shard.forms[name] != "sparse"
-                or shard.zeros_in(tensor) < least_zeros * words
-            ):
+        if not words or least_zeros > 1:
+            return None
+        if shard is not None and not shard.layout.zstd:
+            if shard.forms[name] == "dense" or shard.zeros_in(tensor) < least_zeros * words:
                 return None
             mask = self._map(shard.entry(f"{name}.mask"))
             values = self._map(shard.entry(f"{name}.values"))
         else:
             mask, values = pack_words(self._words(tensor), _DTYPES[tensor.dtype])
-            if not words or words - values.numel() < least_zeros * words:
+            if words - values.numel() < least_zeros * words:
                 return None
         # The bits of a row do not begin a word, so they are moved, as bytes.
         if columns % WORD_COLUMNS:
@@ -214,14 +215,11 @@ class StoredWeights:
         return tensors[name]
 
     def check_memory(self, names: Collection[str], copies: int = 1) -> None:
-        """Raise UserError if the tensors that are expanded, with their copies for a while, need
-        more than the free memory.
+        """Raise UserError if those of the tensors that must be expanded need more than the free
+        memory, `copies` of each at a time.
         """
-        tensors = [
-            tensor
-            for tensor in map(self.checkpoint.tensors.__getitem__, names)
-            if self._expands(tensor)
-        ]
+        stored = [self.checkpoint.tensors[name] for name in names]
+        tensors = [tensor for tensor in stored if self._expands(tensor)]
         what = quotable(tensors[0].name) if len(tensors) == 1 else count_of(len(tensors), "tensor")
         self._check_free(copies * sum(tensor.end - tensor.start for tensor in tensors), what)
 
@@ -233,11 +231,9 @@ class StoredWeights:
             )
 
     def _expands(self, tensor: StoredTensor) -> bool:
-        """Whether a tensor is not in its file as it is."""
+        """Whether a tensor is compressed or without its zeros in its file."""
         shard = self._shards.get(tensor.name)
-        return shard is not None and not (
-            shard.layout.codec == "raw" and shard.forms[tensor.name] == "dense"
-        )
+        return shard is not None and (shard.layout.zstd or shard.forms[tensor.name] == "sparse")
 
     def _words(self, tensor: StoredTensor) -> Iterator[Words]:
         if self.packed is not None:
@@ -248,7 +244,8 @@ class StoredWeights:
             yield from (read_words(file, tensor, *chunk) for chunk in PackLayout().chunks(tensor))
 
     def _map(self, stored: StoredTensor) -> Tensor:
-        """A tensor of a safetensors file, mapped into memory; a copy if it begins within a number.
+        """A tensor of a safetensors file, mapped into memory; a copy if its address there is not a
+        multiple of the size of its numbers.
 
         Raises:
             UserError: the file is not the one whose header was checked.
@@ -269,8 +266,8 @@ class StoredWeights:
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
-def _check(packed: PackedFolder) -> None:
-    """Compare the hashes of a packed folder."""
+def _check_hashes(packed: PackedFolder) -> None:
+    """Raise UserError if a file of a packed folder has another hash than announced."""
     for name in packed.files:
         # Files that a model does not need, such as its card, are not downloaded.
         if (packed.folder / name).is_file():
@@ -288,9 +285,9 @@ def _check(packed: PackedFolder) -> None:
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
-    kind = checkpoint.config.get("quantization_config")
-    if kind is not None:
-        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+    config = checkpoint.config.get("quantization_config")
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config
         raise UserError(
             f"{checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes "
             "bfloat16, float16 and float32 weights; give the pruned model before quantisation."
@@ -298,8 +295,8 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
 
 
 def _linear_layers(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> list[_LinearLayer]:
-    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype
-    that can be packed.
+    """The linear layers whose weights can be packed: stored as a matrix for this layer alone, in
+    bfloat16, float16 or float32.
     """
     stored = find_names(skeleton, checkpoint, {}).names
     shared = Counter(
@@ -326,7 +323,7 @@ def _linear_layers(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> list[_L
 
 
 class _Hole(nn.Module):
-    """Stands in for a packed layer while transformers loads the other weights; it has the
+    """Takes the place of a packed layer while transformers loads the other weights, and the
     layer's bias.
     """
 
@@ -338,16 +335,16 @@ class _Hole(nn.Module):
 
 
 def _used_tensors(folder: Path, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """The names of the stored tensors that the model has, in its shapes: transformers loads them
-    without their values.
+    """The names of the stored tensors that the model has. transformers loads them without their
+    values, on the meta device.
 
     Raises:
         UserError: a weight of the model is missing, or has another shape.
     """
     stored = checkpoint.tensors.values()
     empty = {
-        each.name: torch.empty(each.shape, dtype=_DTYPES.get(each.dtype), device="meta")
-        for each in stored
+        tensor.name: torch.empty(tensor.shape, dtype=_DTYPES.get(tensor.dtype), device="meta")
+        for tensor in stored
     }
     with loading(folder):
         model, info = type(skeleton).from_pretrained(
@@ -369,34 +366,35 @@ def _load_others(
     packed: list[_LinearLayer],
     dtype: str | torch.dtype,
 ) -> PreTrainedModel:
-    """The model with its dense weights, by their stored names, and a hole in the place of each
-    packed layer.
+    """The model with its dense weights, `others` by their stored names, and a hole in the place of
+    each packed layer.
     """
-    kind = type(skeleton)
+    model_class = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
-        kind.__init__(self, *arguments, **keywords)
+        model_class.__init__(self, *arguments, **keywords)
         for layer in packed:
             self.set_submodule(layer.module, _Hole(self.get_submodule(layer.module)))
 
-    with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    members = {"__init__": build, "__module__": model_class.__module__}
+    with_holes = type(model_class.__name__, (model_class,), members)
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype)
     with loading(folder):
         model = with_holes.from_pretrained(  # type: ignore[attr-defined]
             None,
             config=skeleton.config,
             state_dict=others,
-            dtype=dtype
-            if dtype == "auto" or isinstance(dtype, torch.dtype)
-            else getattr(torch, dtype),
+            dtype=dtype,
         )
-    model.__class__ = kind
+    model.__class__ = model_class
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _say(folder: Path, layers: int, packed: list[PackedRows]) -> None:
+def _log_packed(folder: Path, layers: int, packed: list[PackedRows]) -> None:
     """Log how much of the model is packed."""
     if not packed:
         logger.warning(
