@@ -33,8 +33,8 @@ COMMANDS = {
 # The other public names, by their modules.
 _MODULES = {
     "in_memory.prune_model": ("masks_of", "prune_model"),
-    "in_memory.healing": ("heal_model",),
-    "in_memory.rotation": ("rotate_model",),
+    "healing.training": ("heal_model",),
+    "rotation.rotation": ("rotate_model",),
     "options.recipe": (
         "ByCost",
         "Effective",
@@ -61,8 +61,8 @@ _MODULES = {
     "in_memory.model_report": ("ModelReport",),
     "records.run_report": ("RunReport",),
     "records.base": ("read_record",),
-    "in_memory.masks": ("Masks",),
-    "in_memory.reapply": ("SparsityCallback", "reapply_mask"),
+    "models.masks": ("Masks",),
+    "models.reapply": ("SparsityCallback", "reapply_mask"),
     "selection.criteria": ("InputStatistics", "exponential", "shift"),
     "selection.effective": (
         "effective_mask",

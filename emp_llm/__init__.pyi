@@ -13,14 +13,13 @@ from emp_llm.common.errors import UserError as UserError
 from emp_llm.evaluate import Evaluated as Evaluated
 from emp_llm.export import Exported as Exported
 from emp_llm.generate import Generation as Generation
-from emp_llm.in_memory.healing import heal_model as heal_model
-from emp_llm.in_memory.masks import Masks as Masks
+from emp_llm.healing.training import heal_model as heal_model
 from emp_llm.in_memory.model_report import ModelReport as ModelReport
 from emp_llm.in_memory.prune_model import masks_of as masks_of
 from emp_llm.in_memory.prune_model import prune_model as prune_model
-from emp_llm.in_memory.reapply import SparsityCallback as SparsityCallback
-from emp_llm.in_memory.reapply import reapply_mask as reapply_mask
-from emp_llm.in_memory.rotation import rotate_model as rotate_model
+from emp_llm.models.masks import Masks as Masks
+from emp_llm.models.reapply import SparsityCallback as SparsityCallback
+from emp_llm.models.reapply import reapply_mask as reapply_mask
 from emp_llm.options.recipe import ByCost as ByCost
 from emp_llm.options.recipe import Effective as Effective
 from emp_llm.options.recipe import Given as Given
@@ -49,6 +48,7 @@ from emp_llm.records.sweep import Sweep as Sweep
 from emp_llm.report import ReportSummary as ReportSummary
 from emp_llm.reporting.push import Pushed as Pushed
 from emp_llm.rotate import Rotated as Rotated
+from emp_llm.rotation.rotation import rotate_model as rotate_model
 from emp_llm.run import RunSummary as RunSummary
 from emp_llm.selection.criteria import InputStatistics as InputStatistics
 from emp_llm.selection.criteria import exponential as exponential

@@ -67,13 +67,14 @@ def heal(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
+    from emp_llm.healing.checks import check_healable
+    from emp_llm.healing.training import heal_folder, healing_warnings
     from emp_llm.hub.local_model import find_model
-    from emp_llm.in_memory.healing import check_healable, heal_folder, healing_warnings
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
-    from emp_llm.pruning.counts import read_report
     from emp_llm.pruning.outcome import log_warnings
     from emp_llm.pruning.writing import read_manifest, write_manifest
+    from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
 
     if "batch_size" in given and not torch.cuda.is_available():

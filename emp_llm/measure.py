@@ -86,7 +86,6 @@ def measure(
     budgets = []
     if loss is not None:
         from emp_llm.evaluation.loss_budget import (
-            HELD_OUT,
             LossBudget,
             LossCurve,
             divided,
@@ -115,7 +114,7 @@ def measure(
     data = None
     if calibrates or budgets:
         load_packages()
-        from emp_llm.calibration.data import calibration_data, keep_generated
+        from emp_llm.calibration.data import HELD_OUT, calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)

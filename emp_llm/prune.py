@@ -161,9 +161,10 @@ def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
 def _prune_weights(pruning: "PruneRun") -> RunReport:
     """Write the checkpoint with zeros in the place of weights."""
     from emp_llm.pruning.chosen import stored_bytes
-    from emp_llm.pruning.counts import counts_of, read_report
+    from emp_llm.pruning.counts import counts_of
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
+    from emp_llm.records.run_report import read_report
 
     chosen, scores = _choose_weights(pruning)
     options = pruning.options

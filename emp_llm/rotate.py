@@ -69,9 +69,9 @@ def rotate(
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
-    from emp_llm.in_memory.rotation import rotate_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
+    from emp_llm.rotation.rotation import rotate_model
 
     if ranks().count > 1:
         raise UserError(

@@ -608,7 +608,7 @@ class SweepFolder:
         path = self.points / point.name
         if not (path / REPORT_NAME).is_file():
             return None
-        from emp_llm.pruning.counts import read_report
+        from emp_llm.records.run_report import read_report
 
         report = read_report(path)
         held = report.point

@@ -174,7 +174,7 @@ def _check_units(
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.loading import build_skeleton
-    from emp_llm.pruning.counts import read_report
+    from emp_llm.records.run_report import read_report
     from emp_llm.structure.unit_model import unit_model
     from emp_llm.structure.verification import check_shapes, check_units, read_tensors
 

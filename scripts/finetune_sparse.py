@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 from emp_llm import SparsityCallback
-from emp_llm.in_memory.reapply import masks_in
+from emp_llm.models.reapply import masks_in
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 

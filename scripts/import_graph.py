@@ -25,6 +25,8 @@ ROOMS = (
     "models",
     "calibration",
     "walk",
+    "healing",
+    "rotation",
     "pruning",
     "hub",
     "in_memory",

@@ -509,7 +509,7 @@ class Study:
 
     def heal(self, model: Any, basis: str) -> Entry:
         """Heal a pruned model in place."""
-        from emp_llm.in_memory.healing import heal_model
+        from emp_llm.healing.training import heal_model
         from emp_llm.models.loading import load_model
 
         start = time.perf_counter()

@@ -25,7 +25,7 @@ from study_counts import Model, add_model_options, models_of
 
 from emp_llm import ByCost, Effective, Owl, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import calibration_data
+from emp_llm.calibration.data import HELD_OUT, calibration_data
 from emp_llm.calibration.passes import calibrated, model_origin
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import markdown_table
@@ -36,7 +36,7 @@ from emp_llm.evaluation.block_shares import (
     shares_by_cost,
 )
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
-from emp_llm.evaluation.loss_budget import HELD_OUT, LossCurve, divided
+from emp_llm.evaluation.loss_budget import LossCurve, divided
 from emp_llm.evaluation.perplexity import text_tokens
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models.loading import load_tokenizer

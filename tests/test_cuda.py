@@ -35,8 +35,8 @@ from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.prune import prune
-from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.masks import Pruner
+from emp_llm.records.run_report import read_report
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.update.admm import admm

@@ -48,7 +48,9 @@ from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.heal import heal
-from emp_llm.in_memory import healing
+from emp_llm.healing import blocks
+from emp_llm.healing import training as healing
+from emp_llm.healing.blocks import rate_of
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
@@ -57,8 +59,6 @@ from emp_llm.reporting.card import method_words
 from emp_llm.reporting.run_tables import healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
-from emp_llm.walk import blocks
-from emp_llm.walk.blocks import rate_of
 from emp_llm.walk.moved import MovedWeights
 
 Models = Callable[[str], Path]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm import reapply_mask
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory.reapply import masks_in
+from emp_llm.models.reapply import masks_in
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.verify import verify

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from emp_llm import SparsityCallback, reapply_mask
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory.reapply import masks_in
+from emp_llm.models.reapply import masks_in
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 

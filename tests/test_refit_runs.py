@@ -24,7 +24,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import HiddenStates
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
-from emp_llm.pruning.counts import read_report
+from emp_llm.records.run_report import read_report
 from emp_llm.verify import verify
 from emp_llm.walk import update as walk
 from emp_llm.walk.moved import MovedWeights

@@ -32,8 +32,7 @@ from emp_llm import (
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.pruning.counts import read_report
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import RunReport, read_report
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm import heal, measure, prune, prune_model, recipe_of, rotate, rotate_model, verify
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory import rotation
 from emp_llm.records.rotation import RotationRecord
+from emp_llm.rotation import rotation
 
 Models = Callable[[str], Path]
 Run = Callable[..., "CompletedProcess[str]"]

@@ -52,6 +52,7 @@ IN_MEMORY = "data in memory"  # the name of the text in records
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
 FURTHER = 8  # sequences behind those of a calibration, which a run is checked on
+HELD_OUT = 24  # of a run that chooses by a loss: two thirds decide, one third judges
 _MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
 

@@ -22,10 +22,9 @@ from emp_llm.evaluation.comparison import (
 )
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import REPORT_LIMIT, RunReport
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.studies import short_model_name
 

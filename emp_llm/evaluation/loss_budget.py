@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import calibration_data
+from emp_llm.calibration.data import HELD_OUT, calibration_data
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -42,8 +42,8 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.healing.checks import check_healable
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.healing import check_healable
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
@@ -52,7 +52,7 @@ from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Wanda
 from emp_llm.pruning.chosen import targets_of_folder
-from emp_llm.pruning.counts import Numbers, check_groups, counts_of, read_report
+from emp_llm.pruning.counts import Numbers, check_groups, counts_of
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes, sizes_record
@@ -60,14 +60,13 @@ from emp_llm.pruning.scores import Scores
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
-from emp_llm.records.run_report import LossPoint, LossRecord, RunReport
+from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
 from emp_llm.walk.checks import check_apart, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-HELD_OUT = 24  # sequences behind the calibration: two thirds decide, one third judges
 _LEAST = 6  # of them
 _POINTS = 8  # of the curve, for one share
 _CHANCE = 0.02  # of the budget

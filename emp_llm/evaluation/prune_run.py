@@ -153,8 +153,7 @@ class PruneRun:
     def text(self) -> "CalibrationText":
         """The calibration text, of a run that needs one."""
         load_packages()
-        from emp_llm.calibration.data import FURTHER, calibration_data
-        from emp_llm.evaluation.loss_budget import HELD_OUT
+        from emp_llm.calibration.data import FURTHER, HELD_OUT, calibration_data
 
         return calibration_data(
             self.options,
@@ -295,7 +294,7 @@ class PruneRun:
             self.output().check_leftover(run_signature(self.checkpoint, self.recipe, None))
         _ = self.signature, self.held_out
         if self.recipe.heal is not None:
-            from emp_llm.in_memory.healing import check_healable
+            from emp_llm.healing.checks import check_healable
 
             check_healable(self.checkpoint.config, self.text, self.targets)
         _ = self.suite_data
@@ -432,7 +431,7 @@ class PruneRun:
         options = self.options
         heal = self.recipe.heal
         if heal is not None:
-            from emp_llm.in_memory.healing import heal_folder, healing_warnings
+            from emp_llm.healing.training import heal_folder, healing_warnings
 
             self.models.free()
             with self.stopwatch("heal"):

@@ -22,11 +22,10 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.placement import Quantization, quantization_record
-from emp_llm.pruning.counts import read_report
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import RunReport, read_report
 
 logger = logging.getLogger(__name__)
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any

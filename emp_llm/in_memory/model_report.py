@@ -14,8 +14,8 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
-from emp_llm.in_memory.masks import Masks
 from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.masks import Masks
 from emp_llm.models.modules import rows_in
 from emp_llm.pruning.writing import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord

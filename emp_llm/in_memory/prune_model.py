@@ -22,12 +22,12 @@ from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.masks import Masks, plain_model
 from emp_llm.in_memory.model_report import ModelReport
-from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.architecture import Target, check_calibrated
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
+from emp_llm.models.masks import Masks, plain_model
+from emp_llm.models.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.modules import reads_twice, rows_in
 from emp_llm.models.offload import resident_parameter
 from emp_llm.options.base import check_type, check_values, options_of
@@ -108,7 +108,7 @@ def prune_model(
         if parameter is not None:
             rows_in(parameter, target.layer).copy_(weight)
     if heal is not None and dense is not None:
-        from emp_llm.in_memory.healing import heal_model, healing_warnings
+        from emp_llm.healing.training import heal_model, healing_warnings
 
         text: Any = {
             name: how[name] for name in ("samples", "seqlen", "batch_size", "seed") if name in how
@@ -292,7 +292,7 @@ def _choose(
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
     if recipe.heal is not None:
-        from emp_llm.in_memory.healing import text_to_heal
+        from emp_llm.healing.training import text_to_heal
 
         _check_text(model, data, "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")

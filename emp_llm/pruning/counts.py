@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool
+from emp_llm.checkpoint.files import FilePool
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell
@@ -26,9 +26,8 @@ from emp_llm.options.recipe import ByCost, Effective, Magnitude, Match, Owl, Pat
 from emp_llm.pruning.masks import Counts, Pruner
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.scores import Scores
-from emp_llm.records.base import read_record
 from emp_llm.records.measure import CurvePoint
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import read_report
 from emp_llm.selection.rule import (
     Group,
     GroupNumbers,
@@ -42,8 +41,6 @@ from emp_llm.selection.rule import (
 )
 
 logger = logging.getLogger(__name__)
-# Mixtures have tens of thousands of matrices, each with an entry in the report.
-REPORT_LIMIT = 4 * INDEX_LIMIT
 Numbers = dict[float, list[GroupNumbers]]
 
 
@@ -169,15 +166,6 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
             )
         removed[target.name] = size - entry.kept
     return replace(recipe, counts=replace(counts, removed=removed))
-
-
-def read_report(run: Path) -> RunReport:
-    """The report in a run's output folder; UserError if it is missing or invalid."""
-    if not (run / REPORT_NAME).is_file():
-        raise UserError(
-            f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune."
-        )
-    return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)
 
 
 # Effective numbers.

@@ -10,6 +10,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.machine import has_bfloat16
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.checks import healing_bytes, healing_memory
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Heal
 from emp_llm.pruning.chosen import stored_bytes
@@ -18,7 +19,6 @@ from emp_llm.pruning.scores import Scores
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.walk.checks import healing_bytes, healing_memory
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)

@@ -3,18 +3,25 @@ that it depends on.
 """
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from emp_llm.checkpoint.files import INDEX_LIMIT
+from emp_llm.common.errors import UserError
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, read_record
 from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
+
+# Mixtures have tens of thousands of matrices, each with an entry in the report.
+REPORT_LIMIT = 4 * INDEX_LIMIT
 
 
 class Quartiles(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # msgspec allows it; dataclasses would not
@@ -360,3 +367,12 @@ class RunReport(FileRecord, kw_only=True):
             f"{table(rows)}\n{self.recipe.method} removed {removed} % of the targets of "
             f"{self.source.model}"
         )
+
+
+def read_report(run: Path) -> RunReport:
+    """The report in a run's output folder; UserError if it is missing or invalid."""
+    if not (run / REPORT_NAME).is_file():
+        raise UserError(
+            f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune."
+        )
+    return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)

@@ -49,13 +49,13 @@ from emp_llm.common.tables import (
 )
 from emp_llm.evaluation.results import complete_results
 from emp_llm.hub.client import hub_errors_explained, with_retries
-from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry
 from emp_llm.records.results import Results
+from emp_llm.records.run_report import read_report
 from emp_llm.reporting.card import HUB_ID, by_suite, cached_repository, card_text, find_origin
 from emp_llm.reporting.run_tables import split_benches
 

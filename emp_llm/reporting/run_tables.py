@@ -24,12 +24,12 @@ from emp_llm.evaluation.comparison import (
     values_of,
 )
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
+    REPORT_LIMIT,
     FitRecord,
     MatrixRecord,
     RunReport,

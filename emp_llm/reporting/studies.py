@@ -22,13 +22,13 @@ from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, 
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import MatchBy
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import read_record, record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import (
+    REPORT_LIMIT,
     FitRecord,
     MatrixRecord,
     RunReport,

@@ -29,10 +29,15 @@ from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
 from emp_llm.options.recipe import Effective, Match, Recipe, Share, StructureRecipe
 from emp_llm.pruning.budget import Budget
-from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import recorded
-from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
+from emp_llm.records.run_report import (
+    CostRecord,
+    RunReport,
+    StructureRecord,
+    TargetsRecord,
+    read_report,
+)
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores, unit_sums
 from emp_llm.structure.unit_model import unit_model

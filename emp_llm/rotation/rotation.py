@@ -28,8 +28,8 @@ from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory, out_of_memory
 from emp_llm.common.progress import progress_bar
-from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
 from emp_llm.models.layers import Layer
+from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
 from emp_llm.models.names import ROUTERS, WRITERS
 from emp_llm.models.offload import input_device, is_offloaded

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
+from emp_llm.healing.checks import SEQUENCES
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
@@ -27,7 +28,6 @@ from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block
 
-SEQUENCES = 4  # of a step
 _RATE = 0.01  # at most; only models of a few narrow blocks would have more
 _BLOCK = 4.0  # blocks healed one at a time change the model as if there were so many
 

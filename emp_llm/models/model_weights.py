@@ -19,9 +19,9 @@ from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.in_memory.masks import check_merged
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.layers import Layer
+from emp_llm.models.masks import check_merged
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
 from emp_llm.models.names import MIXES_TOKENS
 from emp_llm.models.offload import resident_parameter

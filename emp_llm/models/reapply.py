@@ -21,13 +21,13 @@ from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
-from emp_llm.in_memory.masks import Masks, check_merged, check_whole, plain_model
 from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Targets
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.pruning.counts import read_report
+from emp_llm.records.run_report import read_report
 
 Source = Path | str | Mapping[str, Tensor]
 

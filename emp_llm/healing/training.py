@@ -13,7 +13,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,31 +42,26 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory, trim_heap
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.in_memory.masks import Masks
-from emp_llm.in_memory.model_weights import ModelWeights, architecture_of
-from emp_llm.in_memory.reapply import find_masks, stored_masks
-from emp_llm.models.architecture import Architecture, Target
+from emp_llm.healing.blocks import heal_blocks, rate_of, rated
+from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes, healing_memory
+from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import headless_class, load_model
+from emp_llm.models.loading import load_model
+from emp_llm.models.masks import Masks
+from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
+from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.walk.blocks import SEQUENCES, heal_blocks, rate_of, rated
-from emp_llm.walk.checks import (
-    check_apart,
-    check_update,
-    healing_bytes,
-    healing_memory,
-    updatable,
-)
+from emp_llm.walk.checks import check_apart, updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
@@ -83,31 +78,6 @@ _MEASURES = 10  # of the held-out loss
 _BETAS = (0.9, 0.95)  # of Adam
 _EPSILON = 1e-8
 _HELD_OUT = 16  # one sequence of this many
-
-
-def check_healable(
-    config: Any, data: CalibrationText, targets: Sequence[Target] | None = None
-) -> None:
-    """Raise UserError if weights cannot be trained: because of the model's config, the text, or
-    how targets are stored.
-    """
-    if targets is not None:
-        check_update(targets, "--heal", "Leave out --heal")
-    if config.get("is_encoder_decoder"):
-        raise UserError(
-            "--heal is for decoders, and this model has an encoder too. Leave out --heal."
-        )
-    if (name := headless_class(config)) is not None:
-        raise UserError(
-            f"--heal learns the probabilities of tokens, and {name} has no head for "
-            "them. Leave out --heal."
-        )
-    if len(data.tokens) <= SEQUENCES:
-        raise UserError(
-            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
-            f"are needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, "
-            "or a lower --seqlen."
-        )
 
 
 def heal_model(

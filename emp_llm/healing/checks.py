@@ -1,0 +1,92 @@
+"""What can be said of a healing before: whether it is possible, its memory and disk."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.models.architecture import Target
+from emp_llm.options.recipe import Heal
+from emp_llm.walk.checks import check_update
+
+if TYPE_CHECKING:
+    from emp_llm.calibration.data import CalibrationText
+
+SEQUENCES = 4  # of a step
+# Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with
+# two states of Adam in bfloat16.
+HEALING_BYTES = 4 + 3 * 8
+
+
+def check_healable(
+    config: Any, data: "CalibrationText", targets: Sequence[Target] | None = None
+) -> None:
+    """Raise UserError if weights cannot be trained: because of the model's config, the text, or
+    how targets are stored.
+    """
+    from emp_llm.models.loading import headless_class
+
+    if targets is not None:
+        check_update(targets, "--heal", "Leave out --heal")
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            "--heal is for decoders, and this model has an encoder too. Leave out --heal."
+        )
+    if (name := headless_class(config)) is not None:
+        raise UserError(
+            f"--heal learns the probabilities of tokens, and {name} has no head for "
+            "them. Leave out --heal."
+        )
+    if len(data.tokens) <= SEQUENCES:
+        raise UserError(
+            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
+            f"are needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, "
+            "or a lower --seqlen."
+        )
+
+
+def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:
+    """An upper bound on the number of weights that healing moves."""
+    return (
+        checkpoint.parameters
+        if heal.weights == "all"
+        else sum(target.matrix.numel for target in targets)
+    )
+
+
+def healing_bytes(
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, by_blocks: bool
+) -> int:
+    """An upper bound on the disk that healing takes beside the output."""
+    if by_blocks:  # the weights of finished blocks are kept
+        return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+    return HEALING_BYTES * healing_weights(checkpoint, targets, heal)
+
+
+def healing_memory(
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, tokens: int, in_bfloat16: bool
+) -> int:
+    """The memory that healing a whole model takes, in bytes, beside that of the program.
+
+    It holds the dense model; of each weight that moves its value in float32, its gradient and two
+    states of Adam; of the others their value, and that in the dtype of the products. For `tokens`
+    tokens at a time come the logits of both models and their gradient, and what the blocks keep for
+    their gradients: with d inputs and f neurons, about 24 d + 8 f bytes each.
+
+    Args:
+        in_bfloat16: the products; then gradients are of bfloat16 too.
+    """
+    dense = sum(size for size, _ in checkpoint.states.values())
+    moving = healing_weights(checkpoint, targets, heal)
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    width = config.get("hidden_size", 0)
+    kept = 24 * width + 8 * (config.get("intermediate_size") or 4 * width)
+    of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
+    of_moving = 10 if in_bfloat16 else 12
+    of_others = 6 if in_bfloat16 else 4
+    return (
+        dense
+        + of_moving * moving
+        + of_others * (checkpoint.parameters - moving)
+        + tokens * of_tokens
+    )
