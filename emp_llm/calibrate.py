@@ -74,7 +74,7 @@ def calibrate(
     checkpoint = Checkpoint(source.folder)
     architecture = Architecture.of_checkpoint(checkpoint, layers.blocks, trust)
     selected = architecture.select(targets, layers.ignore, layers.tower)
-    chosen = [target for target in selected if target.layer.kind != "embedding"]
+    chosen = [target for target in selected if target.layer.purpose != "embedding"]
     check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
     check_calibrated([target.layer for target in chosen])
     models = OneModel(loading.device_map, loading.dtype, trust)

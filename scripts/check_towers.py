@@ -81,7 +81,9 @@ def _problem(model: Any, towers: Towers) -> str | None:
         if given and tower not in towers.others.values():
             return f"its config has a {tower} encoder, and no tower was found"
     chosen = [
-        layer for layer in model_layers(model) if layer.kind == "mlp" and layer.tower == "language"
+        layer
+        for layer in model_layers(model)
+        if layer.purpose == "mlp" and layer.tower == "language"
     ]
     return None if chosen or "experts" in str(model) else "no layer of an MLP in the language tower"
 

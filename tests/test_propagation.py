@@ -55,7 +55,7 @@ def calibrated(
 def linears(model: PreTrainedModel, head: bool = False) -> list[Layer]:
     kinds = ("embedding",) if head else ("embedding", "head")
     architecture = Architecture.of_model(Checkpoint(Path(model.name_or_path)), model)
-    return [layer for layer in architecture.layers if layer.kind not in kinds]
+    return [layer for layer in architecture.layers if layer.purpose not in kinds]
 
 
 def assert_same(one: Activations, other: Activations) -> None:

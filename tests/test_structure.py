@@ -150,7 +150,7 @@ def test_an_mlp_is_no_state_space_model() -> None:
     config = transformers.SeedOssConfig(**tiny.GLU)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    kinds = {layer.leaf: layer.kind for layer in model_layers(model)}
+    kinds = {layer.leaf: layer.purpose for layer in model_layers(model)}
     assert (kinds["gate_proj"], kinds["down_proj"], kinds["q_proj"]) == ("mlp", "mlp", "attention")
 
 

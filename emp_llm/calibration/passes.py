@@ -358,7 +358,7 @@ def norms_of_batches(
     known = isinstance(model, PreTrainedModel)
     body = (
         body_of(model)
-        if known and not any(layer.kind in ("head", "other") for layer in layers)
+        if known and not any(layer.purpose in ("head", "other") for layer in layers)
         else model
     )
     total = total or (len(data) if isinstance(data, Sized) else 0, "batch")
@@ -705,7 +705,9 @@ def _run_tail(
     if not remaining:
         return
     body = (
-        runner.model if any(layer.kind == "head" for layer in remaining) else body_of(runner.model)
+        runner.model
+        if any(layer.purpose == "head" for layer in remaining)
+        else body_of(runner.model)
     )
     names = [statistic.name for statistic in collected.statistics]
     with input_hooks(runner.model, remaining, names) as after:

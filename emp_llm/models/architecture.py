@@ -1,9 +1,9 @@
 """The layers of a model, where a checkpoint stores them, and the choice of targets. Imports neither
 torch nor transformers.
 
-architecture = Architecture.of_checkpoint(checkpoint)      # of the checkpoint, only config.json and
-headers are read targets = architecture.select("mlp")                       # each a layer of the
-model and its stored matrix coverage = architecture.coverage(targets)
+    architecture = Architecture.of_checkpoint(checkpoint)  # reads config.json and headers alone
+    targets = architecture.select("mlp")                   # layers of the model, stored matrices
+    coverage = architecture.coverage(targets)
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
-from emp_llm.models.layers import Kind, Layer, Shape, Tower, named_tower, tower_of, within
+from emp_llm.models.layers import Layer, Purpose, Shape, Tower, named_tower, tower_of, within
 from emp_llm.models.names import (
     EMBEDDINGS,
     HEAD_LEAVES,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SCOPES: dict[str, tuple[Kind, ...]] = {
+_SCOPES: dict[str, tuple[Purpose, ...]] = {
     "mlp": ("mlp",),
     "attention": ("attention",),
     "all-linear": ("mlp", "attention", "other"),
@@ -256,11 +256,11 @@ class Architecture:
         embeddings = {
             self.stored_names.get(layer.parameter)
             for layer in self.layers
-            if layer.kind == "embedding"
+            if layer.purpose == "embedding"
         }
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:
-            matrix = self._matrix(layer) if self._in(tower, layer.tower) else None
+            matrix = self._matrix(layer) if self._includes(tower, layer.tower) else None
             if matrix is None:
                 continue
             place = matrix.stored.name, matrix.expert
@@ -271,7 +271,7 @@ class Architecture:
                     target_at[place].name,
                 )
                 continue
-            if layer.kind == "head" and matrix.stored.name in embeddings:
+            if layer.purpose == "head" and matrix.stored.name in embeddings:
                 logger.warning(
                     "warning: %s is tied to the embeddings (%s); both change.",
                     layer.name,
@@ -283,7 +283,7 @@ class Architecture:
         asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
         if matching:
             elsewhere = shortened_list([layer.name for layer in matching])
-            if all(self._in(tower, layer.tower) for layer in matching):
+            if all(self._includes(tower, layer.tower) for layer in matching):
                 raise UserError(
                     f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}."
                 )
@@ -331,8 +331,7 @@ class Architecture:
 
     @property
     def further_blocks(self) -> dict[str, str]:
-        """The unused tensors that end like those of a decoder block, and that end, from the longest
-        one on.
+        """The unused tensors whose names end like those of a decoder block -> the longest such end.
 
         They are of layers that predict a second token: model.layers.N behind the last one,
         mtp.layers.0, mtp.block, ...
@@ -347,7 +346,7 @@ class Architecture:
                 ends_of[name] = end
         return ends_of
 
-    def _in(self, choice: str, tower: Tower) -> bool:
+    def _includes(self, choice: str, tower: Tower) -> bool:
         """Whether a choice of towers includes a tower. "language" means the tower of --blocks,
         if that names another.
         """
@@ -358,7 +357,7 @@ class Architecture:
         that holds matrices.
         """
         layers = Counter(layer.parameter for layer in self.layers if layer.block is not None)
-        tables = {layer.parameter for layer in self.layers if layer.kind == "embedding"}
+        tables = {layer.parameter for layer in self.layers if layer.purpose == "embedding"}
         return {
             name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
             for name, shape in self.block_shapes.items()
@@ -366,7 +365,7 @@ class Architecture:
             and min(shape) > 1
             and "bias" not in name.rpartition(".")[2]
             and name not in tables
-            if self._in(tower, tower_of(self.towers, name))
+            if self._includes(tower, tower_of(self.towers, name))
         }
 
     def _unreachable(self, in_blocks: Iterable[str]) -> tuple[str, ...]:
@@ -391,9 +390,11 @@ class Architecture:
             if root is not None:
                 sizes[root] += math.prod(shape)
         dense = {
-            root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])
+            root: size
+            for root, size in sizes.items()
+            if not self._includes(tower, self.towers[root])
         }
-        if self.towers and not self._in(tower, "language"):
+        if self.towers and not self._includes(tower, "language"):
             dense[self.language or "language model"] = self.checkpoint.parameters - sum(
                 sizes.values()
             )
@@ -401,8 +402,8 @@ class Architecture:
 
     def _check_tower(self, tower: str) -> None:
         """Raise UserError if the model has no layers in a tower."""
-        towers = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
-        if not towers or any(self._in(tower, candidate) for candidate in towers):
+        towers = sorted({layer.tower for layer in self.layers if layer.purpose != "embedding"})
+        if not towers or any(self._includes(tower, candidate) for candidate in towers):
             return
         remedy = (
             "Leave it out."
@@ -462,8 +463,8 @@ class Architecture:
 
 
 def within_block(tensor: str) -> str:
-    """The name of a stored tensor behind the first number in it, which is that of its block; ""
-    without a number.
+    """The name of a stored tensor within its block: what follows the first number; "" without a
+    number.
     """
     return re.sub(r"^.*?\.\d+\.", "", tensor) if re.search(r"\.\d+\.", tensor) else ""
 
@@ -473,12 +474,12 @@ def in_scope(layer: Layer, targets: str | list[str]) -> bool:
     name is written out.
     """
     if isinstance(targets, str) and targets in _SCOPES:
-        return layer.kind in _SCOPES[targets]
+        return layer.purpose in _SCOPES[targets]
     if not is_named(layer, targets):
         return False
     written = targets if isinstance(targets, str) else ",".join(targets)
     written_out = re.search(rf"(?<!\w){re.escape(layer.leaf)}(?!\w)", written) is not None
-    return layer.kind not in ("head", "embedding", "router") or written_out
+    return layer.purpose not in ("head", "embedding", "router") or written_out
 
 
 def is_named(layer: Layer, names: str | list[str]) -> bool:
@@ -492,14 +493,15 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
         try:
             return regex.fullmatch(names, layer.name, timeout=_SECONDS) is not None
         except (regex.error, RecursionError, MemoryError) as error:
-            told = f"is not a valid regular expression ({str(error) or 'it is nested too deeply'})"
-            raise UserError(f"--targets or --ignore {quotable(names)!r} {told}.") from error
+            raise UserError(
+                f"--targets or --ignore {quotable(names)!r} is not a valid regular expression "
+                f"({str(error) or 'it is nested too deeply'})."
+            ) from error
         except TimeoutError as error:
-            told = (
-                f"takes more than {_SECONDS:g} seconds on the name {layer.name}. Write it "
-                "without repeats inside repeats"
-            )
-            raise UserError(f"--targets or --ignore {quotable(names)!r}: {told}.") from error
+            raise UserError(
+                f"--targets or --ignore {quotable(names)!r}: takes more than {_SECONDS:g} seconds "
+                f"on the name {layer.name}. Write it without repeats inside repeats."
+            ) from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
 
@@ -577,12 +579,14 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     more_norms = {f"{in_block}.{name}.weight" for name in LLAMA_MORE_NORMS}
     tied = config.get("tie_word_embeddings") is True and head_weight not in shapes
     for attention, mlp in product(LLAMA_ATTENTION, LLAMA_MLP):
-        roles: list[tuple[str, Kind]] = [(f"self_attn.{leaf}", "attention") for leaf in attention]
+        roles: list[tuple[str, Purpose]] = [
+            (f"self_attn.{leaf}", "attention") for leaf in attention
+        ]
         roles += [(f"mlp.{leaf}", "mlp") for leaf in mlp]
         inside = [
-            Layer(f"{LLAMA_BLOCKS}.{block}.{role}", kind, block)
+            Layer(f"{LLAMA_BLOCKS}.{block}.{role}", purpose, block)
             for block in range(number)
-            for role, kind in roles
+            for role, purpose in roles
         ]
         layers = [
             Layer(LLAMA_EMBEDDING, "embedding", None),
@@ -592,7 +596,7 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         matrices = {
             layer.parameter: shape_of[layer.leaf]
             for layer in layers
-            if layer.kind != "head" or not tied
+            if layer.purpose != "head" or not tied
         }
         if not matrices.items() <= shapes.items():
             continue
@@ -644,8 +648,8 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
 
 
 def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
-    """The layer whose weight has a name; None if it is no matrix. `vocabulary` is what
-    config.json says of its size.
+    """The layer of a stored weight, by its name and shape; None if that is not the weight of a
+    layer. `vocabulary` is the vocab_size of config.json.
     """
     module, _, parameter = name.rpartition(".")
     if parameter != "weight" or len(shape) != 2:
@@ -655,13 +659,14 @@ def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
     if HEADS.search(module) or shape[0] == vocabulary != shape[1]:
         return Layer(module, "embedding" if EMBEDDINGS.search(leaf) else "head", None)
     if number is None:
-        kind: Kind = "head" if leaf in HEAD_LEAVES else "embedding"
+        purpose: Purpose = "head" if leaf in HEAD_LEAVES else "embedding"
     elif EMBEDDINGS.search(leaf):
-        kind = "embedding"
+        purpose = "embedding"
     elif leaf in ROUTERS and shape[0] * 4 <= shape[1]:
-        kind = "router"
+        purpose = "router"
     else:
-        kind = "attention" if MIXES_TOKENS.search(module) else "mlp"
-    block = None if number is None or kind == "embedding" else int(number[1])
+        purpose = "attention" if MIXES_TOKENS.search(module) else "mlp"
+    block = None if number is None or purpose == "embedding" else int(number[1])
     tower = named_tower(module) or "language"
-    return Layer(module, kind, block, tower=tower, part="" if tower == "language" else tower)
+    block_list = "" if tower == "language" else tower
+    return Layer(module, purpose, block, tower=tower, block_list=block_list)

@@ -2,8 +2,7 @@
 pass through it.
 
     runner = BlockwiseModel(model)
-    for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit
-    for bit
+    for logits in runner.forward(batches): ...       # the bits of model(batch, use_cache=False)
 
 The same with access to each block while its weights are loaded:
 

@@ -82,17 +82,17 @@ def _hook_layer(module: nn.Module, layer: Layer, observe: LayerObserver) -> Remo
 def _hook_experts(
     module: nn.Module, layers: list[Layer], observe: LayerObserver
 ) -> list[RemovableHandle]:
-    running: list[_Watch] = []
+    running: list[_ProductObserver] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        running.append(_Watch(module, layers, observe))
+        running.append(_ProductObserver(module, layers, observe))
         running[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if running:
-            watch = running.pop()
-            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            watch.finish()
+            observer = running.pop()
+            observer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            observer.finish()
 
     return [
         module.register_forward_pre_hook(enter),
@@ -118,7 +118,7 @@ def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
             config._experts_implementation = implementation
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ProductObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inspects the matrix products of one forward pass of a module of experts, and shows those
     of some layers.
     """
@@ -145,7 +145,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left = args[first]
             right = args[first + 1]
             turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
-            self._product = self._found(left, right, result) or self._found(*turned)
+            self._product = self._expert_product(left, right, result) or self._expert_product(
+                *turned
+            )
             if self._product is not None and not (
                 func is _aten.mm.default and self._has_bias(self._product[0])
             ):
@@ -177,15 +179,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _has_bias(self, parameter: str) -> bool:
         return hasattr(self._module, f"{parameter.rpartition('.')[2]}_bias")
 
-    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> Product | None:
+    def _expert_product(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> Product | None:
         """The product, if `matrix`, of shape (inputs, outputs), is an expert's."""
         for name, as_stored in self._transposed.items():
             # An offloaded parameter is loaded by now.
             stack = self._module.get_parameter(name.rpartition(".")[2])
-            place = _place(stack, matrix)
-            if place is None:
+            position = _position(stack, matrix)
+            if position is None:
                 continue
-            first, transposed = place
+            first, transposed = position
             if transposed != as_stored:
                 raise UserError(
                     f"{name}: its experts are used in another orientation than its shape suggests. "
@@ -195,7 +197,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def _place(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:
+def _position(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:
     """(first expert, transposed) if `matrix` lies in the memory of `stack`, else None."""
     if (
         matrix.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()

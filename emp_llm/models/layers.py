@@ -8,7 +8,7 @@ from typing import Literal
 
 from emp_llm.models.names import AUDIO, OF_AN_EXPERT, VISION
 
-Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
+Purpose = Literal["mlp", "attention", "router", "head", "embedding", "other"]
 Tower = Literal["language", "vision", "audio"]
 Shape = tuple[int, ...]
 
@@ -41,22 +41,22 @@ class Layer:
     Attributes:
         name: of the module; for an expert, the module of all experts, the expert's number and the
             matrix's stored name.
-        kind: its purpose.
+        purpose: what it is for: its MLP, its attention, ...
         block: number of its decoder block; None outside the blocks.
         transposed: its weight is stored as (inputs, outputs).
         expert: its position in a parameter that holds all experts; None for an ordinary layer.
         tower: the part of a multimodal model to which it belongs.
-        part: tells its role apart from that of layers in another list of blocks ("encoder",
-            "vision"); else empty.
+        block_list: label of its list of blocks ("encoder", "vision"), if the model has several;
+            else empty.
     """
 
     name: str
-    kind: Kind
+    purpose: Purpose
     block: int | None
     transposed: bool = False
     expert: ExpertSlice | None = None
     tower: Tower = "language"
-    part: str = ""
+    block_list: str = ""
 
     @property
     def leaf(self) -> str:
@@ -67,10 +67,12 @@ class Layer:
         """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of
         all blocks.
 
-        If the model has several lists of blocks, their part comes first ("encoder.fc1").
+        If the model has several lists of blocks, their label comes first ("encoder.fc1").
         """
-        name = re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
-        name = f"{self.part}.{name}" if self.part and self.block is not None else name
+        name = self.name
+        if self.block is not None:
+            name = re.sub(r"^.*?\.\d+\.", "", name)
+            name = f"{self.block_list}.{name}" if self.block_list else name
         return re.sub(r"\.\d+(?=\.|$)", ".*", name) if self.routed else name
 
     @property
@@ -85,11 +87,11 @@ class Layer:
 
 
 def named_tower(name: str) -> Tower | None:
-    """The tower that a part of a name tells ("visual.blocks.0.attn"); None if it tells none."""
-    for part in name.split("."):
-        if VISION.search(part):
+    """The tower that a component of a name names ("visual.blocks.0.attn"); None if none does."""
+    for component in name.split("."):
+        if VISION.search(component):
             return "vision"
-        if AUDIO.search(part):
+        if AUDIO.search(component):
             return "audio"
     return None
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -42,7 +42,7 @@ from emp_llm.models.placement import Quantization, parse_device_map, quantizatio
 from emp_llm.options.model import DTYPES
 
 logger = logging.getLogger(__name__)
-# It warns of each look at a number that layers have of their own, its own checks' too.
+# It warns whenever a number is read in which layers differ, even by its own checks.
 logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
 # The generating models of transformers, by auto class; a type in several of them is built as its
@@ -54,7 +54,7 @@ _GENERATE = {
     "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 _TRUST = " Its code is in the repository; if you trust it, add --trust-remote-code."
-_KINDS = "causal language model, image-text-to-text or encoder-decoder class"
+_CLASSES = "causal language model, image-text-to-text or encoder-decoder class"
 _REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
 
 
@@ -75,26 +75,27 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
     version = transformers.__version__
     raw = read_json(folder / "config.json")
     remote = raw.get("auto_map") or {}
-    kind: Any = raw.get("model_type")
+    model_type: Any = raw.get("model_type")
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
         name = _auto_class(config, remote if trust_remote_code else {})
     except Exception as error:  # of any kind: config.json may say anything
-        known = not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING
+        known = not isinstance(model_type, str) or model_type in transformers.CONFIG_MAPPING
         if known or trust_remote_code:
             problem = f"transformers cannot read its config.json ({reason(error, whole=True)})."
         else:
             remedy = _TRUST if remote else " Install a version that does."
             problem = (
-                f"transformers {version} does not know the model type {quotable(kind)!r}.{remedy}"
+                f"transformers {version} does not know the model type "
+                f"{quotable(model_type)!r}.{remedy}"
             )
         raise NoModelClassError(f"{folder}: {problem}") from error
     if name is not None:
         auto = getattr(transformers, name)
-        if has_own_widths(config):
-            take_own_widths(auto._model_mapping[type(config)])
+        if is_heterogeneous(config):
+            let_layers_differ(auto._model_mapping[type(config)])
         elif raw.get("per_layer_config"):
             raise NoModelClassError(
                 f"{folder}: its layers differ in width (per_layer_config), and transformers "
@@ -105,37 +106,38 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
     what = next(
         iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}"
     )
-    raise NoModelClassError(f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}")
+    raise NoModelClassError(f"{folder}: transformers {version} has no {_CLASSES} for {what}.{hint}")
 
 
-def has_own_widths(config: Any) -> bool:
+def is_heterogeneous(config: Any) -> bool:
     """Whether layers differ in their numbers of heads or neurons."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
-def take_own_widths(model_class: type[PreTrainedModel]) -> None:
-    """Let the decoder layers of a class of transformers take the widths of `per_layer_config`.
+def let_layers_differ(model_class: type[PreTrainedModel]) -> None:
+    """Let each decoder layer of a class of transformers take its widths from `per_layer_config`.
 
     transformers 5.23 reads that field, but its older models hand the config as a whole to each
     layer, which then refuses it.
     """
     module = sys.modules[model_class.__module__]
     for name, layer in vars(module).items():
-        own = getattr(layer, "__module__", None) == module.__name__
-        if own and name.endswith("DecoderLayer") and not hasattr(layer, "takes_own_width"):
-            _take_own_width(layer)
+        defined_here = getattr(layer, "__module__", None) == module.__name__
+        if defined_here and name.endswith("DecoderLayer") and not hasattr(layer, "may_differ"):
+            layer.__init__ = _with_layer_config(layer.__init__)
+            layer.may_differ = True
 
 
-def _take_own_width(layer: Any) -> None:
-    build = layer.__init__
+def _with_layer_config(init: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of a decoder layer, which gets the layer's own config."""
 
-    @wraps(build)
-    def build_with_own_width(self: Any, config: Any, layer_idx: int, **more: Any) -> None:
-        own = config.per_layer_config[layer_idx] if has_own_widths(config) else config
-        build(self, own, layer_idx, **more)
+    @wraps(init)
+    def init_layer(self: Any, config: Any, layer_idx: int, **more: Any) -> None:
+        if is_heterogeneous(config):
+            config = config.per_layer_config[layer_idx]
+        init(self, config, layer_idx, **more)
 
-    layer.__init__ = build_with_own_width
-    layer.takes_own_width = True
+    return init_layer
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
@@ -251,8 +253,8 @@ def load_model(
             device_map=placement,
             offload_folder=offload.name,
             use_safetensors=True,
-            # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read
-            # without their scales.
+            # None would hide that a checkpoint is quantised: FP8 weights would be read without
+            # their scales.
             **(
                 {}
                 if quantization is None
@@ -272,13 +274,13 @@ def load_model(
         )
     places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
     parameters = count_of(model.num_parameters(), "parameter")
-    kind = str(model.dtype).removeprefix("torch.")
+    loaded_dtype = str(model.dtype).removeprefix("torch.")
     logger.debug(
         "%s: loaded in %.1f s; %s, %s, %s.",
         folder,
         time.perf_counter() - start,
         parameters,
-        kind,
+        loaded_dtype,
         places,
     )
     return model
@@ -286,10 +288,8 @@ def load_model(
 
 @contextmanager
 def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
-    """transformers loads a model inside this context. Its table of problems is held back:
-    `check_complete` reports the same.
-
-    So is its progress bar, unless this process draws bars.
+    """transformers loads a model inside this context. Its table of problems is not shown, because
+    `check_complete` reports the same; nor is its progress bar, unless this process draws bars.
 
     Args:
         folder: the model folder, for messages.
@@ -364,7 +364,8 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
-    def own(listed: Collection[str]) -> list[str]:
+    def untied(listed: Collection[str]) -> list[str]:
+        """The listed parameters, without those that are tied to another listed one."""
         return [name for name in names if name in listed and tied.get(name) not in listed]
 
     head = (
@@ -372,7 +373,7 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
         if headless_class(read_json(folder / "config.json")) is not None
         else None
     )
-    missing = [name for name in own(info["missing_keys"]) if name != head]
+    missing = [name for name in untied(info["missing_keys"]) if name != head]
     if missing:
         raise UserError(
             f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: "
@@ -391,7 +392,7 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
                 expected = list(tensors[name].shape)
                 if stored != expected:
                     shapes[name] = stored, expected
-    different = own(shapes) or sorted(shapes)
+    different = untied(shapes) or sorted(shapes)
     if different:
         stored, expected = shapes[different[0]]
         raise UserError(
@@ -401,19 +402,17 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
         )
     if not ranks().main:
         return
+    warning = "warning: %s: the checkpoint %s: %s."
     buffers = sorted(info["missing_keys"] - set(names))
+    if buffers:
+        lacks = (
+            f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in"
+        )
+        logger.warning(warning, folder, lacks, shortened_list(buffers))
     unused = sorted(info["unexpected_keys"])
-    for found, told in (
-        (
-            buffers,
-            f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in",
-        ),
-        (unused, f"holds {count_of(len(unused), 'tensor')} that the model does not use"),
-    ):
-        if found:
-            logger.warning(
-                "warning: %s: the checkpoint %s: %s.", folder, told, shortened_list(found)
-            )
+    if unused:
+        holds = f"holds {count_of(len(unused), 'tensor')} that the model does not use"
+        logger.warning(warning, folder, holds, shortened_list(unused))
 
 
 def head_parameter(model: Any) -> str | None:

@@ -151,10 +151,10 @@ def _of_named_kind(layer: Layer) -> Layer:
     """A layer of a module without blocks: attention if its name says that it mixes tokens, else
     MLP.
     """
-    if layer.kind == "embedding":
+    if layer.purpose == "embedding":
         return layer
     mixes = MIXES_TOKENS.search(re.sub(r"\.\d+", "", layer.name))
-    return replace(layer, kind="attention" if mixes else "mlp")
+    return replace(layer, purpose="attention" if mixes else "mlp")
 
 
 def _with_convolutions(model: nn.Module, weights: ModelWeights, layers: list[Layer]) -> list[Layer]:

@@ -15,7 +15,7 @@ with any other conversion are never pruned.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -32,8 +32,9 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.layers import (
     ExpertSlice,
-    Kind,
     Layer,
+    Purpose,
+    Shape,
     Tower,
     named_tower,
     tower_of,
@@ -53,14 +54,14 @@ class BlockList:
     Attributes:
         path, modules: its name in the model, and the list.
         tower: to which it belongs.
-        part: tells the layers of several lists apart ("encoder", "vision"); empty for the only list
-            of a language model.
+        label: tells it apart from other lists ("encoder", "vision"); empty for the only list of a
+            language model.
     """
 
     path: str
     modules: nn.ModuleList
     tower: Tower
-    part: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,15 @@ class ExpertStack:
         block: number of the decoder block.
         transposed: None if unknown.
         shape: of the parameter.
-        tower, part: of its list of blocks.
+        tower, block_list: of its layers.
     """
 
     name: str
     block: int
     transposed: bool | None
-    shape: tuple[int, int, int]
+    shape: Shape
     tower: Tower = "language"
-    part: str = ""
+    block_list: str = ""
 
     @property
     def module(self) -> str:
@@ -213,21 +214,21 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
         elif isinstance(module, (nn.Linear, Conv1D)):
             place = towers.place(name)
             if place is None:
-                outside: Kind = "head" if module is head else "other"
+                outside: Purpose = "head" if module is head else "other"
                 layers.append(
                     Layer(name, outside, None, transposed, tower=tower_of(towers.others, name))
                 )
             else:
                 blocks, number, inside = place
-                kind = _kind_in_block(blocks.modules[number], inside, module)
+                purpose = _purpose_in_block(blocks.modules[number], inside, module)
                 layers.append(
-                    Layer(name, kind, number, transposed, tower=blocks.tower, part=blocks.part)
+                    Layer(name, purpose, number, transposed, None, blocks.tower, blocks.label)
                 )
     return layers
 
 
-def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
-    """The kind of a linear layer of a block, by its shape and the names and classes of the
+def _purpose_in_block(block: nn.Module, name: str, module: nn.Module) -> Purpose:
+    """The purpose of a linear layer of a block, by its shape and the names and classes of the
     modules around it.
     """
     weight: Any = module.weight
@@ -236,12 +237,12 @@ def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
     if leaf in ROUTERS and outputs * 4 <= inputs:
         return "router"
     classes = []
-    for part in around:
-        block = block.get_submodule(part)
-        classes.append((part, type(block).__name__))
+    for component in around:
+        block = block.get_submodule(component)
+        classes.append((component, type(block).__name__))
     if classes and IS_MLP.search(classes[-1][1]):  # "mixer" of Nemotron-H, RecurrentGemmaMlp
         return "mlp"
-    mixes = any(MIXES_TOKENS.search(part) or MIXES_TOKENS.search(name) for part, name in classes)
+    mixes = any(MIXES_TOKENS.search(text) for names in classes for text in names)
     return "attention" if mixes else "mlp"
 
 
@@ -262,15 +263,15 @@ def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, Exp
             for leaf, parameter in module.named_parameters(recurse=False)
             if parameter.dim() == 3 and min(parameter.shape) > 1 and "bias" not in leaf
         }
-        if shapes:
-            blocks, number, _ = place
-            transposed = _transposed(module, list(shapes.values()), hidden)
-            for leaf, (experts, rows, columns) in shapes.items():
-                shape = (experts, rows, columns)
-                stack = ExpertStack(
-                    f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.part
-                )
-                stacks[stack.name] = stack
+        if not shapes:
+            continue
+        blocks, number, _ = place
+        transposed = _transposed(module, list(shapes.values()), hidden)
+        for leaf, shape in shapes.items():
+            stack = ExpertStack(
+                f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.label
+            )
+            stacks[stack.name] = stack
     return stacks
 
 
@@ -356,22 +357,22 @@ def find_towers(model: nn.Module) -> Towers:
         _with_attention(inside) if reads_twice(model.get_submodule(root)) else {}
     ) or _largest(inside)
     all_lists = [
-        BlockList(path, modules, "language", _half(path, list(chosen)))
+        BlockList(path, modules, "language", _label(path, list(chosen)))
         for path, modules in chosen.items()
     ]
-
     of_encoders: list[BlockList] = []
     for encoder, tower in encoders.items():
-        lists_inside: Lists = {}
-        _collect(model.get_submodule(encoder), encoder, lists_inside)
-        chosen = _with_attention(lists_inside) or _largest(lists_inside)
+        inside = {}
+        _collect(model.get_submodule(encoder), encoder, inside)
+        chosen = _with_attention(inside) or _largest(inside)
         of_encoders += [
             BlockList(path, modules, tower, path.removeprefix("model."))
             for path, modules in chosen.items()
         ]
+    numbers = Counter(blocks.tower for blocks in of_encoders)
     for blocks in of_encoders:
-        alone = sum(other.tower == blocks.tower for other in of_encoders) == 1
-        all_lists.append(replace(blocks, part=blocks.tower) if alone else blocks)
+        alone = numbers[blocks.tower] == 1
+        all_lists.append(replace(blocks, label=blocks.tower) if alone else blocks)
     return Towers(tuple(all_lists), root, _others(model, root, encoders) if encoders else {})
 
 
@@ -446,9 +447,9 @@ def _largest(lists: Lists) -> Lists:
     return {} if path is None else {path: lists[path]}
 
 
-def _half(path: str, paths: list[str]) -> str:
-    """ "encoder" or "decoder", if a model has both; its name if there are other lists; empty for
-    a single list.
+def _label(path: str, paths: list[str]) -> str:
+    """The label of a list of blocks of the language tower: "encoder" or "decoder" if there are
+    both, empty for a single list, else its path.
     """
     if len(paths) < 2:
         return ""
@@ -474,7 +475,7 @@ def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Towe
                 path == root
                 or path in encoders
                 or not parameters_of(child)
-                or any(part is head for part in child.modules())
+                or any(module is head for module in child.modules())
             ):
                 continue
             if within(root, path) or any(within(encoder, path) for encoder in encoders):
@@ -510,13 +511,13 @@ class _Piece:
     Attributes:
         key: its name.
         expert: number of its expert; None: it holds all experts.
-        place: its position among the parts of an expert's matrix.
+        position: among the stored tensors of an expert's matrix.
         transposed: it is transposed while loading.
     """
 
     key: str
     expert: int | None
-    place: int
+    position: int
     transposed: bool
 
 
@@ -615,7 +616,7 @@ def _converted(
     return names, pieces
 
 
-def _piece(key: str, place: int, converter: Any) -> _Piece | None:
+def _piece(key: str, position: int, converter: Any) -> _Piece | None:
     """A stored tensor as a part of a stack; None if its conversion is more than stacking or
     transposing.
     """
@@ -637,7 +638,7 @@ def _piece(key: str, place: int, converter: Any) -> _Piece | None:
         steps == [stacked] and len(converter.source_patterns) == 1
     ):
         numbers = _NUMBER.findall(key)
-        return _Piece(key, int(numbers[-1]), place, False) if numbers else None
+        return _Piece(key, int(numbers[-1]), position, False) if numbers else None
     return None
 
 
@@ -650,12 +651,12 @@ def _matrices(
     transposed = stack.transposed
     if transposed is None:
         return []
-    kind: Kind = "attention" if "attention" in stack.module else "mlp"
+    purpose: Purpose = "attention" if "attention" in stack.module else "mlp"
 
     def layer(leaf: str, expert: int, first: int, last: int) -> Layer:
         place = ExpertSlice(stack.name, expert, transposed, first, last, stack.inputs)
         name = f"{stack.module}.{expert}.{leaf}".removesuffix(".weight")
-        return Layer(name, kind, stack.block, transposed, place, stack.tower, stack.part)
+        return Layer(name, purpose, stack.block, transposed, place, stack.tower, stack.block_list)
 
     if len(pieces) == 1 and pieces[0].expert is None:  # stored as a stack, possibly transposed
         stored = checkpoint.tensors[pieces[0].key]
@@ -672,7 +673,7 @@ def _matrices(
     matrices = []
     filled = dict.fromkeys(range(stack.shape[0]), 0)
     for piece in sorted(
-        pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)
+        pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.position)
     ):
         matrix = Matrix(checkpoint.tensors[piece.key], transposed)
         if (

@@ -24,8 +24,8 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def execution_device(module: nn.Module) -> torch.device:
     """The device that runs a module: that of its hooks, else that of its first parameter."""
-    for part in module.modules():
-        for hook in _hooks(part):
+    for submodule in module.modules():
+        for hook in _hooks(submodule):
             device = hook.execution_device
             if device is not None:
                 return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
@@ -84,20 +84,20 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights") as thread:
         try:
-            ahead = [thread.submit(_load, block.modules()) for block in blocks[:1]]
+            ahead = [thread.submit(_load_weights, block.modules()) for block in blocks[:1]]
             for number, block in enumerate(blocks, 1):
                 size = ahead.pop().result()
                 ahead += [
-                    thread.submit(_load, following.modules())
+                    thread.submit(_load_weights, following.modules())
                     for following in blocks[number : number + 1]
                 ]
                 yield size
-                _unload(block.modules())
+                _unload_weights(block.modules())
                 trim_heap()
         finally:
             thread.shutdown()
             for block in blocks:
-                _unload(block.modules())
+                _unload_weights(block.modules())
 
 
 class OutsideModules:
@@ -117,13 +117,13 @@ class OutsideModules:
         """Inside this context, a module is loaded before it is called."""
 
         def load(module: nn.Module, args: Any) -> None:
-            _load([module])
+            _load_weights([module])
 
         handles = [module.register_forward_pre_hook(load) for module in self._modules]
         try:
             # Models ask for their device before they call them.
             if self._embeddings in self._modules:
-                _load([self._embeddings])
+                _load_weights([self._embeddings])
             yield
         finally:
             for handle in handles:
@@ -131,7 +131,7 @@ class OutsideModules:
 
     def release(self) -> int:
         """Remove all loaded weights; returns their bytes."""
-        return _unload(self._modules)
+        return _unload_weights(self._modules)
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
@@ -145,7 +145,7 @@ def _offload_hook(module: nn.Module) -> AlignDevicesHook | None:
     return next((hook for hook in _hooks(module) if hook.offload), None)
 
 
-def _load(modules: Iterable[nn.Module]) -> int:
+def _load_weights(modules: Iterable[nn.Module]) -> int:
     """Load the weights of those modules that are offloaded, each to the device that runs it;
     returns their bytes.
     """
@@ -164,8 +164,8 @@ def _load(modules: Iterable[nn.Module]) -> int:
     return size
 
 
-def _unload(modules: Iterable[nn.Module]) -> int:
-    """Remove the weights that `_load` has loaded; returns their bytes."""
+def _unload_weights(modules: Iterable[nn.Module]) -> int:
+    """Remove the weights that `_load_weights` has loaded; returns their bytes."""
     size = 0
     for module in modules:
         for hook in _hooks(module):

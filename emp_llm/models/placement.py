@@ -78,9 +78,9 @@ def _check_device(name: str) -> None:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if present is not None else 0
     if present is None or present.type != device.type or (device.index or 0) >= count:
-        kind = f" ({present.type})" if present is not None else ""
+        accelerator = f" ({present.type})" if present is not None else ""
         raise UserError(
-            f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{kind}."
+            f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{accelerator}."
         )
 
 

@@ -59,7 +59,7 @@ def choose_targets(architecture: Architecture, recipe: Recipe) -> Chosen:
     targets = architecture.targets_of(recipe.targets)
     coverage = architecture.coverage(targets, recipe.targets.tower)
     check_coverage(coverage, recipe.targets.layers, recipe.targets.allow_partial)
-    no_inputs = next((target for target in targets if target.layer.kind == "embedding"), None)
+    no_inputs = next((target for target in targets if target.layer.purpose == "embedding"), None)
     if recipe.needs_activations and no_inputs is not None:
         raise UserError(
             f"{no_inputs.name}: an embedding has no input activations; use a magnitude method."

@@ -446,7 +446,7 @@ def block_sparsities(
 
 
 def _block_of(target: Target) -> tuple[str, str, int | None]:
-    return target.layer.tower, target.layer.part, target.layer.block
+    return target.layer.tower, target.layer.block_list, target.layer.block
 
 
 def _outliers(

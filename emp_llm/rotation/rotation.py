@@ -273,7 +273,7 @@ def _block_of(
         mates = {
             each: own for each, own in readers.items() if each.name.rpartition(".")[0] == parent
         }
-        if layer.kind == "attention":
+        if layer.purpose == "attention":
             # Queries are as many as the writer's inputs, unless a gate stands between values and
             # writer.
             sizes = {each.leaf: len(own) for each, own in mates.items()}
@@ -312,7 +312,7 @@ def _block_of(
         )
     for layer, weight in readers.items():
         if len(weight):
-            block.readers[layer.kind != "attention"].append(weight)
+            block.readers[layer.purpose != "attention"].append(weight)
     known = {layer.parameter for layer in layers}
     for leaf, parameter in model.get_submodule(name).named_parameters():
         if f"{name}.{leaf}" not in known and parameter.dim() > 1 and width in parameter.shape:

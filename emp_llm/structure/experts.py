@@ -144,7 +144,7 @@ class Experts(Units):
                 target
                 for target in targets
                 if target.name.startswith(f"{module}.")
-                and target.layer.kind == "mlp"
+                and target.layer.purpose == "mlp"
                 and not target.layer.routed
                 and matrices
                 and target.matrix.rows == matrices[-1].matrix.rows

@@ -22,8 +22,8 @@ from emp_llm.checkpoint.checkpoint import SAVE_AGAIN
 from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.layers import Kind, Layer, Shape
-from emp_llm.models.loading import has_own_widths
+from emp_llm.models.layers import Layer, Purpose, Shape
+from emp_llm.models.loading import is_heterogeneous
 from emp_llm.structure.scores import taylor_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
@@ -43,7 +43,7 @@ class Parts(Units):
         rows: layer -> outputs that belong to each unit, shape (units, rows).
     """
 
-    layers: ClassVar[Kind]
+    layers: ClassVar[Purpose]
     missing: ClassVar[str]
 
     output: Target
@@ -86,7 +86,7 @@ class Parts(Units):
                 "shapes of a decoder block. They would not fit config.json after --structure "
                 f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
             )
-        if has_own_widths(model.skeleton.config):
+        if is_heterogeneous(model.skeleton.config):
             raise UserError(
                 f"{folder}: its layers differ in width already. --structure takes models whose "
                 "layers are alike; prune the dense model again, or give --structure layers."
@@ -97,7 +97,7 @@ class Parts(Units):
         # Of a block: its MLPs, then its experts.
         groups: dict[tuple[int, bool, str], list[Target]] = {}
         for layer in architecture.layers:
-            if layer.block is None or layer.tower != "language" or layer.kind != cls.layers:
+            if layer.block is None or layer.tower != "language" or layer.purpose != cls.layers:
                 continue
             if layer not in stored:
                 raise UserError(

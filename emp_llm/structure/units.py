@@ -27,7 +27,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Shape
-from emp_llm.models.loading import take_own_widths
+from emp_llm.models.loading import let_layers_differ
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.update.update import Update
@@ -409,7 +409,7 @@ class UnitModel:
             write_json(
                 Path(folder) / "config.json", changed_config(self.checkpoint.config, changes)
             )
-            take_own_widths(type(self.skeleton))
+            let_layers_differ(type(self.skeleton))
             try:
                 with torch.device("meta"):
                     config = type(self.skeleton.config).from_pretrained(folder)

@@ -102,7 +102,7 @@ def hidden_readers(model: PreTrainedModel) -> dict[str, int]:
     """
     groups: dict[str, list[tuple[str, int, int]]] = {}  # module -> (matrix, inputs, outputs)
     for layer in model_layers(model):
-        if layer.kind == "mlp" and layer.tower == "language":
+        if layer.purpose == "mlp" and layer.tower == "language":
             module: Any = model.get_submodule(layer.name)
             outputs = module.out_features if isinstance(module, nn.Linear) else module.nf
             groups.setdefault(layer.name.rpartition(".")[0], []).append(
