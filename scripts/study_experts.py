@@ -73,14 +73,14 @@ class Study:
         """The text that the dense mixture writes, continuing prompts, and what its experts did
         on it.
         """
-        from emp_llm.calibration.data import read_text
+        from emp_llm.calibration.data import TextWriter, read_text
         from emp_llm.models.blockwise import BlockwiseModel
         from emp_llm.models.one_model import OneModel
         from emp_llm.structure.scores import unit_sums
 
         wanted = dataclasses.replace(self.wanted, calibration=f"self:{self.options.prompts}")
-        how = wanted, self.plan.checkpoint, OneModel("cpu"), None
-        tokens = read_text(wanted, self.tokenizer, self.model.config, how).tokens
+        writer = TextWriter(self.plan.checkpoint, OneModel("cpu"), None, wanted.batch_size)
+        tokens = read_text(wanted, self.tokenizer, self.model.config, writer).tokens
         return tokens, unit_sums(
             BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8
         )

@@ -251,7 +251,7 @@ def test_documents_end_at_an_end_token(
         ),
         (
             ["--calibration", "ids.jsonl", "--samples", 1, "--seqlen", 2],
-            "its token ids are not of this model's 256 tokens",
+            "is beyond the model's 256 tokens",
         ),
     ],
 )

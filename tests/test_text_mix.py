@@ -95,7 +95,7 @@ def test_the_length_and_the_number_that_parts_name() -> None:
         (
             "a.txt:2,chat.jsonl",
             [],
-            "'chat.jsonl' has no number of sequences, but another part has one",
+            "'chat.jsonl' has no number of sequences, but another text has one",
         ),
         ("rows.jsonl,column=body,chat.jsonl:2", [], "such as rows.jsonl:64, or give none"),
         ("a.txt:0", [], "samples must be at least 1, got 0"),

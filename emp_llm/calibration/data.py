@@ -6,6 +6,7 @@ rows, token ids), or from the model itself.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import check_head, load_tokenizer
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
-from emp_llm.models.placement import Quantization, max_context
+from emp_llm.models.placement import Quantization, check_ids, max_context
 from emp_llm.options.base import check_type, check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
@@ -51,9 +52,9 @@ from emp_llm.records.corpus import Corpus
 IN_MEMORY = "data in memory"  # the name of the text in records
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
-FURTHER = 8  # sequences behind those of a calibration, which a run is checked on
+FURTHER = 8  # sequences after those of a calibration, which a run is checked on
 HELD_OUT = 24  # of a run that chooses by a loss: two thirds decide, one third judges
-_MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
+_MARGIN = 64  # tokens at the end of a cut text, which may differ from those of the whole
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
 
 
@@ -64,7 +65,7 @@ class CalibrationText:
     Attributes:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
-        seed: of shuffled and generated corpora; None for others.
+        seed: of shuffled and generated texts; None for others.
         further: the sequences of the text that follow those, in its shape; none where the text
             ends, or is generated.
     """
@@ -90,13 +91,27 @@ class CalibrationText:
         """The text that the model itself wrote, as JSON lines of token ids, a sequence each;
         empty if there is none.
         """
-        parts = zip(
-            self.corpora,
-            torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora]),
-            strict=True,
-        )
-        rows = [row for corpus, part in parts if corpus.generate for row in part.tolist()]
+        numbers = [corpus.samples or 0 for corpus in self.corpora]
+        texts = zip(self.corpora, torch.split(self.tokens, numbers), strict=True)
+        rows = [row for corpus, tokens in texts if corpus.generate for row in tokens.tolist()]
         return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
+
+
+@dataclass(frozen=True)
+class TextWriter:
+    """The dense model, as the writer of a calibration text.
+
+    Attributes:
+        checkpoint: the model's.
+        models: loads it.
+        quantization: its form in memory; None: that of the checkpoint.
+        batch_size: number of documents written at a time.
+    """
+
+    checkpoint: Checkpoint
+    models: OneModel
+    quantization: Quantization | None
+    batch_size: int
 
 
 def calibration_data(
@@ -116,8 +131,8 @@ def calibration_data(
         architecture: of the model, whose folder holds a tokenizer.
         trust_remote_code: run code from that folder.
         propagate: the inputs of each block.
-        models, quantization: load the dense model, which is to write a text of its own.
-        further: sequences to read behind those of the calibration.
+        models, quantization: load the dense model if it is to write the text; None: it is not.
+        further: number of sequences to read after those of the calibration.
 
     Raises:
         UserError: the data cannot be read or is too short, or the model cannot be calibrated on it
@@ -134,15 +149,12 @@ def calibration_data(
             f"{folder}: --calibration self is for decoders, and this model has an "
             "encoder too. Name a text."
         )
-    how = None if models is None else (options, architecture.checkpoint, models, quantization)
+    writer = None
+    if models is not None:
+        writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
     tokenizer = load_tokenizer(folder, trust_remote_code)
-    text = read_text(options, tokenizer, config, how, further)
-    vocabulary = (config.get("text_config") or config).get("vocab_size")
-    if isinstance(vocabulary, int) and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary:
-        raise UserError(
-            f"--calibration {options.text_name}: its token ids are not of this "
-            f"model's {vocabulary} tokens."
-        )
+    text = read_text(options, tokenizer, config, writer, further)
+    check_ids(text.tokens, config, f"--calibration {options.text_name}")
     return text
 
 
@@ -150,7 +162,7 @@ def read_text(
     options: CalibrationOptions,
     tokenizer: Any,
     config: Any,
-    how: Any = None,
+    writer: TextWriter | None = None,
     further: int = FURTHER,
 ) -> CalibrationText:
     """The text that options name, as tokens.
@@ -160,8 +172,8 @@ def read_text(
         tokenizer: the model's.
         config: the model's; it says the context length, and whether each sequence needs a begin
             token. None: unknown.
-        how: of `token_ids`.
-        further: sequences to read behind those that options name.
+        writer: writes the texts of the model itself; None: there are none.
+        further: number of sequences to read after those that options name.
     """
     corpora = [
         for_model(corpus, config, tokenizer)
@@ -170,33 +182,38 @@ def read_text(
         )
     ]
     more = max(1, further // len(corpora))
-    parts = [token_ids(corpus, tokenizer, options.seed, how, more) for corpus in corpora]
-    numbers = [corpus.samples or len(part) for corpus, part in zip(corpora, parts, strict=True)]
-    tokens = torch.cat([part[:number] for part, number in zip(parts, numbers, strict=True)])
-    rest = [
-        part[number:] for part, number in zip(parts, numbers, strict=True) if len(part) > number
-    ]
-    seed = _seed(corpora, options)
-    return CalibrationText(corpora, tokens, seed, torch.cat(rest) if rest else None)
-
-
-def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
-    return options.seed if any(corpus.shuffle or corpus.generate for corpus in corpora) else None
+    tokens = []
+    rest = []
+    for corpus in corpora:
+        ids = token_ids(corpus, tokenizer, options.seed, writer, more)
+        tokens.append(ids[: corpus.samples])
+        rest.append(ids[corpus.samples :])
+    following = torch.cat(rest)
+    seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
+    return CalibrationText(
+        corpora,
+        torch.cat(tokens),
+        seed=options.seed if seeded else None,
+        further=following if len(following) else None,
+    )
 
 
 # Text as token ids.
 
 
 def token_ids(
-    corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None, more: int = 0
+    corpus: Corpus,
+    tokenizer: Any,
+    seed: int = 0,
+    writer: TextWriter | None = None,
+    more: int = 0,
 ) -> Tensor:
     """A corpus as token ids.
 
     Args:
         tokenizer: the model's.
-        seed: for corpora that are shuffled.
-        how: the further arguments of `written_ids`, for a text of the model's own; None: no model
-            writes a text.
+        seed: for corpora that are shuffled or generated.
+        writer: writes generated texts; None: such a text is refused.
         more: number of sequences to append that follow the samples, as far as the text has them.
 
     Returns:
@@ -205,29 +222,29 @@ def token_ids(
     Raises:
         UserError: the text cannot be read, or is too short for samples x seqlen.
     """
-    if corpus.generate and how is not None:
-        return written_ids(corpus, tokenizer, *how)
     if corpus.generate:
-        raise UserError(
-            f"{corpus.source}: only --calibration lets the model write a text. Give a self.jsonl."
-        )
+        if writer is None:
+            raise UserError(
+                f"{corpus.source}: only --calibration lets the model write a text. Give a "
+                "self.jsonl."
+            )
+        return written_ids(corpus, tokenizer, seed, writer)
     samples = corpus.samples
     seqlen = corpus.seqlen
     begin = begin_token(corpus.bos, tokenizer)
-    wanted = None if samples is None or seqlen is None else (samples + more) * seqlen
-    found = _ids(
-        text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos
-    )
-    ids = torch.tensor(found, dtype=torch.int64)
+    wanted = math.inf if samples is None or seqlen is None else (samples + more) * seqlen
+    rows = text_rows(corpus, seed)
+    tokens = _ids(rows, tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
+    ids = torch.tensor(tokens, dtype=torch.int64)
     if samples is None or seqlen is None:
         return ids
-    rows = [row for row in sequences(ids, seqlen, begin) if row.numel() == seqlen]
-    if len(rows) < samples:
+    whole = [row for row in sequences(ids, seqlen, begin) if row.numel() == seqlen]
+    if len(whole) < samples:
         raise UserError(
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x "
             f"{seqlen} tokens. Lower --samples or --seqlen, or use more text."
         )
-    return torch.stack(rows[: samples + more])
+    return torch.stack(whole[: samples + more])
 
 
 def begin_token(bos: str, tokenizer: Any) -> int | None:
@@ -236,13 +253,19 @@ def begin_token(bos: str, tokenizer: Any) -> int | None:
     """
     if bos != "each":
         return None
-    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    begin = _begin_or_end(tokenizer)
     if begin is None:
         raise UserError(
             "bos=each: the tokenizer has neither a bos_token nor an eos_token. Name one in its "
             "config, or omit bos."
         )
-    return int(begin)
+    return begin
+
+
+def _begin_or_end(tokenizer: Any) -> int | None:
+    """The begin token of a tokenizer, or its end token if it has none."""
+    begin: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if begin is None else begin
 
 
 def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
@@ -252,24 +275,24 @@ def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
     """
     if begin is not None and length < 2:
         raise UserError(
-            "bos=each: a sequence of 1 token has no place behind the begin token. Give "
+            "bos=each: a sequence of 1 token holds the begin token alone. Give "
             "2 or more, or bos=none."
         )
-    found = []
-    place = 0
-    while place < ids.numel():
-        head = ids.new_tensor([] if begin in (None, int(ids[place])) else [begin])
-        end = place + length - head.numel()
-        found.append(torch.cat([head, ids[place:end]]))
-        place = end
-    return found
+    cut = []
+    first = 0
+    while first < ids.numel():
+        head = ids.new_tensor([] if begin in (None, int(ids[first])) else [begin])
+        end = first + length - head.numel()
+        cut.append(torch.cat([head, ids[first:end]]))
+        first = end
+    return cut
 
 
 def _ids(
     rows: Iterable[Any],
     tokenizer: Any,
     source: str,
-    wanted: int | None,
+    wanted: float = math.inf,
     join: str | None = None,
     answer: bool = False,
     bos: str = "auto",
@@ -287,34 +310,32 @@ def _ids(
         for row in rows
     )
     if join is not None:
-        pieces = list(texts)
-        texts = [(join.join(text for text, _ in pieces), all(special for _, special in pieces))]
+        joined = list(texts)
+        texts = [(join.join(text for text, _ in joined), all(special for _, special in joined))]
     ids: list[int] = []
     for text, special in texts:
-        if isinstance(text, str) and not text.strip():
-            continue
-        size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
-        while True:  # no more of a long text than is needed
-            # verbose=False: longer texts than the model's context are cut into sequences, so a
-            # warning would mislead.
-            known = isinstance(text, tuple)
-            found = (
-                text
-                if known
-                else tokenizer(text[:size], verbose=False, add_special_tokens=special)["input_ids"]
-            )
-            if (
-                known
-                or wanted is None
-                or size >= len(text)
-                or len(ids) + len(found) >= wanted + _MARGIN
-            ):
-                break
-            size *= 4
-        ids += found
-        if wanted is not None and len(ids) >= wanted:
+        known = isinstance(text, tuple)
+        ids += text if known else _tokenised(text, tokenizer, special, wanted - len(ids))
+        if len(ids) >= wanted:
             break
     return ids
+
+
+def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[int]:
+    """The token ids of a text, or at least the first `wanted` of them: then only its beginning is
+    tokenised.
+    """
+    if not text.strip():
+        return []
+    size = int(min(len(text), _CHARACTERS * wanted))
+    while True:
+        # A warning of texts longer than the model's context would mislead: they are cut.
+        ids: list[int] = tokenizer(text[:size], verbose=False, add_special_tokens=special)[
+            "input_ids"
+        ]
+        if size >= len(text) or len(ids) >= wanted + _MARGIN:
+            return ids
+        size *= 4
 
 
 # Text that the model itself writes.
@@ -323,25 +344,23 @@ def _ids(
 def written_ids(
     corpus: Corpus,
     tokenizer: Any,
-    how: CalibrationOptions,
-    checkpoint: Checkpoint,
-    models: OneModel,
-    bits: Quantization | None,
+    seed: int,
+    writer: TextWriter,
 ) -> Tensor:
-    """The token ids of a text that the dense model writes: it continues prompts, and the documents
-    follow each other.
+    """The token ids of a text that the dense model writes: documents that continue prompts, one
+    after the other.
 
-    Tokens are sampled at temperature 1. Document n continues prompt n, counted round the prompts,
-    with random numbers of its own, up to an end token or a number of tokens that is the same for
-    all. So it does not depend on the batch size, but for the last bits of the logits. Finished
-    batches stay in the cache: the same text is not written twice, and an interrupted run continues
-    it. Each of several ranks writes its share of the batches.
+    Tokens are sampled at temperature 1. With P prompts, document n continues prompt n mod P, with
+    random numbers of its own, up to an end token or a number of tokens that is the same for all. So
+    the batch size changes the text only through the last bits of the logits. Finished batches stay
+    in the cache: the same text is not written twice, and an interrupted run continues it. Each of
+    several ranks writes a part of the batches.
 
     Args:
         corpus: of the prompts, with samples and seqlen.
         tokenizer: the model's.
-        how: batch size and seed.
-        checkpoint, models, bits: the dense model's; they load it, in so many bits.
+        seed: of the prompts and the samples.
+        writer: the dense model.
 
     Returns:
         int64, shape (samples, seqlen).
@@ -349,29 +368,34 @@ def written_ids(
     Raises:
         UserError: no prompt fits, memory runs out, or another run writes the text.
     """
-    check_head(checkpoint.folder, "Give a text that was written, as --calibration.")
+    folder = writer.checkpoint.folder
+    models = writer.models
+    check_head(folder, "Give a text that was written, as --calibration.")
     samples = corpus.samples or 1
     seqlen = corpus.seqlen or 1
-    prompts = _prompts(corpus, tokenizer, how.seed)
+    prompts = _prompts(corpus, tokenizer, seed)
     new = max(1, seqlen - max(map(len, prompts)))
     wanted = samples * seqlen
-    identity = ranks().first(lambda: identity_of(checkpoint))
-    made_of = json.dumps([_WRITING, identity, models.dtype, bits, prompts, new, how.seed])
+    identity = ranks().first(lambda: identity_of(writer.checkpoint))
+    made_of = json.dumps(
+        [_WRITING, identity, models.dtype, writer.quantization, prompts, new, seed]
+    )
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
     documents = ranks().first(lambda: json.loads(path.read_bytes()) if path.is_file() else [])
     missing = wanted - sum(map(len, documents))
     one_writer = locked(path, str(path)) if missing > 0 else nullcontext()
     with one_writer, progress_bar(missing, "write text", "tok") as bar:
         while missing > 0:
-            first = len(documents) + ranks().index * how.batch_size
-            begun = {n: prompts[n % len(prompts)] for n in range(first, first + how.batch_size)}
-            mine = _continued(models.get(checkpoint.folder, bits), tokenizer, begun, new, how.seed)
-            found = [document for share in ranks().gather(mine) for document in share]
-            documents += found
+            first = len(documents) + ranks().index * writer.batch_size
+            numbers = range(first, first + writer.batch_size)
+            begun = {number: prompts[number % len(prompts)] for number in numbers}
+            batch = _continued(models.get(folder, writer.quantization), tokenizer, begun, new, seed)
+            written = [document for batch in ranks().gather(batch) for document in batch]
+            documents += written
             if ranks().main:
                 write_bytes(path, json.dumps(documents).encode())
-            bar.update(sum(map(len, found)))
-            missing -= sum(map(len, found))
+            bar.update(sum(map(len, written)))
+            missing -= sum(map(len, written))
     ids = torch.tensor([token for document in documents for token in document])
     return torch.stack(sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples])
 
@@ -383,25 +407,24 @@ def keep_generated(path: Path, data: CalibrationText | None) -> None:
 
 
 def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
-    """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the
-    token that begins a text.
+    """Prompts as token ids: the first `samples` rows that take at most half of seqlen tokens.
+
+    Without rows, the token that begins a text; of a model without one, random tokens.
     """
     samples = corpus.samples or 1
     longest = (corpus.seqlen or 1) // 2
     head = begin_token(corpus.bos, tokenizer)
     if corpus.file is None and corpus.dataset is None:
-        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        begin = _begin_or_end(tokenizer)
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
         return random.tolist() if begin is None or corpus.bos == "none" else [[begin]]
-    # The model answers a conversation itself.
+    # The model writes the last answer of a conversation.
     rows = (
         row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row
         for row in text_rows(corpus, seed)
     )
-    found = (
-        _ids([row], tokenizer, corpus.source, None, answer=True, bos=corpus.bos) for row in rows
-    )
-    begun = (ids if head is None or ids[:1] == [head] else [head, *ids] for ids in found if ids)
+    tokenised = (_ids([row], tokenizer, corpus.source, answer=True, bos=corpus.bos) for row in rows)
+    begun = (ids if head in (None, ids[0]) else [head, *ids] for ids in tokenised if ids)
     prompts = list(islice((ids for ids in begun if len(ids) <= longest), samples))
     if not prompts:
         raise UserError(
@@ -422,20 +445,14 @@ def _continued(
     """
     width = max(map(len, begun.values()))
     device = execution_device(model)
-    given = model.generation_config
-    ends = (
-        given.eos_token_id
-        if isinstance(given.eos_token_id, list)
-        else [given.eos_token_id, tokenizer.eos_token_id]
-    )
-    ends = [token for token in ends if token is not None]
-    ids = torch.tensor(
-        [[0] * (width - len(prompt)) + prompt for prompt in begun.values()], device=device
-    )
-    mask = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in begun.values()],
-        device=device,
-    )
+    settings = model.generation_config
+    ends = settings.eos_token_id
+    if not isinstance(ends, list):
+        ends = [token for token in (ends, tokenizer.eos_token_id) if token is not None]
+    padding = [[0] * (width - len(prompt)) for prompt in begun.values()]
+    padded = zip(padding, begun.values(), strict=True)
+    ids = torch.tensor([zeros + prompt for zeros, prompt in padded], device=device)
+    mask = torch.tensor([zeros + [1] * (width - len(zeros)) for zeros in padding], device=device)
     randoms = [_random(seed, number) for number in begun]
 
     def sampled(_: Tensor, logits: Tensor) -> Tensor:
@@ -450,19 +467,14 @@ def _continued(
     )
     try:
         with enough_memory(lambda: (type(model).__name__, device), ids):
-            made = model.generate(ids, attention_mask=mask, logits_processor=[sampled])[
-                :, width:
-            ].tolist()
+            rows = model.generate(ids, attention_mask=mask, logits_processor=[sampled])
     finally:
-        model.generation_config = given
-    lengths = [
-        next((place for place, token in enumerate(row, 1) if token in ends), len(row))
-        for row in made
-    ]
-    return [
-        prompt + row[:length]
-        for prompt, row, length in zip(begun.values(), made, lengths, strict=True)
-    ]
+        model.generation_config = settings
+    documents = []
+    for prompt, row in zip(begun.values(), rows[:, width:].tolist(), strict=True):
+        length = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
+        documents.append(prompt + row[:length])
+    return documents
 
 
 def _random(seed: int, number: int) -> torch.Generator:
@@ -507,13 +519,13 @@ def data_in_memory(
     if _text_of_row(_first_row(data)) is None:
         return None
     length = min(options.seqlen or 2048, max_context(config) or 2048)
-    wanted = None if options.samples is None else options.samples * length
+    wanted = math.inf if options.samples is None else options.samples * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
-    words = _tokenizer(tokenizer)
-    ids = _ids(rows, words, "data", wanted)
-    corpus = for_model(_IN_MEMORY, config, words)
-    found_rows = sequences(torch.tensor(ids), length, begin_token(corpus.bos, words))
-    whole = [row for row in found_rows if row.numel() == found_rows[0].numel()][: options.samples]
+    tokenizer = _tokenizer(tokenizer)
+    ids = _ids(rows, tokenizer, "data", wanted)
+    corpus = for_model(_IN_MEMORY, config, tokenizer)
+    cut = sequences(torch.tensor(ids), length, begin_token(corpus.bos, tokenizer))
+    whole = [row for row in cut if row.numel() == cut[0].numel()][: options.samples]
     if len(whole) < (options.samples or 1):
         raise UserError(
             f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x "

@@ -266,7 +266,7 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
             f"{count_of(len(batches), 'batch', 'batches')}, fewer than the {ranks().count} ranks. "
             "Lower it, or use fewer ranks."
         )
-    return list(ranks().part(batches))
+    return list(ranks().assigned(batches))
 
 
 # The whole model, batch by batch.
@@ -550,12 +550,12 @@ class CalibrationProgress:
         due = not self._full and began - self._saved_at >= max(
             _SECONDS, _RATIO * (self._cost or 0.0)
         )
-        if not ranks().share(due):
+        if not ranks().broadcast(due):
             return
         sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk)))
         if None not in sizes and ranks().main:
             sizes.append(_unless_full(lambda: self._write_state(done, collected)))
-        sizes = ranks().share(sizes)
+        sizes = ranks().broadcast(sizes)
         if None in sizes:
             self._full = True
             with suppress(OSError):

@@ -2,14 +2,14 @@
 their rows.
 
 A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its
-rows become token sequences, and how many sequences of what length. `wikitext2,samples=16` is the
+rows become token sequences, and the number and length of these. `wikitext2,samples=16` is the
 recipe `wikitext2` with one field changed; a text file or a Hub data set id in place of the name is
 a recipe with that source. Rows may be conversations, which the tokenizer's chat template makes text
 of, or token ids. `self:NAME` is the text that the model itself writes when it continues the rows of
 NAME.
 
 A mix names several: `a.jsonl:64,c4:64` takes 64 sequences of each, `a.jsonl,c4` half of --samples
-of each. `,field=value` belongs to the part before it. Each part is read and tokenised as if it were
+of each. `,field=value` belongs to the name before it. Each text is read and tokenised as if it were
 alone.
 """
 
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
 IDS_COLUMN = "input_ids"  # of token ids; used if it has none of these
-# Those that can be changed.
+# Those that --calibration can change.
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")
 _TEMPLATE_BYTES = 1 << 30  # of memory that a chat template may take
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
-# defaults of texts that name none
+# Defaults of recipes that do not set them.
 _SAMPLES = 128
 _SEQLEN = 512
 _CHANGE = re.compile(r"\s*\w+\s*=")
@@ -47,32 +47,29 @@ _NUMBER = re.compile(r"(.+):([0-9]+)")
 
 
 def calibration_corpora(
-    name: str, context: int | None = None, samples: int | None = None, seqlen: int | None = None
+    mix: str, context: int | None = None, samples: int | None = None, seqlen: int | None = None
 ) -> list[Corpus]:
-    """The parts of the calibration text, each with its samples; all have the same seqlen.
+    """The texts of a calibration, each with its samples; all have the same seqlen.
 
     Args:
-        name: of the text, or of a mix.
+        mix: the name of a text, or of several.
         context: the model's context length in tokens; a recipe's seqlen is shortened to it. None:
             unknown.
         samples: number of sequences; None: the recipe's.
         seqlen: tokens per sequence; None: the recipe's.
 
     Raises:
-        UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or
-            given twice; --seqlen exceeds the model's context, or the parts differ in their seqlen.
+        UserError: a name is not that of a text, or stands twice; the numbers of sequences are
+            wrong, or given twice; --seqlen exceeds the model's context, or the texts differ in
+            their seqlen.
     """
-    parts = _parts(name)
-    corpora = {part: find_corpus(part) for part in parts}
-    if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(parts):
+    names = _names(mix)
+    corpora = {name: find_corpus(name) for name in names}
+    if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(names):
         raise UserError(
             "--calibration names a text twice; name it once, with the sum of the sequences."
         )
-    given = {
-        part: corpus.samples
-        for part, corpus in corpora.items()
-        if re.search(r",\s*samples\s*=", part)
-    }
+    given = [name for name in names if re.search(r",\s*samples\s*=", name)]
     if given and samples is not None:
         raise UserError(
             f"--samples {samples}: --calibration sets the numbers of its texts already; "
@@ -81,24 +78,24 @@ def calibration_corpora(
     total = samples or _SAMPLES
     numbers: list[int | None]
     if given:
-        bare = next((part for part in parts if part not in given), None)
+        bare = next((name for name in names if name not in given), None)
         if bare is not None:
             raise UserError(
-                f"--calibration: {bare!r} has no number of sequences, but another part has one. "
-                f"Give every part a number, such as {bare.partition(',')[0]}:64, or give none and "
+                f"--calibration: {bare!r} has no number of sequences, but another text has one. "
+                f"Give every text a number, such as {bare.partition(',')[0]}:64, or give none and "
                 "set --samples."
             )
-        numbers = list(given.values())
-    elif len(parts) == 1:
-        numbers = [samples or corpora[parts[0]].samples or _SAMPLES]
-    elif total < len(parts):
+        numbers = [corpus.samples for corpus in corpora.values()]
+    elif len(names) == 1:
+        numbers = [samples or corpora[names[0]].samples or _SAMPLES]
+    elif total < len(names):
         raise UserError(
-            f"--samples {total}: --calibration names {len(parts)} texts, and each "
+            f"--samples {total}: --calibration names {len(names)} texts, and each "
             "needs at least one sequence."
         )
     else:
-        share, rest = divmod(total, len(parts))
-        numbers = [share + rest, *[share] * (len(parts) - 1)]
+        number, rest = divmod(total, len(names))
+        numbers = [number + rest, *[number] * (len(names) - 1)]
     length = seqlen or _common_length(corpora, context)
     if context is not None and length > context:
         raise UserError(
@@ -112,52 +109,45 @@ def calibration_corpora(
 
 def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
     """Tokens per sequence of the recipes, shortened to the context; UserError if they differ."""
-    wanted = {
-        part: corpus.seqlen for part, corpus in corpora.items() if corpus.seqlen is not None
-    } or {"default": _SEQLEN}
-    lengths = {min(length, context or length) for length in wanted.values()}
+    wanted = {name: corpus.seqlen for name, corpus in corpora.items() if corpus.seqlen is not None}
+    longest = max(wanted.values(), default=_SEQLEN)
+    lengths = {min(length, context or length) for length in wanted.values() or (longest,)}
     if len(lengths) > 1:
         told = ", ".join(
-            f"{part.partition(',')[0]} has {length}" for part, length in wanted.items()
+            f"{name.partition(',')[0]} has {length}" for name, length in wanted.items()
         )
         raise UserError(
             f"--calibration: its texts differ in tokens per sequence ({told}). Give "
             "one length with --seqlen."
         )
     (length,) = lengths
-    if length < max(wanted.values()):
-        logger.info(
-            "seqlen %d is shortened to the model's context of %d tokens.",
-            max(wanted.values()),
-            length,
-        )
+    if length < longest:
+        logger.info("seqlen %d is shortened to the model's context of %d tokens.", longest, length)
     return length
 
 
 def generates(calibration: str) -> bool:
-    """Whether a part of a calibration text is written by the model itself."""
-    return any(find_corpus(part).generate for part in _parts(calibration))
+    """Whether a calibration text, or one of a mix, is written by the model itself."""
+    return any(find_corpus(name).generate for name in _names(calibration))
 
 
 def self_notes(calibration: str) -> list[str]:
     """What a dry run tells of a text that the model is to write itself; empty for other texts."""
-    return (
-        [f"--calibration {calibration}: the dense model first writes the text"]
-        if generates(calibration)
-        else []
-    )
+    if not generates(calibration):
+        return []
+    return [f"--calibration {calibration}: the dense model first writes the text"]
 
 
-def _parts(text: str) -> list[str]:
-    """The parts of a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
-    parts: list[str] = []
-    for item in text.split(","):
-        if parts and (_CHANGE.match(item) or item.strip() in ("", *FIELDS)):
-            parts[-1] += f",{item}"
+def _names(mix: str) -> list[str]:
+    """The names in a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
+    names: list[str] = []
+    for item in mix.split(","):
+        if names and (_CHANGE.match(item) or item.strip() in ("", *FIELDS)):
+            names[-1] += f",{item}"
         else:
             number = _NUMBER.fullmatch(item.strip())
-            parts.append(item.strip() if number is None else f"{number[1]},samples={number[2]}")
-    return parts
+            names.append(item.strip() if number is None else f"{number[1]},samples={number[2]}")
+    return names
 
 
 def find_corpus(name: str) -> Corpus:
@@ -202,8 +192,8 @@ def for_model(corpus: Corpus, config: Any, tokenizer: Any) -> Corpus:
         tokenizer: the model's.
     """
     values = plain_config(config)
-    kinds = values.get("model_type"), (values.get("text_config") or {}).get("model_type")
-    needed = any("gemma" in str(kind) for kind in kinds) and tokenizer.bos_token_id is not None
+    types = values.get("model_type"), (values.get("text_config") or {}).get("model_type")
+    needed = any("gemma" in str(name) for name in types) and tokenizer.bos_token_id is not None
     return replace(corpus, bos="each") if needed and corpus.bos == "auto" else corpus
 
 
@@ -218,7 +208,7 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     """
     values: dict[str, Any] = msgspec.to_builtins(corpus)
     for change in filter(None, changes.split(",")):
-        key, equals, value = (word.strip() for word in change.partition("="))
+        key, equals, value = map(str.strip, change.partition("="))
         if key == "image":
             raise UserError(
                 f"{change}: calibration on images is no longer there. Leave it out, or give "
@@ -276,7 +266,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
         ids = (
             column == IDS_COLUMN
             and isinstance(value, list)
-            and all(type(each) is int for each in value)
+            and all(type(token) is int for token in value)
         )
         yield tuple(value) if ids else text_in(value, f"{corpus.source}: column {column!r}")
 
@@ -289,17 +279,17 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     """
     import datasets
 
+    source: dict[str, Any] = {
+        "path": corpus.dataset,
+        "name": corpus.config,
+        "split": corpus.split,
+    }
+    if corpus.file is not None:
+        builder = "parquet" if _existing(corpus.file).suffix == ".parquet" else "json"
+        source = {"path": builder, "data_files": corpus.file, "split": "train"}
     try:
-        if corpus.file is not None:
-            builder = "parquet" if _existing(corpus.file).suffix == ".parquet" else "json"
-            data = datasets.load_dataset(
-                builder, data_files=corpus.file, split="train", streaming=corpus.stream
-            )
-        else:
-            data = datasets.load_dataset(
-                corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream
-            )
-    except (UserError, MemoryError):
+        data = datasets.load_dataset(**source, streaming=corpus.stream)
+    except MemoryError:
         raise
     # The library has a dozen errors for a missing data set, network or config.
     except Exception as error:
@@ -315,11 +305,8 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
             f"{corpus.source}: no column {column!r}; it has {', '.join(columns)}. Add ,column=NAME."
         )
     if corpus.shuffle:
-        data = (
-            data.shuffle(seed=seed, buffer_size=10_000)
-            if corpus.stream
-            else data.shuffle(seed=seed)
-        )
+        buffer = {"buffer_size": 10_000} if corpus.stream else {}
+        data = data.shuffle(seed=seed, **buffer)
     return data, column
 
 
@@ -347,18 +334,19 @@ def messages_in(value: Any) -> Messages | None:
         value: a list of messages with "role" and "content", or with "from" and "value" as in
             ShareGPT.
     """
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(each, dict) for each in value)
-    ):
+    if not isinstance(value, list) or not value:
         return None
-    if all("role" in each and "content" in each for each in value):
-        return [{name: part for name, part in each.items() if part is not None} for each in value]
-    if all("from" in each and "value" in each for each in value):
+    if not all(isinstance(message, dict) for message in value):
+        return None
+    if all({"role", "content"} <= message.keys() for message in value):
         return [
-            {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]}
-            for each in value
+            {name: content for name, content in message.items() if content is not None}
+            for message in value
+        ]
+    if all({"from", "value"} <= message.keys() for message in value):
+        return [
+            {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
+            for message in value
         ]
     return None
 
@@ -388,6 +376,8 @@ def chat_text(messages: Messages, tokenizer: Any, where: str, answer: bool = Fal
                     messages, tokenize=False, add_generation_prompt=answer
                 )
             )
-    except Exception as error:  # of any kind: a template is a program of the model's folder
-        told = quotable(reason(error))
-        raise UserError(f"{where}: the chat template refuses a conversation ({told}).") from error
+    except Exception as error:  # any: a template is a program of the model's folder
+        problem = quotable(reason(error))
+        raise UserError(
+            f"{where}: the chat template refuses a conversation ({problem})."
+        ) from error

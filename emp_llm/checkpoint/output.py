@@ -138,7 +138,7 @@ class OutputFolder:
 
     def __enter__(self) -> Self:
         """A collective call: all ranks have checked the path before the first one creates it."""
-        ranks().share(None)
+        ranks().broadcast(None)
         if ranks().main:
             self._enter()
         return self
@@ -194,7 +194,7 @@ class OutputFolder:
         """
         if ranks().main:
             self._begin({"format": _FORMAT} | signature, machine)
-        self._state = ranks().share(self._state)
+        self._state = ranks().broadcast(self._state)
 
     def _begin(self, signature: dict[str, Any], machine: str) -> None:
         if self._holds_work:
@@ -273,7 +273,7 @@ class OutputFolder:
         """
         if ranks().main:
             self._complete()
-        ranks().share(None)
+        ranks().broadcast(None)
 
     def _complete(self) -> None:
         if self._readers != _ANYBODY:

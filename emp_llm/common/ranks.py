@@ -75,8 +75,8 @@ class Ranks:
             return torch.accelerator.current_accelerator() or torch.device("cpu")
         return torch.device(_state().device)
 
-    def part(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's share of the items: every `count`-th."""
+    def assigned(self, items: Sequence[T]) -> Sequence[T]:
+        """The items that this rank works on: every `count`-th."""
         return items[self.index :: self.count]
 
     def gather(self, value: Any) -> list[Any]:
@@ -95,7 +95,7 @@ class Ranks:
             distributed.all_gather_object(values, value)
         return values
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all ranks. A collective call.
 
         Raises:
@@ -118,7 +118,7 @@ class Ranks:
         Raises:
             RankLost: another rank has ended.
         """
-        result: T = self.share(function() if self.main else None)
+        result: T = self.broadcast(function() if self.main else None)
         return result
 
 

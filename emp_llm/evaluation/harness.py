@@ -199,7 +199,7 @@ class Harness:
                 task_manager=self._manager,
             )
         # Only the first rank has a report.
-        report: dict[str, Any] = ranks().share(evaluated and _kept(evaluated))
+        report: dict[str, Any] = ranks().broadcast(evaluated and _kept(evaluated))
         return msgspec.convert(
             report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord
         )

@@ -120,7 +120,7 @@ def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
     """The mean loss of each block, batch by batch; each rank computes its share of the batches,
     and all ranks return all.
     """
-    own = ranks().part(range(len(batches)))
+    own = ranks().assigned(range(len(batches)))
     logits = _logits(model, [batches[number] for number in own])
     # No name keeps the logits of a batch while the next ones are computed.
     losses = {number: mean_losses(next(logits), batches[number]) for number in own}

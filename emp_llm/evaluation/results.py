@@ -130,7 +130,7 @@ def open_results(path: Path, results: Results, overwrite: bool = False) -> Resul
         results.command = older.command
         results.take(older.measures)
         results.complete = older.complete
-    shared: Results = ranks().share(results)
+    shared: Results = ranks().broadcast(results)
     return shared
 
 

@@ -708,7 +708,7 @@ def refit_experts(
                 targets += [experts.shared] if all(ranks().gather(added)) else []
             before = {target.name: weight_of(model, target.layer).clone() for target in targets}
             with closed_routers(model, {experts: kept[experts]}):
-                if ranks().share(moved.has(step.index)):
+                if ranks().broadcast(moved.has(step.index)):
                     results = ranks().first(partial(moved.block, step.index))
                     for target in targets:
                         weight = results[target.name].weight

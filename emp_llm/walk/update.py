@@ -92,7 +92,9 @@ def update_model(
     runner = BlockwiseModel(model, blocks, hidden_states)
     kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
     batches = own_batches(tokens[:kept], batch_size)
-    rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
+    rest = (
+        list(ranks().assigned(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
+    )
     seen = range(len(batches))
     held_out = range(len(batches), len(batches) + len(rest))
 
@@ -108,7 +110,7 @@ def update_model(
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
-            if members and not ranks().share(moved.has(step.index)):
+            if members and not ranks().broadcast(moved.has(step.index)):
                 found = _update_block(
                     block, update, seen, held_out, mask_of, allowed_of, min_expert_tokens
                 )
@@ -305,7 +307,7 @@ def _update_block(
             ]
             mine = {
                 target.name: _updated(block, target, each, update, allowed_of, min_expert_tokens)
-                for target, each in ranks().part(pairs)
+                for target, each in ranks().assigned(pairs)
             }
             results = {
                 name: result for each in ranks().gather(mine) for name, result in each.items()
