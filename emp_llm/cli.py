@@ -30,31 +30,31 @@ R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
 # Of a command with many options, --help shows these.
 _FIRST = (
-    *(
-        "model",
-        "output",
-        "method",
-        "methods",
-        "criteria",
-        "beta",
-        "betas",
-        "sparsity",
-        "sparsities",
-        "emp_sparsities",
-    ),
-    *(
-        "pattern",
-        "patterns",
-        "orders",
-        "matched_baselines",
-        "targets",
-        "refit",
-        "heal",
-        "calibration",
-        "evaluate",
-        "suite",
-    ),
-    *("push_to_hub", "dry_run", "overwrite", "verbose", "quiet"),
+    "model",
+    "output",
+    "method",
+    "methods",
+    "criteria",
+    "beta",
+    "betas",
+    "sparsity",
+    "sparsities",
+    "emp_sparsities",
+    "pattern",
+    "patterns",
+    "orders",
+    "matched_baselines",
+    "targets",
+    "refit",
+    "heal",
+    "calibration",
+    "evaluate",
+    "suite",
+    "push_to_hub",
+    "dry_run",
+    "overwrite",
+    "verbose",
+    "quiet",
 )
 _MANY = 30
 # The groups of --help all, by the options with which they begin.
@@ -141,33 +141,30 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         name: options_in(parameter)
         for name, parameter in inspect.signature(function).parameters.items()
     }
-    options = {
-        name: option for _, part in groups.values() for name, option in part.items()
-    } | options_of(Loudness)
+    options: dict[str, Option] = {}
+    for _, members in groups.values():
+        options |= members
+    options |= options_of(Loudness)
 
     def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the function, made of values of the options."""
         arguments: dict[str, Any] = {}
-        for name, (kind, part) in groups.items():
-            values = {each: given[each] for each in part if each in given}
-            if kind is Given:
-                arguments[name] = Given(given)
+        for parameter, (group, members) in groups.items():
+            values = {name: given[name] for name in members if name in given}
+            if group is Given:
+                arguments[parameter] = Given(given)
+            elif group is None:
+                arguments |= values
             else:
-                arguments |= values if kind is None else {name: kind(**values)}
+                arguments[parameter] = group(**values)
         return arguments
 
     @wraps(function)
     def flat(*arguments: Any, **keywords: Any) -> R:
-        given = signature.bind(*arguments, **keywords).arguments
-        required = {
-            name
-            for name, option in options.items()
-            if option.parameter.default is inspect.Parameter.empty
-        }
         given = {
             name: options[name].checked(value)
-            for name, value in given.items()
-            if value is not None or name in required
+            for name, value in signature.bind(*arguments, **keywords).arguments.items()
+            if value is not None or options[name].required
         }
         verbose = given.get("verbose", False)
         quiet = given.get("quiet", False)
@@ -177,7 +174,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
             return function(**grouped(given))
 
     plain = (option.parameter.replace(annotation=option.annotation) for option in options.values())
-    parameters = sorted(plain, key=lambda each: each.kind)
+    parameters = sorted(plain, key=lambda parameter: parameter.kind)
     signature = inspect.signature(function).replace(parameters=parameters)
     flat.__signature__ = signature  # type: ignore[attr-defined]
     flat.__doc__ = _documented(function, options)
@@ -220,7 +217,7 @@ def run(
             _hide_bars_of_libraries()
         result = command(**options)
         if show is not None and rank == 0:
-            with _cut_off():
+            with _may_be_cut_off():
                 show(result)
 
     _with_exit_codes(work)
@@ -265,8 +262,8 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
 
 
 @contextmanager
-def _cut_off() -> Iterator[None]:
-    """What is printed inside this context may be cut off, as by `head`."""
+def _may_be_cut_off() -> Iterator[None]:
+    """Inside this context, the reader of the output may close it, as `head` does."""
     try:
         yield
         sys.stdout.flush()
@@ -284,37 +281,30 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     import typer
     from typer.core import TyperCommand
 
-    values: dict[str, Any] = {}
-    words: list[str] = []
-    taken: list[typer.Context] = []
+    parsed: list[tuple[dict[str, Any], list[str]]] = []
 
     def take(context: typer.Context, **options: Any) -> None:
-        taken.append(context)
-        given = [
-            key
-            for key in options
+        given = {
+            key: value
+            for key, value in options.items()
             if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"
-        ]
-        values.update({key: options[key] for key in given})
-        words.extend(context.args)
+        }
+        parsed.append((given, context.args))
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
-    places = {
+    metavars = {
         key: option.about.metavar or key.upper()
         for key, option in options.items()
         if option.about.argument
     }
-    optional = [
-        key for key in places if options[key].parameter.default is not inspect.Parameter.empty
+    words_of_usage = [
+        metavar if options[key].required else f"[{metavar}]" for key, metavar in metavars.items()
     ]
-    usage = " ".join(
-        [
-            *(f"[{place}]" if key in optional else place for key, place in places.items()),
-            "[OPTIONS]",
-        ]
-    )
+    usage = " ".join([*words_of_usage, "[OPTIONS]"])
     parameters = [
-        _parameter(each) for key, each in options.items() if key not in places or each.about.flag
+        _parameter(option)
+        for key, option in options.items()
+        if key not in metavars or option.about.flag
     ]
     parameters.insert(
         0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)
@@ -327,16 +317,14 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         """Its help shows the options in groups."""
 
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            lines = {key: (place, options[key].about.help) for key, place in places.items()}
-            for each in self.get_params(ctx):
-                flags, told = each.get_help_record(ctx) or ("", "")
-                lines[each.name] = (
-                    f"{places[each.name]}, {flags}" if each.name in places else flags,
-                    told,
-                )
+            lines = {key: (metavar, options[key].about.help) for key, metavar in metavars.items()}
+            for parameter in self.get_params(ctx):
+                name = parameter.name
+                flags, text = parameter.get_help_record(ctx) or ("", "")
+                lines[name] = f"{metavars[name]}, {flags}" if name in metavars else flags, text
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
-                    formatter.write_dl([lines[each] for each in names])
+                    formatter.write_dl([lines[name] for name in names])
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     more = (
@@ -361,15 +349,16 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     except SystemExit as end:
         if end.code:
             raise
-    if not taken:  # --help was shown
+    if not parsed:  # --help was shown
         sys.exit(0)
-    for key, place in places.items():
+    values, words = parsed[0]
+    for key, metavar in metavars.items():
         if words and values.get(key) is None:
-            values[key], words = (words, []) if place.endswith("...") else (words[0], words[1:])
-        if values.get(key) is None and key not in optional:
-            raise UserError(f"{place} is missing. Usage: {name} {usage}")
+            values[key], words = (words, []) if metavar.endswith("...") else (words[0], words[1:])
         if values.get(key) is not None:
             values[key] = options[key].checked(values[key])
+        elif options[key].required:
+            raise UserError(f"{metavar} is missing. Usage: {name} {usage}")
     if words:
         raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
     return values
@@ -383,8 +372,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     default = None if option.about.argument else option.parameter.default
     flags = filter(None, (option.flag, _SHORT.get(option.flag)))
     declared = typer.Option(*flags, help=about.help, min=about.minimum, max=about.maximum)
-    # In the shell, text or a path stands for what Python takes besides, such as objects and lists
-    # of names.
+    # In the shell, text or a path stands for the objects and lists that Python takes.
     annotation = str if option.annotation is Any else option.annotation
     annotation = next((each for each in (str, Path) if each in option.types), annotation)
     if default is None:
@@ -452,7 +440,7 @@ def main(arguments: list[str] | None = None) -> None:
     texts |= {f"--completion {shell}": line for shell, line in _COMPLETION.items()}
     name = " ".join([name, *rest[:1]]) if name == "--completion" else name
     if name in texts or name == "--complete":
-        with _cut_off():
+        with _may_be_cut_off():
             print(texts.get(name) or "\n".join(_completions(os.environ.get("COMP_LINE", ""))))
         return
     print(
@@ -463,33 +451,36 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _completions(line: str) -> list[str]:
-    """What the last word of a command line may become: commands, flags, or the choices of the
+    """The completions of the last word of a command line: commands, flags, or the choices of the
     flag before it.
     """
     line = line[: int(os.environ.get("COMP_POINT", len(line)))]
     words = line.split() + [""] * line.endswith(" ")
-    found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
-    if len(words) > 2 and words[1] in COMMANDS:
-        from emp_llm.options.recipe_options import method_names
-
+    candidates: list[Any] = []
+    if len(words) == 2:
+        candidates = [*COMMANDS, "--help", "--version", "--completion"]
+    elif len(words) > 2 and words[1] in COMMANDS:
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
         flags = {
-            flag: each
-            for each in options
-            if each.about.flag or not each.about.argument
-            for flag in each.flag.split("/")
+            flag: option
+            for option in options
+            if option.about.flag or not option.about.argument
+            for flag in option.flag.split("/")
         }
-        given = flags.get(words[-2])
-        found = [*flags, "--help"] if given is None or given.annotation is bool else given.choices
-        if given is not None and given.parameter.name == "method":
-            found = [
-                "best",
-                *(f"{prefix}{name}" for prefix in ("emp-", "") for name in method_names()),
-            ]
+        option = flags.get(words[-2])
+        if option is None or option.annotation is bool:
+            candidates = [*flags, "--help"]
+        elif option.parameter.name == "method":
+            from emp_llm.options.recipe_options import method_names
+
+            names = method_names()
+            candidates = ["best", *(f"emp-{name}" for name in names), *names]
+        else:
+            candidates = option.choices
     return [
-        each
-        for each in found
-        if each.startswith(words[-1]) and (words[-1] or not each.startswith("-"))
+        candidate
+        for candidate in candidates
+        if candidate.startswith(words[-1]) and (words[-1] or not candidate.startswith("-"))
     ]
 
 
@@ -498,17 +489,17 @@ def _set_up_logging(mark: str, rank: int) -> None:
     logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # They have handlers of their own, and would print each line twice.
-    for own in ("datasets", "huggingface_hub"):
-        logging.getLogger(own).propagate = False
+    # They have their own handlers, and would print each line twice.
+    for package in ("datasets", "huggingface_hub"):
+        logging.getLogger(package).propagate = False
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for terminals only
         _hide_bars_of_libraries()
 
 
 def _hide_bars_of_libraries() -> None:
     """Hide the progress of other packages, which are not imported yet."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    for package in ("HF_HUB", "HF_DATASETS"):
+        os.environ.setdefault(f"{package}_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 

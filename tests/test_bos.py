@@ -110,9 +110,7 @@ def test_sequences_hold_every_token_once(begin: int | None) -> None:
         assert [row.tolist() for row in again] == [row.tolist() for row in found], (
             "a text that begins so gets no second token"
         )
-    with pytest.raises(
-        UserError, match="a sequence of 1 token has no place behind the begin token"
-    ):
+    with pytest.raises(UserError, match="a sequence of 1 token holds the begin token alone"):
         sequences(torch.tensor([3]), 1, 9)
 
 

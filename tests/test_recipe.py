@@ -160,7 +160,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Share(0.05, Owl()), "a sparsity between 0 and 1"),
         (lambda: Pattern(4, 4), "1 <= N < M; got '4:4'"),
         (lambda: Wanda("both"), "norms 'both' is not one of plain, relative"),
-        (lambda: Own(5), "criterion must be a function or its place, got 5"),
+        (lambda: Own(5), "criterion must be a function or its name, got 5"),
         (lambda: Given("nowhere.safetensors"), "no such file"),
         (lambda: Given(5), "scores must be a file, a folder, or a mapping .* got int"),
         (lambda: Refit(damping=0), "refit.damping must be above 0"),

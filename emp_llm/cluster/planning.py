@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 from emp_llm.calibration.texts import read_toml
 from emp_llm.cluster.jobs import Job, JobKind
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.options.base import check_values, parse_list
+from emp_llm.options.base import check_values, flag_of, parse_list
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe_options import RecipeOptions
@@ -215,7 +215,7 @@ def _given(**options: Any) -> list[str]:
     for name, value in options.items():
         if value is not None:
             words += [
-                f"--{name.replace('_', '-')}",
+                flag_of(name),
                 f"{value:.12g}" if isinstance(value, float) else str(value),
             ]
     return words

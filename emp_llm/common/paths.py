@@ -14,7 +14,7 @@ PACK_NAME = "emp_pack.json"  # of a packed checkpoint
 PACKED_SUFFIX = ".packed.safetensors"
 SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
-# In a card that is replaced; without it, the card is its user's.
+# The mark of a card that a push replaces. A card without it is the user's.
 CARD_MARK = (
     "<!-- emp-llm writes this card again at every push. Delete this line to keep your own "
     "changes. -->"
@@ -27,43 +27,45 @@ EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts,
 # What a calibration has collected for Taylor scores, experts or layers.
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"
 ROTATION_NAME = Path(EXTRAS) / "rotation.json"  # of a rotated dense model
-# Other formats of weights, and pickles. A copy of such a file would add the dense model to a pruned
-# one.
+# Other formats of weights, and pickles. They hold the dense model, so a pruned one gets no copy.
 OTHER_WEIGHTS = (
-    *(
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".onnx",
-        ".onnx_data",
-        ".gguf",
-        ".ot",
-        ".safetensors",
-        ".npz",
-        ".npy",
-    ),
-    *(".tflite", ".pdparams", ".mlmodel", ".nemo", ".keras", ".pkl", ".pickle", ".joblib"),
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".gguf",
+    ".ot",
+    ".safetensors",
+    ".npz",
+    ".npy",
+    ".tflite",
+    ".pdparams",
+    ".mlmodel",
+    ".nemo",
+    ".keras",
+    ".pkl",
+    ".pickle",
+    ".joblib",
 )
 
 
 def is_hidden(relative: PurePath) -> bool:
-    """Whether a path in a model folder is hidden, or lies in a hidden folder: it is of git, of a
-    download or of the user.
+    """Whether a path in a model folder is hidden, or lies in a hidden folder. Such files are of
+    git, of a download or of the user.
     """
-    return any(part.startswith(".") for part in relative.parts)
+    return any(name.startswith(".") for name in relative.parts)
 
 
 def cache_folder() -> Path:
     """$EMP_LLM_CACHE, else emp_llm in $XDG_CACHE_HOME or ~/.cache. The folder may not exist yet."""
     root = os.environ.get("EMP_LLM_CACHE")
-    return (
-        Path(root)
-        if root
-        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emp_llm"
-    )
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emp_llm"
 
 
 def data_folder(name: str) -> Path:

@@ -21,7 +21,7 @@ class Opt:
 
     Attributes:
         help: a sentence.
-        argument: a word without a flag; one that names a flag may be given by that too.
+        argument: it is positional; with a `flag`, it may be given by that too.
         metavar: the name of an argument in the usage line.
         flag: the flag, if it is not the field's name with hyphens.
         minimum, maximum: the smallest and the largest number allowed.
@@ -36,18 +36,16 @@ class Opt:
 
 
 class Some(NamedTuple):
-    """Some fields of a group of options: `Annotated[Recipe, Some("targets", "ignore")]`. The
-    others keep their defaults.
+    """The fields of a group that are options of a command:
+    `Annotated[RecipeOptions, Some(("targets", "ignore"))]`. The others keep their defaults.
     """
 
     names: tuple[str, ...]
 
 
 class Given(frozenset[str]):
-    """The names of the options that a call of a command names, also with values that equal their
-    defaults.
-
-    A command that declares a parameter of this type is told.
+    """The names of the options that a call of a command gives, even if their values equal the
+    defaults. A command with a parameter of this type gets them.
     """
 
 
@@ -70,6 +68,10 @@ class Option(NamedTuple):
         if get_origin(self.annotation) in (Union, UnionType):
             return get_args(self.annotation)
         return (self.annotation,)
+
+    @property
+    def required(self) -> bool:
+        return self.parameter.default is inspect.Parameter.empty
 
     @property
     def flag(self) -> str:

@@ -1,4 +1,4 @@
-"""Criteria of the user's own: found by name when a recipe is used, and described for records."""
+"""Custom criteria: found by name when a recipe is used, and described for records."""
 
 import hashlib
 import importlib
@@ -18,8 +18,8 @@ _PREFIX = "emp_llm_criterion_"
 
 
 def custom_name(criterion: str | Callable[..., Any] | None, scores: Any = None) -> str | None:
-    """The name in methods of the user's criterion or scores; None without one, and for a module
-    without a function.
+    """The name of a custom criterion, or of given scores, in methods; None without one, and for a
+    module or file without a function.
     """
     if scores is not None:
         return GIVEN.name
@@ -31,7 +31,7 @@ def custom_name(criterion: str | Callable[..., Any] | None, scores: Any = None) 
 def find_criterion(
     name: str, criterion: str | Callable[..., Any] | None, scores: Any = None
 ) -> Criterion:
-    """The user's criterion of a method.
+    """The custom criterion of a method.
 
     Args:
         name: the method without "emp-".
@@ -47,17 +47,17 @@ def find_criterion(
         return GIVEN
     function: Any = criterion
     function_name = None
+    shown = custom_name(criterion)
     if isinstance(criterion, str):
-        where, _, function_name = (
-            criterion.rpartition(":") if ":" in criterion else (criterion, "", name)
-        )
-        function = _names_in(where, criterion).get(function_name)
+        shown = criterion
+        function_name = custom_name(criterion) or name
+        module = criterion.removesuffix(f":{function_name}")
+        function = _names_in(module, criterion).get(function_name)
         if not callable(function):
-            raise UserError(f"--criterion {criterion}: {where} has no function {function_name}.")
+            raise UserError(f"--criterion {criterion}: {module} has no function {function_name}.")
     try:
         return own_criterion(function, function_name)
     except ValueError as error:
-        shown = criterion if isinstance(criterion, str) else custom_name(criterion)
         raise UserError(f"--criterion {shown}: {error}.") from error
 
 
@@ -77,10 +77,10 @@ def criterion_origin(criterion: Criterion) -> tuple[str, str | None]:
     return label, digest
 
 
-def _names_in(where: str, criterion: str) -> dict[str, Any]:
-    """The names in a module, found as Python finds it, or in the current folder; or in a file."""
-    if where.endswith(".py") or os.sep in where:
-        path = Path(where)
+def _names_in(module: str, criterion: str) -> dict[str, Any]:
+    """The names in a module that Python or the current folder holds, or in a file."""
+    if module.endswith(".py") or os.sep in module:
+        path = Path(module)
         if not path.is_file():
             raise UserError(f"--criterion {criterion}: no file {path}.")
         if path.suffix != ".py":
@@ -88,23 +88,23 @@ def _names_in(where: str, criterion: str) -> dict[str, Any]:
                 f"--criterion {criterion}: {path} is no Python file; its name must end in .py."
             )
         return _run_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
-    # The console script does not look there; last, so that no file there shadows another module.
+    # The console script does not search the current folder. Searched last, it shadows no module.
     sys.path.append(os.getcwd())
     try:
-        return vars(importlib.import_module(where))
+        return vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
-        if error.name is not None and where.split(".")[0] == error.name.split(".")[0]:
+        if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
             raise UserError(
-                f"--criterion {criterion}: no module {where}. Give MODULE:FUNCTION for a module "
+                f"--criterion {criterion}: no module {module}. Give MODULE:FUNCTION for a module "
                 "that Python finds, or FILE.py:FUNCTION."
             ) from error
         raise UserError(
-            f"--criterion {criterion}: {where} needs the module {error.name}, which is "
+            f"--criterion {criterion}: {module} needs the module {error.name}, which is "
             "not installed."
         ) from error
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"--criterion {criterion}: {where!r} is not the name of a module ({reason(error)})."
+            f"--criterion {criterion}: {module!r} is not the name of a module ({reason(error)})."
         ) from error
     finally:
         sys.path.pop()

@@ -88,14 +88,14 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
 
 
 def check_wanted(options: PruneOptions, given: Given, reads_text: bool) -> None:
-    """Raise UserError if the user asks for a check, and the run measures more, or reads no text."""
+    """Raise UserError if a check is asked for, and an evaluation replaces it or no text is read."""
     if "check" not in given or not options.check:
         return
     if options.evaluate is not None:
         raise UserError("--check: --evaluate measures both models. Leave out one of them.")
     if not reads_text:
         raise UserError(
-            "--check measures text behind that of the calibration, and this run reads "
+            "--check measures text after that of the calibration, and this run reads "
             "none. Leave it out."
         )
 
@@ -103,15 +103,13 @@ def check_wanted(options: PruneOptions, given: Given, reads_text: bool) -> None:
 def check_options(
     recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
 ) -> None:
-    """Raise UserError for invalid or conflicting options; `given` are the names of those that
-    the user gave.
-    """
+    """Raise UserError for invalid or conflicting options; `given` names those of the call."""
     structure.check(given)
     if structure.structure is not None:
         _check_for_units(given)
         _check_structured(structured(recipe, structure), options)
     elif recipe.name in UNIT_CRITERIA:
-        scored = [units for units, kind in UNIT_KINDS.items() if recipe.name in kind.criteria]
+        scored = [name for name, units in UNIT_KINDS.items() if recipe.name in units.criteria]
         raise UserError(
             f"--method {recipe.method} scores {' and '.join(scored)}, not weights. Add "
             "--structure, or use emp-wanda."
@@ -155,17 +153,16 @@ def check_options(
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         tree.check_propagated(options.activations)
     if tree.moves:
-        searches = tree.update is not None and tree.update.searches
         flag = tree.update_flag if tree.update is not None else "--heal"
         if quantised:
             raise UserError(f"{flag} cannot change quantised weights; {leave_out}")
         if options.calibration is None and options.activations is not None:
+            alternative = "" if tree.searches else f", or {flag}"
             raise UserError(
                 f"{flag} fits weights to the calibration text, and --activations holds only its "
-                f"norms. Leave out --activations{'' if searches else f', or {flag}'}; or name the "
-                "text with --calibration."
+                f"norms. Leave out --activations{alternative}; or name the text with --calibration."
             )
-        if options.calibration is None and not searches and not tree.needs_activations:
+        if options.calibration is None and not tree.searches and not tree.needs_activations:
             raise UserError(
                 f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
                 f"none. Leave out {flag}, or name the text with --calibration."
@@ -225,20 +222,18 @@ def _check_loss(
 
 
 def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptions:
-    """The recipe of a structured run: of the units in place of weights. The default method is
-    that of the structure.
-    """
+    """The recipe of a run with --structure: with its criteria and targets."""
     default = structure.criteria[0]
     method = recipe.method
     if method == "emp-wanda" and default != "magnitude":
         method = f"emp-{default}"
-    layers = {kind.targets for kind in structure.kinds.values()}
+    layers = {units.targets for units in structure.kinds.values()}
     targets = layers.pop() if len(layers) == 1 else "all-linear"
     return recipe.but(method=method, targets=targets, structure=structure)
 
 
 def _check_for_units(given: Given) -> None:
-    """Raise UserError for given options that do not go with --structure."""
+    """Raise UserError for options of weights, given with --structure."""
     options = options_of(RecipeOptions) | options_of(PruneOptions)
     instead = {
         "group": "Use --structure-group",
@@ -263,13 +258,15 @@ def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
     criteria = recipe.structure.criteria
     if recipe.name not in criteria:
         methods = ", ".join(f"emp-{name}, {name}" for name in criteria)
-        scored = " or ".join(name for name, kind in UNIT_KINDS.items() if kind.criteria == criteria)
+        scored = " or ".join(
+            name for name, units in UNIT_KINDS.items() if units.criteria == criteria
+        )
         raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
     if "wanda" not in criteria and options.activations is not None:
         raise UserError(
             f"--activations holds norms of inputs, which do not score {units}. Leave it out."
         )
-    if recipe.refit and not all(kind.refits for kind in recipe.structure.kinds.values()):
+    if recipe.refit and not all(units.refits for units in recipe.structure.kinds.values()):
         raise UserError(
             f"--refit moves weights within layers, and --structure {units} removes whole "
             "ones. Leave it out."

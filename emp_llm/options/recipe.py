@@ -117,11 +117,11 @@ class Own(Score):
     """A criterion of your own.
 
     Attributes:
-        function: of (weight) or (weight, inputs); or its place: MODULE:FUNCTION, FILE.py:FUNCTION.
-        norms: of the inputs that it is given: "plain" or "relative", as in `OfNorms`.
+        function: of (weight) or (weight, inputs); or its name: MODULE:FUNCTION, FILE.py:FUNCTION.
+        norms: the norms of the inputs that it is given: "plain" or "relative", as in `OfNorms`.
         score_map: how signed scores become non-negative; None: they must not be negative.
-        named: the function in a module or file, where `function` does not say it.
-        source: in records: the SHA-256 of the file; its code is never loaded from there.
+        named: the name of the function, if `function` is a module or file alone.
+        source: in records: the SHA-256 of the file. A recipe with it cannot score.
     """
 
     function: Any
@@ -133,7 +133,7 @@ class Own(Score):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.function, str) and not callable(self.function):
-            raise UserError(f"--criterion must be a function or its place, got {self.function!r}.")
+            raise UserError(f"--criterion must be a function or its name, got {self.function!r}.")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -186,10 +186,10 @@ class Given(Score):
 
 @dataclass(frozen=True)
 class OfUnits(Score):
-    """A criterion of heads, neurons, experts or layers alone, such as "taylor", "reap", "cosine".
+    """A criterion of heads, neurons, experts or layers, not of weights.
 
     Attributes:
-        unit_criterion: its name.
+        unit_criterion: its name, such as "taylor", "reap" or "cosine".
     """
 
     criterion = GIVEN  # it needs no norms of inputs
@@ -216,26 +216,25 @@ class Counts:
 
     @property
     def sparsity(self) -> float | None:
-        """The share that goes; None where other things set it."""
+        """The fraction of weights that goes; None if other fields set it."""
         return None
 
     def at(self, sparsity: float) -> "Counts":
-        """The counts of the same kind at a sparsity."""
+        """Counts with a sparsity, which keep their other fields."""
         return Share(sparsity)
 
 
 @dataclass(frozen=True)
 class Effective(Counts):
-    """Effective Model Pruning: beta * N_eff weights of each group, N_eff = 1 / sum omega^2 for the
-    shares omega = |s| / sum |s| of the scores.
+    """Effective Model Pruning: beta * N_eff weights of each group stay. N_eff = 1 / sum omega^2,
+    where omega = |s| / sum |s| for the scores s.
 
     Attributes:
-        beta: None with a sparsity, until it is found.
-        order: of the Hill number N_eff; 2 is the paper's.
+        beta: factor of N_eff. None: 1; with a sparsity, the beta that reaches it.
+        order: order of the Hill number N_eff; 2 is the paper's.
         neff_dtype: "float64", or "bfloat16" for the paper's arithmetic of magnitudes.
-        count_by: whose effective numbers count: those of the recipe's "own" scores, or of the
-            "magnitude" of the weights.
-        sparsity: of all targets: the beta that reaches it is found.
+        count_by: the scores of N_eff: the recipe's "own", or the "magnitude" of the weights.
+        sparsity: the fraction of all targets that goes, in place of a beta.
     """
 
     beta: float | None = None
@@ -278,7 +277,7 @@ class Owl:
     """Sparsities of the blocks by their outliers (Yin et al. 2024).
 
     Attributes:
-        owl_lambda: the largest distance of a block's sparsity from that of all.
+        owl_lambda: the largest difference between a block's sparsity and that of all targets.
         owl_m: scores above this multiple of their block's mean are outliers.
     """
 
@@ -295,11 +294,11 @@ class Owl:
 
 @dataclass(frozen=True)
 class ByCost:
-    """Sparsities of the blocks at which the last weight of each costs as much as that of every
-    other: by the loss of held-out text when a block is pruned alone. For the command prune.
+    """Sparsities of the blocks at which one weight more costs as much in every block. The cost is
+    the loss of held-out text when a block is pruned alone. For the command prune.
 
     Attributes:
-        removed: how many weights each target loses, by name; None until it is measured.
+        removed: name of a target -> number of weights that it loses; None until it is measured.
     """
 
     removed: dict[str, int] | None = None
@@ -310,8 +309,8 @@ class Share(Counts):
     """A fixed sparsity of every group.
 
     Attributes:
-        sparsity: the share that goes.
-        shares: of the blocks; None: the same for all.
+        sparsity: the fraction of weights that goes.
+        shares: how the blocks differ in it; None: they do not.
     """
 
     sparsity: float = 0.5
@@ -357,9 +356,10 @@ class Match(Counts):
     """As many weights as an earlier run removed.
 
     Attributes:
-        run: its output.
+        run: the output folder of that run.
         by: "total": as many in all; "matrix": as many in every matrix.
-        removed: how many that run removed, in all or by matrix; read from its report.
+        removed: the number that the run removed, or name of a matrix -> number; read from its
+            report.
     """
 
     run: str = ""
@@ -388,10 +388,10 @@ class Targets:
     Attributes:
         layers: "mlp", "attention", "all-linear", name suffixes "a,b" or a list of them, or a regex.
         ignore: suffixes or a regex of layers to leave out.
-        tower: of a multimodal model.
+        tower: the part of a multimodal model.
         blocks: name of the list of decoder blocks; None: detected.
         min_expert_tokens: experts that saw fewer tokens are scored by magnitude.
-        allow_partial: most of the model may be out of reach.
+        allow_partial: prune even if more than half of the weights in blocks cannot be pruned.
     """
 
     layers: str | list[str] = "mlp"
@@ -415,7 +415,7 @@ class Heal:
     """The kept weights are trained on the dense model's probabilities.
 
     Attributes:
-        steps: of four sequences.
+        steps: number of training steps, of four sequences each.
         weights: "targets": the kept weights of the targets; "all": of all linear layers in blocks,
             and norms.
     """
@@ -434,9 +434,9 @@ class UnitKind:
     """What the options know of a kind of unit.
 
     Attributes:
-        title: in words.
-        targets: the layers of which a part goes with a unit.
-        criteria: its scores; the first is the default, unless that is "magnitude".
+        title: in a sentence.
+        targets: the layers from which a unit is cut.
+        criteria: those that score it. The first is the default, unless that is "magnitude".
         refits: whether a refit can make up for a removed unit.
     """
 
@@ -446,18 +446,15 @@ class UnitKind:
     refits: bool = True
 
 
-_OF_PARTS = ("magnitude", "wanda", "taylor")
+_CRITERIA_OF_PARTS = ("magnitude", "wanda", "taylor")
 UNIT_KINDS = {
-    "heads": UnitKind("attention heads", "attention", _OF_PARTS),
-    "neurons": UnitKind("MLP neurons", "mlp", _OF_PARTS),
+    "heads": UnitKind("attention heads", "attention", _CRITERIA_OF_PARTS),
+    "neurons": UnitKind("MLP neurons", "mlp", _CRITERIA_OF_PARTS),
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
     "layers": UnitKind("decoder layers", "all-linear", ("cosine",), refits=False),
 }
-# Scores of units that weights do not have.
-UNIT_CRITERIA = {name for kind in UNIT_KINDS.values() for name in kind.criteria} - {
-    "magnitude",
-    "wanda",
-}
+# Criteria that do not score weights.
+UNIT_CRITERIA = {name for kind in UNIT_KINDS.values() for name in kind.criteria} - METHODS.keys()
 
 
 class StructureRecipe(
@@ -473,13 +470,13 @@ class StructureRecipe(
     does not use stays None.
 
     Attributes:
-        structure: None: weights are pruned.
-        structure_group: those that compete: of a layer, or of all layers. Whole layers always
-            compete with each other.
+        structure: the units; None: weights are pruned.
+        structure_group: the units that compete: those of a layer, or of all layers. Whole layers
+            always compete with each other.
         head_unit: "group": query heads together with the keys and values that they share; "query":
             single query heads.
-        keep_shapes: they are set to zero where they are, and experts are closed in their routers;
-            else they are removed, and all layers get one width.
+        keep_shapes: units are set to zero where they are, and routers choose no removed expert.
+            Else units are removed, and all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this.
         per_layer: each layer keeps its own number of heads or neurons.
     """
@@ -526,17 +523,17 @@ class StructureRecipe(
 
     @property
     def kinds(self) -> dict[str, UnitKind]:
-        """The kinds of units, by name."""
+        """The units that are removed, by name."""
         names = ("heads", "neurons") if self.structure == "both" else (self.structure,)
         return {name: UNIT_KINDS[name] for name in names}
 
     @property
     def criteria(self) -> tuple[str, ...]:
-        """The scores of the units."""
+        """The criteria that score the units."""
         return next(iter(self.kinds.values())).criteria
 
     def check(self, given: GivenOptions) -> None:
-        """Raise UserError for invalid or conflicting options, or a given one without
+        """Raise UserError for invalid or conflicting options, or if one is given without
         --structure.
         """
         check_values(self)
@@ -559,8 +556,8 @@ class StructureRecipe(
             )
         if self.structure == "layers" and self.keep_shapes:
             raise UserError(
-                "--structure layers removes whole layers, so that no shape is left to keep. Leave "
-                "out --keep-shapes."
+                "--structure layers removes whole layers, and --keep-shapes keeps them. Leave out "
+                "--keep-shapes."
             )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
@@ -585,17 +582,17 @@ class Recipe:
         score: what a weight is worth: `Wanda()`, `Magnitude()`, `Relative()`, `Ria()`,
             `Own(function)`, `Given(scores)`. For a search (`SparseGPT`, `Admm`) it only sets
             EMP's counts.
-        counts: how many stay: `Effective()`, `Share(0.5)`, `Pattern(2, 4)`, `Match(run)`.
+        counts: how many weights stay: `Effective()`, `Share(0.5)`, `Pattern(2, 4)`, `Match(run)`.
         group: the weights that compete with each other: those of a "row", of a "matrix", or of
             "all" targets.
         targets: the layers.
-        update: how kept weights move: `Refit()`, `SparseGPT()`, `Admm(refit=Refit())`; None: they
-            stay.
-        heal: `Heal()` trains them afterwards; None: not.
-        structure: heads, neurons, experts or layers in place of weights; for checkpoints.
+        update: how kept weights move: `Refit()`, `SparseGPT()`, `Admm(refit=Refit())`; None: not
+            at all.
+        heal: `Heal()` trains the kept weights at the end; None: they are not trained.
+        structure: removes heads, neurons, experts or layers in place of weights; for checkpoints.
 
     Raises:
-        UserError: what is asked for cannot be meant.
+        UserError: fields do not go together.
     """
 
     score: Score = field(default_factory=Wanda)
@@ -618,10 +615,14 @@ class Recipe:
         return isinstance(self.counts, Effective)
 
     @property
+    def searches(self) -> bool:
+        """Whether the update chooses the weights itself."""
+        return self.update is not None and self.update.searches
+
+    @property
     def name(self) -> str:
         """The method without "emp-": a search, or the scores."""
-        searches = self.update is not None and self.update.searches
-        return self.update.name if self.update is not None and searches else self.score.name
+        return self.update.name if self.update is not None and self.searches else self.score.name
 
     @property
     def method(self) -> str:
@@ -671,15 +672,13 @@ class Recipe:
 
     @property
     def update_flag(self) -> str:
-        """The option that moves weights."""
-        searches = self.update is not None and self.update.searches
-        return f"--method {self.method}" if searches else "--refit"
+        """The option that asks for the update."""
+        return f"--method {self.method}" if self.searches else "--refit"
 
     @property
     def without_update(self) -> str:
-        """What to do for a run in which weights stay, as the beginning of a sentence."""
-        searches = self.update is not None and self.update.searches
-        return "Use --method wanda" if searches else "Leave out --refit"
+        """How to run without the update, as the beginning of a sentence."""
+        return "Use --method wanda" if self.searches else "Leave out --refit"
 
     def at(self, sparsity: float) -> "Recipe":
         """The recipe at a sparsity, or with the pattern that has it."""
@@ -697,8 +696,7 @@ class Recipe:
                 "--propagate pruned collects its norms itself; leave out --activations."
             )
         # A search sees pruned blocks anyway.
-        searches = self.update is not None and self.update.searches
-        if not self.needs_activations and not searches:
+        if not self.needs_activations and not self.searches:
             raise UserError(
                 "--propagate pruned is for methods that need activations; "
                 f"{self.method} needs none."

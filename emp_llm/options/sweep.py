@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, parse_list, parse_numbers
+from emp_llm.options.base import Opt, flag_of, parse_list, parse_numbers
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.recipe import MatchBy
 from emp_llm.options.recipe_options import RecipeOptions, check_method
@@ -58,9 +58,9 @@ class SweepPoint:
     """A point of a sweep.
 
     Attributes:
-        name: of its folder.
-        recipe: of the point.
-        baseline_of: for a baseline, the name of the EMP point that keeps as many weights;
+        name: the name of its folder.
+        recipe: what is pruned.
+        baseline_of: of a baseline: the name of the EMP point that keeps as many weights;
             `recipe.match` too.
     """
 
@@ -69,56 +69,39 @@ class SweepPoint:
     baseline_of: str | None = None
 
 
-def plan_points(how: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
+def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
+        options: methods and numbers, separated by commas.
         shared: the fields that the points share, such as the targets.
 
     Raises:
-        UserError: an option is not a list of its kind, or applies to none of the methods; or a
-            recipe conflicts.
+        UserError: an option is not a list of numbers or names, or applies to none of the methods;
+            or a recipe conflicts.
     """
-    own = (
-        f",emp-{shared.name},{shared.name}"
-        if shared.criterion is not None or shared.scores is not None
-        else ""
-    )
-    methods = parse_list(how.methods or f"{METHODS}{own}", "--methods")
-    if "best" in methods:
-        raise UserError(
-            "--methods: best is for prune; plan --methods emp-admm --prune-options "
-            "'--refit --heal'."
-        )
-    for method in methods:
-        check_method(shared.with_method(method), "--methods:")
+    methods = _methods(options, shared)
     adaptive = [method for method in methods if method.startswith("emp-")]
-    for names, found, kind in (
-        (("betas", "orders", "matched_baselines", "emp_sparsities"), adaptive, "emp methods"),
-        (
-            ("sparsities", "patterns"),
-            [method for method in methods if method not in adaptive],
-            "methods without emp-",
-        ),
-    ):
-        for flag in [f"--{name.replace('_', '-')}" for name in names if getattr(how, name)]:
-            if not found:
-                raise UserError(
-                    f"{flag} is for {kind}, and --methods has none; leave {flag} out or add one."
-                )
-    if shared.group == "all" and how.matched_baselines:
+    uniform = [method for method in methods if method not in adaptive]
+    emp_options = ("betas", "orders", "matched_baselines", "emp_sparsities")
+    _check_used(options, emp_options, adaptive, "emp methods")
+    _check_used(options, ("sparsities", "patterns"), uniform, "methods without emp-")
+    if shared.group == "all" and options.matched_baselines:
         raise UserError(
             "--matched-baselines fixes the count of every matrix; use --group row or "
             "matrix, not all."
         )
-    betas = how.betas or (None if how.emp_sparsities else BETAS)
-    sparsities = how.sparsities or (None if how.patterns else "0.5")
+    orders = parse_numbers(options.orders or "2", "--orders")
+    betas = _numbers(options.betas, "--betas", None if options.emp_sparsities else BETAS)
+    emp_sparsities = _numbers(options.emp_sparsities, "--emp-sparsities")
+    sparsities = _numbers(options.sparsities, "--sparsities", None if options.patterns else "0.5")
+    patterns = parse_list(options.patterns, "--patterns") if options.patterns else []
     points: dict[str, SweepPoint] = {}
 
     def add(name: str, recipe: RecipeOptions) -> None:
         recipe.check()
         points[name] = SweepPoint(name, recipe)
-        if recipe.adaptive and how.matched_baselines:  # the same criterion with uniform rows
+        if recipe.adaptive and options.matched_baselines:  # the same criterion with uniform rows
             for by in get_args(MatchBy):
                 baseline = f"{recipe.name}-{by}-as-{name}"
                 points[baseline] = SweepPoint(
@@ -127,32 +110,57 @@ def plan_points(how: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
 
     for method in methods:
         if method in adaptive:
-            for order in parse_numbers(how.orders or "2", "--orders"):
+            for order in orders:
                 name = method if order == 2 else f"{method}-order-{_short(order)}"
-                for beta in parse_numbers(betas, "--betas") if betas else []:
-                    add(
-                        f"{name}-beta-{_short(beta)}",
-                        shared.with_method(method, order=order, beta=beta),
-                    )
-                for sparsity in (
-                    parse_numbers(how.emp_sparsities, "--emp-sparsities")
-                    if how.emp_sparsities
-                    else []
-                ):
-                    add(
-                        f"{name}-{_short(sparsity)}",
-                        shared.with_method(method, order=order, sparsity=sparsity),
-                    )
+                for beta in betas:
+                    recipe = shared.with_method(method, order=order, beta=beta)
+                    add(f"{name}-beta-{_short(beta)}", recipe)
+                for sparsity in emp_sparsities:
+                    recipe = shared.with_method(method, order=order, sparsity=sparsity)
+                    add(f"{name}-{_short(sparsity)}", recipe)
             continue
-        for sparsity in parse_numbers(sparsities, "--sparsities") if sparsities else []:
+        for sparsity in sparsities:
             add(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity))
-        for pattern in parse_list(how.patterns, "--patterns") if how.patterns else []:
+        for pattern in patterns:
             recipe = shared.with_method(
                 method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
             )
             add(f"{method}-{pattern.replace(':', 'of')}", recipe)
     _check_shared(list(points.values()), shared)
     return list(points.values())
+
+
+def _methods(options: SweepOptions, shared: RecipeOptions) -> list[str]:
+    """The methods of a sweep: the given ones, or all defaults and those of the user's criterion."""
+    defaults = METHODS
+    if shared.criterion is not None or shared.scores is not None:
+        defaults += f",emp-{shared.name},{shared.name}"
+    methods = parse_list(options.methods or defaults, "--methods")
+    if "best" in methods:
+        raise UserError(
+            "--methods: best is for prune; plan --methods emp-admm --prune-options "
+            "'--refit --heal'."
+        )
+    for method in methods:
+        check_method(shared.with_method(method), "--methods:")
+    return methods
+
+
+def _numbers(text: str | None, flag: str, default: str | None = None) -> list[float]:
+    """The numbers of an option, or of its default; empty without either."""
+    text = text or default
+    return parse_numbers(text, flag) if text else []
+
+
+def _check_used(
+    options: SweepOptions, names: tuple[str, ...], methods: list[str], described: str
+) -> None:
+    """Raise UserError for an option of methods that a sweep has none of."""
+    for flag in [flag_of(name) for name in names if getattr(options, name)]:
+        if not methods:
+            raise UserError(
+                f"{flag} is for {described}, and --methods has none; leave {flag} out or add one."
+            )
 
 
 def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
@@ -166,8 +174,7 @@ def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
         asked = getattr(shared, name)
         if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):
             raise UserError(
-                f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods "
-                "has none that it changes."
+                f"{flag_of(name)} {asked} is for {needed}, and --methods has none that it changes."
             )
 
 
