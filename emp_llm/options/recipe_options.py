@@ -433,7 +433,8 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 f"--map is for scores of your own; the scores of {self.name} are "
                 "never negative. Leave it out."
             )
-        if self.score is not None and not self._score().criterion.calibrated:
+        needs_norms = self._score().criterion.calibrated  # finds a custom criterion
+        if self.score is not None and not needs_norms:
             raise UserError(
                 f"--score chooses the norms of the inputs, and method {self.method} needs "
                 "none. Leave it out, or use --method wanda or emp-wanda."
