@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from emp_llm.common.machine import command_line, processor_name, resident_memory
 from emp_llm.common.paths import data_folder
 from emp_llm.common.progress import load_packages, progress_bar
 from emp_llm.common.tables import table
-from emp_llm.hub.local_model import find_model
+from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.options.base import Opt, parse_numbers
 from emp_llm.options.model import DeviceOptions, ModelOptions
 from emp_llm.records.bench import Batch, Bench, LoadedModel, Speed
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-
 TEXT = "demo/heldout.txt"  # of eval/
 
 
@@ -77,48 +76,29 @@ def bench(options: BenchOptions) -> Bench:
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
     device = torch.device(run_device(options.device))
-    sizes = sorted(
-        {
-            int(size)
-            for size in parse_numbers(options.batch_sizes, "--batch-sizes")
-            if size >= 1 and size % 1 == 0
-        }
-    )
-    if len(sizes) != options.batch_sizes.count(",") + 1:
-        raise UserError(
-            f"--batch-sizes {options.batch_sizes!r}: expected different whole numbers from 1 on."
-        )
-    source = find_model(options.model, options.revision, options.trust_remote_code)
-    baseline = (
-        None
-        if options.baseline is None
-        else find_model(options.baseline, None, options.trust_remote_code)
-    )
+    batch_sizes = _batch_sizes(options.batch_sizes)
+    trust = options.trust_remote_code
+    source = find_model(options.model, options.revision, trust)
+    other = source
+    if options.baseline is not None:
+        other = find_model(options.baseline, None, trust)
     check_head(source.folder)
     output = options.output or Path(f"{source.short_name}-bench.json")
     check_output_file(output, options.overwrite)
+    probe = output.with_name(f".{output.name}.probe")
     try:
-        write_bytes(output.with_name(f".{output.name}.probe"), bytes(1 << 16))
-        output.with_name(f".{output.name}.probe").unlink()
+        write_bytes(probe, bytes(1 << 16))
+        probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written there ({reason(error)}). Name another file."
-        ) from error
-    text, prompts = _prompts(source.folder, options, sizes[-1])
+        raise _unwritable(output, error, "Name another file.") from error
+    text, prompts = _prompts(source.folder, options, batch_sizes[-1])
     prompts = prompts.to(device)
-    how: dict[str, Any] = {
-        "device": device,
-        "dtype": options.dtype,
-        "trust_remote_code": options.trust_remote_code,
-    }
-
-    def load_dense() -> "PreTrainedModel":
-        if baseline is None:
-            return load(source.folder, **how, least_zeros=NEVER, check=False)
-        return load_model(baseline.folder, str(device), options.dtype, options.trust_remote_code)
+    load_pruned = partial(
+        load, source.folder, device=device, dtype=options.dtype, trust_remote_code=trust
+    )
 
     def load_sparse() -> "PreTrainedModel":
-        model = load(source.folder, **how)
+        model = load_pruned()
         if not sparse_layers(model):
             raise UserError(
                 f"{options.model}: no layer has enough zeros to be packed, so there is "
@@ -126,59 +106,47 @@ def bench(options: BenchOptions) -> Bench:
             )
         return model
 
-    def measured(
-        make: Callable[[], "PreTrainedModel"], name: str, revision: str | None, runtime: str
+    def load_dense() -> "PreTrainedModel":
+        if options.baseline is not None:
+            return load_model(other.folder, str(device), options.dtype, trust)
+        return load_pruned(least_zeros=NEVER, check=False)
+
+    def loaded(
+        load_one: Callable[[], "PreTrainedModel"], model: LocalModel, runtime: str
     ) -> tuple["PreTrainedModel", LoadedModel]:
-        before = resident_memory(device)
+        memory = resident_memory(device)
         start = time.perf_counter()
-        model = make()
+        network = load_one()
         seconds = time.perf_counter() - start
-        _run(model, prompts[: sizes[0]], options.new_tokens)
-        weights = [
-            *model.parameters(),
-            *(part for each in sparse_layers(model).values() for part in each.buffers()),
-        ]
-        return model, LoadedModel(
-            model=name,
-            revision=revision,
+        _run(network, prompts[: batch_sizes[0]], options.new_tokens)
+        weights = list(network.parameters())
+        for layer in sparse_layers(network).values():
+            weights.extend(layer.buffers())
+        return network, LoadedModel(
+            model=model.name,
+            revision=model.revision,
             runtime=runtime,
             load_seconds=round(seconds, 3),
-            weight_bytes=sum(part.nbytes for part in weights),
-            memory_bytes=resident_memory(device) - before,
+            weight_bytes=sum(tensor.nbytes for tensor in weights),
+            memory_bytes=resident_memory(device) - memory,
         )
 
-    other = baseline or source
     batches = []
-    with progress_bar(2 + len(sizes) * (options.repeats + 1), "measure", "round") as bar:
-        model, sparse = measured(load_sparse, source.name, source.revision, "sparse")
+    rounds = 2 + len(batch_sizes) * (options.repeats + 1)
+    with progress_bar(rounds, "measure", "round") as bar:
+        sparse_model, sparse = loaded(load_sparse, source, "sparse")
         bar.update(1)
-        dense_model, dense = measured(load_dense, other.name, other.revision, "dense")
+        dense_model, dense = loaded(load_dense, other, "dense")
         bar.update(1)
-        for size in sizes:
-            rounds = []
-            for number in range(options.repeats + 1):
-                order = (model, dense_model) if number % 2 else (dense_model, model)
-                runs = [_run(each, prompts[:size], options.new_tokens) for each in order]
-                rounds.append(runs[::-1] if number % 2 else runs)  # dense, sparse
-                bar.update(1)
-            same = float((rounds[0][0].tokens == rounds[0][1].tokens).double().mean())
-            prefills = [[each.prefill for each in both] for both in rounds[1:]]
-            decodes = [[each.decode for each in both] for both in rounds[1:]]
-            batch = Batch(
-                batch_size=size,
-                prefill=_speed(prefills, size * options.prompt_tokens),
-                decode=_speed(decodes, size * options.new_tokens),
-                equal_tokens=same if options.baseline is None else None,
-            )
-            batches.append(batch)
-    layers = [layer.rows for layer in sparse_layers(model).values()]
+        for size in batch_sizes:
+            batches.append(_measured(dense_model, sparse_model, prompts[:size], options, bar))
+    layers = [layer.rows for layer in sparse_layers(sparse_model).values()]
+    stored = sum(rows.values.numel() for rows in layers)
     record = Bench(
         model=source.name,
         revision=source.revision,
         identity=folder_identity(source.folder),
-        sparsity=1
-        - sum(rows.values.numel() for rows in layers)
-        / sum(rows.rows * rows.columns for rows in layers),
+        sparsity=1 - stored / sum(rows.rows * rows.columns for rows in layers),
         layers=len(layers),
         processor=processor_name(),
         threads=torch.get_num_threads(),
@@ -197,17 +165,31 @@ def bench(options: BenchOptions) -> Bench:
     try:
         record.save(output)
     except OSError as error:
-        logger.warning("%s", _shown(record))
-        raise UserError(
-            f"--output {output}: cannot be written there ({reason(error)}); the figures are above."
-        ) from error
+        logger.warning("%s", _figures_text(record))
+        raise _unwritable(output, error, "The figures are above.") from error
     logger.info("written to %s", output)
     return record
 
 
+def _unwritable(output: Path, error: OSError, advice: str) -> UserError:
+    return UserError(f"--output {output}: cannot be written there ({reason(error)}). {advice}")
+
+
+def _batch_sizes(text: str) -> list[int]:
+    """The numbers of sequences, ascending; UserError unless they are different whole numbers."""
+    numbers = parse_numbers(text, "--batch-sizes")
+    sizes = sorted({int(number) for number in numbers if number >= 1 and number % 1 == 0})
+    if len(sizes) < len(numbers):
+        raise UserError(f"--batch-sizes {text!r}: expected different whole numbers from 1 on.")
+    return sizes
+
+
 class _Run(NamedTuple):
-    """Seconds of the prompts and of the new tokens; and these, shape (sequences, 1 + new
-    tokens).
+    """One prefill and decoding.
+
+    Attributes:
+        prefill, decode: seconds of the prompts, and of all new tokens.
+        tokens: the tokens that were chosen, int64, shape (sequences, 1 + new tokens).
     """
 
     prefill: float
@@ -216,7 +198,7 @@ class _Run(NamedTuple):
 
 
 def _run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> _Run:
-    """Prefill prompts, shape (sequences, tokens), and decode greedily."""
+    """Prefill prompts, int64, shape (sequences, tokens), and decode greedily."""
     import torch
 
     with torch.inference_mode():
@@ -231,15 +213,42 @@ def _run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> 
     return _Run(middle - start, end - middle, torch.cat(tokens, dim=1))
 
 
-def _speed(rounds: list[list[float]], tokens: int) -> Speed:
-    """The record of the seconds of (dense, sparse) in each round, in which they take some
-    tokens.
-    """
-    dense, sparse = (list(seconds) for seconds in zip(*rounds, strict=True))
+def _measured(
+    dense_model: "PreTrainedModel",
+    sparse_model: "PreTrainedModel",
+    prompts: "torch.Tensor",
+    options: BenchOptions,
+    bar: Any,
+) -> Batch:
+    """Both models on some prompts, in turn: a round that warms up, then those that count."""
+    runs = []
+    for number in range(options.repeats + 1):
+        if number % 2:  # the other model begins
+            sparse = _run(sparse_model, prompts, options.new_tokens)
+        dense = _run(dense_model, prompts, options.new_tokens)
+        if not number % 2:
+            sparse = _run(sparse_model, prompts, options.new_tokens)
+        runs.append((dense, sparse))
+        bar.update(1)
+    (dense, sparse), *rounds = runs
+    size = prompts.shape[0]
+    same = float((dense.tokens == sparse.tokens).double().mean())
+    return Batch(
+        batch_size=size,
+        prefill=_speed([(a.prefill, b.prefill) for a, b in rounds], size * options.prompt_tokens),
+        decode=_speed([(a.decode, b.decode) for a, b in rounds], size * options.new_tokens),
+        equal_tokens=same if options.baseline is None else None,
+    )
+
+
+def _speed(rounds: list[tuple[float, float]], tokens: int) -> Speed:
+    """The record of the seconds that (dense, sparse) took for some tokens in each round."""
+    dense = [seconds for seconds, _ in rounds]
+    sparse = [seconds for _, seconds in rounds]
     ratios = [a / b for a, b in rounds]
     return Speed(
-        dense_seconds=[round(each, 5) for each in dense],
-        sparse_seconds=[round(each, 5) for each in sparse],
+        dense_seconds=[round(seconds, 5) for seconds in dense],
+        sparse_seconds=[round(seconds, 5) for seconds in sparse],
         dense=round(tokens / statistics.median(dense), 3),
         sparse=round(tokens / statistics.median(sparse), 3),
         ratio=round(statistics.median(ratios), 4),
@@ -251,10 +260,10 @@ def _speed(rounds: list[list[float]], tokens: int) -> Speed:
 def _prompts(
     folder: Path, options: BenchOptions, sequences: int
 ) -> tuple[str | None, "torch.Tensor"]:
-    """The name of a text, and its first tokens, one prompt after the other: int64, shape
-    (sequences, tokens).
+    """The name of a text, and its first tokens, int64, shape (sequences, tokens): one prompt
+    follows the other in the text.
 
-    Without a tokenizer there is no text, and the tokens are random, the same in every run.
+    Without a tokenizer the name is None, and the tokens are random, the same in every run.
     """
     import torch
 
@@ -300,10 +309,10 @@ def _now(prompts: "torch.Tensor") -> float:
 
 def show(record: Bench) -> None:
     """Print a line for each figure, and what was measured."""
-    print(_shown(record))
+    print(_figures_text(record))
 
 
-def _shown(record: Bench) -> str:
+def _figures_text(record: Bench) -> str:
     """The figures as text."""
     dense = record.dense
     sparse = record.sparse
@@ -313,37 +322,29 @@ def _shown(record: Bench) -> str:
             spread = f"{speed.lowest_ratio:.2f}-{speed.highest_ratio:.2f}"
             cells = [f"{speed.dense:.1f}", f"{speed.sparse:.1f}", f"{speed.ratio:.2f}", spread]
             rows.append([f"{name} x {batch.batch_size}, tokens/s", *cells])
-    for what, field in (
+    for name, field in (
         ("weights in memory", "weight_bytes"),
         ("memory of the process", "memory_bytes"),
     ):
         sizes = [format_bytes(dense[field]), format_bytes(sparse[field])]
-        rows.append([what, *sizes, f"{sparse[field] / max(1, dense[field]):.2f}", ""])
-    load = sparse.load_seconds / max(dense.load_seconds, 1e-9)
-    rows.append(
-        [
-            "load, seconds",
-            f"{dense.load_seconds:.2f}",
-            f"{sparse.load_seconds:.2f}",
-            f"{load:.2f}",
-            "",
-        ]
-    )
-    same = ", ".join(
-        f"{batch.equal_tokens:.1%}" for batch in record.batches if batch.equal_tokens is not None
-    )
-    return "\n".join(
-        [
-            table(rows),
-            f"prompts of {count_of(record.prompt_tokens, 'token')} ({record.text or 'random'}), "
-            f"{record.new_tokens} new; {count_of(record.layers, 'packed layer')}, "
-            f"{record.sparsity:.1%} zeros",
-            f"{record.processor if record.device == 'cpu' else record.device}, "
-            f"{count_of(record.threads, 'thread')}; medians of "
-            f"{count_of(record.repeats, 'round')}, and the range of their ratios",
-            *([f"{same} of the new tokens are the same"] if same else []),
-        ]
-    )
+        rows.append([name, *sizes, f"{sparse[field] / max(1, dense[field]):.2f}", ""])
+    seconds = [f"{dense.load_seconds:.2f}", f"{sparse.load_seconds:.2f}"]
+    ratio = sparse.load_seconds / max(dense.load_seconds, 1e-9)
+    rows.append(["load, seconds", *seconds, f"{ratio:.2f}", ""])
+    lines = [
+        table(rows),
+        f"prompts of {count_of(record.prompt_tokens, 'token')} ({record.text or 'random'}), "
+        f"{record.new_tokens} new; {count_of(record.layers, 'packed layer')}, "
+        f"{record.sparsity:.1%} zeros",
+        f"{record.processor if record.device == 'cpu' else record.device}, "
+        f"{count_of(record.threads, 'thread')}; medians of "
+        f"{count_of(record.repeats, 'round')}, and the range of their ratios",
+    ]
+    same = [batch.equal_tokens for batch in record.batches if batch.equal_tokens is not None]
+    if same:
+        fractions = ", ".join(f"{fraction:.1%}" for fraction in same)
+        lines.append(f"{fractions} of the new tokens are the same")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class GenerationFigures:
 
     Attributes:
         prompt_tokens, new_tokens: their numbers.
-        first_seconds: until the first new token; seconds: in all.
-        memory_bytes: the most that the process used, or of the GPU's memory.
+        first_seconds, seconds: until the first new token, and in all.
+        memory_bytes: the peak memory of the process, or of the GPU.
     """
 
     prompt_tokens: int
@@ -64,11 +64,11 @@ class Generation:
 
     Args:
         model: in evaluation mode.
-        tokenizer: its tokenizer.
-        arguments: of its `generate`, the ids of the prompt among them.
+        tokenizer: of the model.
+        arguments: for the model's `generate`, with `input_ids`, the prompt.
 
     Attributes:
-        figures: what it cost; None until the last piece.
+        figures: what the generation cost; None until the last piece.
     """
 
     def __init__(self, model: "PreTrainedModel", tokenizer: Any, arguments: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The whole text, generated now if it is not yet."""
+        """The whole text."""
         return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
@@ -97,13 +97,12 @@ class Generation:
             self._tokenizer, skip_prompt=True, skip_special_tokens=True
         )
         stop = Event()
+        pieces = []
         times = []
-        problem = []
+        errors = []
 
         def after_token(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            """Note the time of a new token; returns whether each sequence ends, bool, shape
-            (sequences,).
-            """
+            """Note the time of a new token. Returns whether to stop, bool, shape (sequences,)."""
             times.append(time.perf_counter())
             return torch.full((ids.shape[0],), stop.is_set(), device=ids.device)
 
@@ -114,7 +113,7 @@ class Generation:
                         **self._arguments, streamer=streamer, stopping_criteria=[after_token]
                     )
             except BaseException as error:  # raised in the thread that reads
-                problem.append(error)
+                errors.append(error)
                 streamer.end()
 
         start = time.perf_counter()
@@ -123,22 +122,23 @@ class Generation:
         try:
             for piece in streamer:
                 if piece:
-                    self._pieces.append(piece)
+                    pieces.append(piece)
                     yield piece
         finally:  # the reader may have stopped, by Ctrl-C for one
             stop.set()
             thread.join()
-        if problem:
-            raise problem[0]
+        if errors:
+            raise errors[0]
         device = self._model.device
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(device) if on_gpu else peak_memory()
+        self._pieces = pieces
         self.figures = GenerationFigures(
             prompt_tokens=self._arguments["input_ids"].shape[1],
             new_tokens=len(times),
             first_seconds=times[0] - start if times else 0.0,
             seconds=time.perf_counter() - start,
-            memory_bytes=torch.cuda.max_memory_allocated(device)
-            if device.type == "cuda"
-            else peak_memory(),
+            memory_bytes=memory,
         )
 
 
@@ -182,14 +182,12 @@ def generate(options: GenerateOptions) -> Generation:
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(model.generation_config, name)
-        if not all(
-            isinstance(number, int | None)
-            for number in (value if isinstance(value, list) else [value])
-        ):
-            told = (
-                f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(number, int | None) for number in numbers):
+            raise UserError(
+                f"{folder / 'generation_config.json'}: {name} is {quotable(repr(value))}, but must "
+                "be the number of a token. Correct it."
             )
-            raise UserError(f"{folder / 'generation_config.json'}: {told}")
     check_ids(ids, model.config, f"--prompt, by the tokenizer of {options.model}")
     longest = max_context(model.config)
     if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
@@ -198,29 +196,26 @@ def generate(options: GenerateOptions) -> Generation:
             f"ones that is more than the model's {longest} positions. Lower --max-new-tokens, or "
             "shorten the prompt."
         )
-    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if options.temperature > 0:
-        torch.manual_seed(options.seed)
-        choice = {
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "top_k": 0,
-        }
+    padding = tokenizer.pad_token_id
     ids = ids.to(model.device)
-    arguments = choice | {
+    arguments = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": options.max_new_tokens,
-        "pad_token_id": tokenizer.eos_token_id
-        if tokenizer.pad_token_id is None
-        else tokenizer.pad_token_id,
+        "pad_token_id": tokenizer.eos_token_id if padding is None else padding,
+        "do_sample": options.temperature > 0,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
     }
+    if options.temperature > 0:
+        torch.manual_seed(options.seed)
+        arguments |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     return Generation(model, tokenizer, arguments)
 
 
 def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
-    """The ids of the prompt, shape (1, tokens)."""
+    """The token ids of the prompt, int64, shape (1, tokens)."""
     from emp_llm.calibration.texts import chat_text
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -233,10 +228,9 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
             f"--chat needs a chat template, and the tokenizer of {options.model} has "
             "none. Leave it out."
         )
-    whole = chat_text(
-        [{"role": "user", "content": text}], tokenizer, f"--chat {options.model}", answer=True
-    )
-    return tokenizer(whole, return_tensors="pt", add_special_tokens=False).input_ids
+    message = {"role": "user", "content": text}
+    chat = chat_text([message], tokenizer, f"--chat {options.model}", answer=True)
+    return tokenizer(chat, return_tensors="pt", add_special_tokens=False).input_ids
 
 
 def show(generation: Generation) -> None:
@@ -246,14 +240,15 @@ def show(generation: Generation) -> None:
     print()
     figures = generation.figures
     assert figures is not None
+    speed = 0.0
+    if figures.new_tokens > 1:
+        speed = (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds)
     logger.info(
         "%s, first new token after %.2f s; %s, %.1f tokens/s; peak memory %s",
         count_of(figures.prompt_tokens, "prompt token"),
         figures.first_seconds,
         count_of(figures.new_tokens, "new token"),
-        (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds)
-        if figures.new_tokens > 1
-        else 0.0,
+        speed,
         format_bytes(figures.memory_bytes),
     )
 

@@ -90,7 +90,7 @@ class Checkpoint:
     @property
     def output_bytes(self) -> int:
         """Size of a pruned copy in bytes: the shards and the side files."""
-        files = [*self.shards, *(self.folder / relative for relative in self.side_files())]
+        files = [*self.shards, *(self.folder / path for path in self.side_files())]
         return sum(file.stat().st_size for file in files)
 
     @property
@@ -98,11 +98,7 @@ class Checkpoint:
         """Size and modification time (ns) of each shard, when the checkpoint was opened; as
         JSON, for records.
         """
-        return {
-            shard.name: list(state[:2])
-            for shard, state in self._states.items()
-            if state is not None
-        }
+        return {shard.name: list(state[:2]) for shard, state in self._states.items() if state}
 
     def open_files(self) -> FilePool:
         """The shards, open for reading, as a context."""
@@ -126,13 +122,11 @@ class Checkpoint:
             relative = path.relative_to(self.folder)
             if not path.is_file() or is_hidden(relative):
                 continue
-            if set(path.suffixes) & set(OTHER_WEIGHTS) or relative.parts[0] == EXTRAS:
-                continue
-            if relative.name in (CARD_NAME, REPORT_NAME, MANIFEST_NAME) or relative.name.endswith(
-                ".index.json"
-            ):
-                continue
-            files.append(relative)
+            is_weights = bool(set(path.suffixes) & set(OTHER_WEIGHTS))
+            is_index = path.name.endswith(".index.json")
+            is_ours = path.name in (CARD_NAME, REPORT_NAME, MANIFEST_NAME)
+            if not (is_weights or is_index or is_ours or relative.parts[0] == EXTRAS):
+                files.append(relative)
         if self._weight_map:
             files.append(Path(INDEX_NAME))
         return files
@@ -152,8 +146,8 @@ class Checkpoint:
         return weight_map
 
     def _check_index(self) -> None:
-        """Raise UserError if the index names what a shard does not hold. Others are loaded too,
-        as transformers does.
+        """Raise UserError if the index names a tensor that its shard does not hold. Tensors that
+        the index does not name are part of the checkpoint, as in transformers.
         """
         index = self.folder / INDEX_NAME
         for name, file in self._weight_map.items():
@@ -185,8 +179,8 @@ class Checkpoint:
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
-    """Size, modification time (ns) and inode of a file, by which changes are detected; None if
-    the file is missing.
+    """Size in bytes, modification time in ns and inode of a file, by which changes are detected;
+    None if the file is missing.
     """
     try:
         status = path.stat()
@@ -261,14 +255,13 @@ def why_not_gguf(place: Path | str, files: Iterable[str]) -> str | None:
     name = next((file for file in sorted(files) if file.lower().endswith(".gguf")), None)
     if name is None:
         return None
-    what = (
-        "a GGUF file"
-        if Path(name).name == Path(place).name
-        else f"it holds its weights as GGUF ({quotable(name)})"
-    )
+    problem = f"it holds its weights as GGUF ({quotable(name)})"
+    if Path(name).name == Path(place).name:
+        problem = "a GGUF file"
     return (
-        f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors "
-        "checkpoint of the model that it was made from; then convert the pruned checkpoint to GGUF."
+        f"{place}: {problem}, a format of llama.cpp that cannot be pruned here. Give the "
+        "safetensors checkpoint of the model that it was made from; then convert the pruned "
+        "checkpoint to GGUF."
     )
 
 
@@ -359,13 +352,10 @@ def _hashes_in_manifest(checkpoint: Checkpoint) -> dict[str, str] | None:
         files = read_json(path, limit=INDEX_LIMIT)["files"]
         written = path.stat().st_mtime_ns
         for name, (size, modified) in checkpoint.states.items():
-            if (
-                files[name]["bytes"] != size
-                or modified > written
-                or not isinstance(files[name]["blake3"], str)
-            ):
+            digest = files[name]["blake3"]
+            if files[name]["bytes"] != size or modified > written or not isinstance(digest, str):
                 return None
-            hashes[name] = files[name]["blake3"]
+            hashes[name] = digest
     except (UserError, OSError, KeyError, TypeError):  # no manifest, or not one of ours
         return None
     return hashes

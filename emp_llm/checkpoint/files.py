@@ -34,20 +34,22 @@ _AHEAD = 3  # results that wait for their use; bounds their memory
 _OPEN = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of disks, networks and permissions. Other system errors are defects of the program.
-_FAULTS = {
+_FAULTS = (
     *_FULL,
-    *(
-        errno.EIO,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EFBIG,
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.ESTALE,
-    ),
-    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.ENOLCK),
-}
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.ECONNRESET,
+    errno.ENOLCK,
+)
 
 
 class FileReader:
@@ -56,8 +58,8 @@ class FileReader:
     Args:
         path: the file.
         digest: hashes the bytes that are read.
-        once: it is read once, and is not in the page cache, which large pieces bypass: filling it
-            may take longer than reading.
+        once: the file is read once. Large pieces bypass the page cache, which may take longer to
+            fill than the file to read.
 
     Raises:
         ReadError: the file cannot be opened.
@@ -87,10 +89,10 @@ class FileReader:
             self._digest.add(offset, raw)
 
     def take(self, offset: int, size: int) -> "NDArray[np.uint8]":
-        """Bytes from a position, in new memory; the errors of `read`.
+        """`size` bytes from a position in new memory, uint8, shape (size,); the errors of `read`.
 
-        A byte has the same place in a page of the memory as in one of the file, so direct reads and
-        writes need no copy.
+        Each byte has the same place in a page of memory as in a page of the file, so direct reads
+        and writes need no copy.
         """
         import numpy as np
 
@@ -319,7 +321,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         if file >= 0:
             os.close(file)
         file = open_own(partial)
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
     with open(file, "wb") as stream:
         try:
@@ -372,11 +374,10 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
     """
     try:
         with path.open("rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > limit:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
                 raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
-            value = parse_json(
-                file.read(size), **{"object_pairs_hook": unique_keys} if unique else {}
-            )
+            value = parse_json(file.read(size), object_pairs_hook=unique_keys if unique else None)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: cannot be read as JSON ({reason(error)}). Download it again."
@@ -406,7 +407,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A hook for `parse_json`: ValueError for an object that holds a key twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{quotable(twice)} occurs twice in it")
     return content
 
@@ -414,34 +415,26 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def how_to_resume(kept: Sequence[Path]) -> str:
     """A sentence on resuming from the work in these folders; empty if none of them exists."""
     folders = " and ".join(str(path) for path in kept if path.is_dir())
-    return (
-        f"Finished work is kept in {folders}; the same command resumes from there."
-        if folders
-        else ""
-    )
+    if not folders:
+        return ""
+    return f"Finished work is kept in {folders}; the same command resumes from there."
 
 
 def _errno_of(error: BaseException | None) -> int | None:
-    """The system's number of an error. safetensors has it in its text; torch and numpy only say
-    that less was written.
+    """The system's number of an error; None if it has none. Errors of safetensors have it in their
+    text; those of torch and numpy only say that less was written.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     if not isinstance(error, Exception):
         return None
     text = str(error)
-    if (told := re.search(r"\(os error (\d+)\)", text)) is not None:
-        return int(told[1])
-    is_short = (
-        "inline_container" in text
-        or re.search(
-            r"\d+ requested and \d+ "
-            r"written",
-            text,
-        )
-        is not None
-    )
-    return errno.ENOSPC if is_short else None
+    number = re.search(r"\(os error (\d+)\)", text)
+    if number is not None:
+        return int(number[1])
+    if "inline_container" in text or re.search(r"\d+ requested and \d+ written", text):
+        return errno.ENOSPC
+    return None
 
 
 def explain_disk_error(
@@ -456,10 +449,8 @@ def explain_disk_error(
     number = _errno_of(error)
     if error is None or number not in _FAULTS:
         return None
-    problem = (
-        f"{getattr(error, 'filename', None) or 'a file'} cannot be read or written "
-        f"({reason(error)})."
-    )
+    file = getattr(error, "filename", None) or "a file"
+    problem = f"{file} cannot be read or written ({reason(error)})."
     if number in _FULL:
         problem = "the disk is full. Free some space, or choose another --output."
     return UserError(f"--output {output}: {problem} {how_to_resume(kept)}".rstrip())

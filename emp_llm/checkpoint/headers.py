@@ -17,7 +17,7 @@ HEADER_LIMIT = 100_000_000  # the limit in safetensors
 _DIMENSIONS = 32
 _LARGEST = 1 << 63
 BITS = {  # bits per number, by the safetensors name of the dtype
-    **dict.fromkeys(("F4",), 4),
+    "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     **dict.fromkeys(
         ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
@@ -69,7 +69,7 @@ def read_header(shard: Path) -> list[StoredTensor]:
 
 
 def header_text(shard: Path) -> bytes:
-    """The header of a safetensors file as text, with trailing spaces; ValueError if it is
+    """The JSON text of a safetensors file's header, with its trailing spaces; ValueError if it is
     incomplete.
     """
     with shard.open("rb") as file:
@@ -85,8 +85,8 @@ def header_text(shard: Path) -> bytes:
 
 
 def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
-    """`read_header`, given a header's text and the size of its file; ValueError if the header is
-    invalid.
+    """The tensors of a safetensors file of `size` bytes, from the JSON text of its header;
+    ValueError if the header is invalid.
     """
     if not raw.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
@@ -102,13 +102,10 @@ def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     position = 8 + len(raw)
     for tensor in tensors:
-        if tensor.start != position:
-            problem = (
-                "overlaps the tensor before it"
-                if tensor.start < position
-                else "leaves a gap before it"
-            )
-            raise ValueError(f"tensor {quotable(tensor.name)} {problem}")
+        if tensor.start < position:
+            raise ValueError(f"tensor {quotable(tensor.name)} overlaps the tensor before it")
+        if tensor.start > position:
+            raise ValueError(f"tensor {quotable(tensor.name)} leaves a gap before it")
         position = tensor.end
     if position != size:
         raise ValueError(f"{size - position:,} bytes at its end belong to no tensor")
@@ -126,9 +123,8 @@ def _no_number(text: str) -> NoReturn:
 def _check_metadata(metadata: Any) -> None:
     if metadata is None:  # as safetensors reads it
         return
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    is_map = isinstance(metadata, dict)
+    if not is_map or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is not a map of strings")
 
 

@@ -106,21 +106,16 @@ class FileLock:
                 self._file = file
             else:  # the previous holder has just deleted the file
                 os.close(file)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):  # on a full disk, the lock works without naming its holder
             os.ftruncate(self._file, 0)
-            os.pwrite(
-                self._file,
-                json.dumps(
-                    {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-                ).encode(),
-                0,
-            )
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            content = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            os.pwrite(self._file, json.dumps(content).encode(), 0)
 
     @property
     def descriptor(self) -> int:
-        """The open file. A process that inherits it shares the lock, which then ends with the
-        last of both.
+        """The descriptor of the open file. A process that inherits it shares the lock, which then
+        ends when both processes have ended.
         """
         assert self._file is not None
         return self._file
@@ -138,8 +133,7 @@ def open_own(path: Path) -> int:
     """Open a file of our work for reading and writing, created if missing.
 
     Raises:
-        UserError: it is a link, symbolic or hard. Whoever made that chose what would be
-            overwritten.
+        UserError: it is a symbolic or hard link, so somebody else chose what would be overwritten.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -1,4 +1,4 @@
-"""Stored numbers as words, their bits as unsigned integers; and stored matrices, read in chunks of
+"""Stored numbers as words: their bits, as unsigned integers. And stored matrices, read in chunks of
 rows, one output per row.
 
 An FP8 matrix has a scale for each block of its numbers (DeepSeek-V3, Qwen3-FP8, and FineGrainedFP8
@@ -83,11 +83,12 @@ class BlockScales:
     columns: int
 
     def dequantised(self, first: int, weights: "Tensor") -> "Tensor":
-        """Rows of the matrix times their scales: float32, each product rounded once.
+        """Rows of the matrix times their scales: float32, shape (rows, inputs), each product
+        rounded once.
 
         Args:
             first: number of the first row.
-            weights: float8_e4m3fn, shape (rows, inputs).
+            weights: the rows as stored, float8_e4m3fn, shape (rows, inputs).
 
         Raises:
             UserError: a scale is not finite, or below zero.
@@ -106,9 +107,9 @@ def block_scales(
     """The scales of an FP8 matrix of a checkpoint.
 
     Args:
-        weight: of two dimensions.
-        tensors: of the checkpoint, by name.
-        config: its config.json.
+        weight: the matrix.
+        tensors: all tensors of the checkpoint, by name.
+        config: the content of its config.json.
 
     Raises:
         UserError: the checkpoint has no scales for the matrix, or their shape does not fit.
@@ -140,7 +141,9 @@ def block_scales(
 
 
 def _lengths(size: Any) -> tuple[int, int]:
-    """Two lengths from config.json; (1, 1), which fits no scales, if they are something else."""
+    """The rows and columns of a block, from a list of two lengths; (1, 1), which fits no scales,
+    for anything else.
+    """
     if (
         isinstance(size, list | tuple)
         and len(size) == 2
@@ -229,18 +232,14 @@ class Matrix:
             yield first, min(first + step, self.rows)
 
     def read(self, file: FileReader, first: int, last: int) -> Words:
-        """The bits of rows first to last - 1, from the open shard: unsigned, shape (last -
-        first, columns), contiguous.
+        """The words of rows first to last - 1 from the open shard, contiguous, shape (last - first,
+        columns).
         """
         if not self.transposed:
             ((offset, begin, end),) = self._places(first, last)
-            stored = (
-                file.take(offset, end - begin)
-                .view(WORD[self.itemsize])
-                .reshape(last - first, self.columns)
-            )
+            stored = file.take(offset, end - begin).view(WORD[self.itemsize])
             # A copy, if the tensor starts at an odd byte.
-            return np.require(stored, requirements="A")
+            return np.require(stored.reshape(last - first, self.columns), requirements="A")
         words = np.empty((self.columns, last - first), WORD[self.itemsize])
         raw = bytes_of(words)
         for offset, begin, end in self._places(first, last):
@@ -248,8 +247,8 @@ class Matrix:
         return words.T.copy()
 
     def pieces(self, first: int, words: Words) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the shard, bytes) of each contiguous piece of some rows from `first` on,
-        given as `read` returns them.
+        """(offset in the shard, bytes) of each contiguous piece of the rows from `first` on, whose
+        words are given as `read` returns them.
         """
         raw = bytes_of(words.T.copy() if self.transposed else words)
         for offset, begin, end in self._places(first, first + words.shape[0]):
@@ -266,11 +265,8 @@ class Matrix:
             return
         width = (last - first) * size
         for column in range(self.columns):
-            yield (
-                self.start + (column * self.rows + first) * size,
-                column * width,
-                (column + 1) * width,
-            )
+            offset = self.start + (column * self.rows + first) * size
+            yield offset, column * width, (column + 1) * width
 
 
 def torch_dtype(name: str) -> "torch.dtype":
@@ -288,8 +284,8 @@ def torch_dtype(name: str) -> "torch.dtype":
 
 
 def dequantised_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
-    """The values of rows from `first` on, given as stored: float32 if the matrix has scales,
-    else unchanged.
+    """The values of the rows from `first` on, which are given as stored: times their scales in
+    float32 if the matrix has scales, else unchanged.
     """
     return weights if matrix.scales is None else matrix.scales.dequantised(first, weights)
 

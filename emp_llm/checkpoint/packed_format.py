@@ -38,7 +38,6 @@ file: they are sums of these counts.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -185,31 +184,33 @@ class PackedShard:
             self.packed_digest = indexed.packed.blake3
             self.tensors = parse_header(text, path, self.size)
             self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
-            used: set[str] = set()
-            for tensor in self.tensors:
-                entries = layout.entries(tensor, self.forms[tensor.name])
-                for name, (dtype, shape) in entries.items():
-                    stored = self.entry(name)
-                    fits = len(stored.shape) == len(shape) and all(
-                        a in (None, b) for a, b in zip(shape, stored.shape, strict=True)
-                    )
-                    if stored.dtype != dtype or not fits:
-                        raise ValueError(
-                            f"{quotable(name)} does not have the dtype and the shape "
-                            "that its original requires"
-                        )
-                if used & entries.keys():
-                    raise ValueError(
-                        f"{quotable(min(used & entries.keys()))} belongs to two tensors"
-                    )
-                used |= entries.keys()
-            if used != self._entries.keys():
-                raise ValueError(
-                    f"{quotable(min(self._entries.keys() - used))} belongs to no "
-                    "tensor of the original"
-                )
+            self._check_entries()
         except ValueError as error:
             damaged(path, reason(error))
+
+    def _check_entries(self) -> None:
+        """Raise ValueError unless each entry belongs to one tensor of the original, and has the
+        dtype and the shape that this tensor requires.
+        """
+        used: set[str] = set()
+        for tensor in self.tensors:
+            entries = self.layout.entries(tensor, self.forms[tensor.name])
+            for name, (dtype, shape) in entries.items():
+                stored = self.entry(name)
+                fits = len(stored.shape) == len(shape) and all(
+                    a in (None, b) for a, b in zip(shape, stored.shape, strict=True)
+                )
+                if stored.dtype != dtype or not fits:
+                    raise ValueError(
+                        f"{quotable(name)} does not have the dtype and the shape that its original "
+                        "requires"
+                    )
+                if name in used:
+                    raise ValueError(f"{quotable(name)} belongs to two tensors")
+                used.add(name)
+        if used != self._entries.keys():
+            unused = min(self._entries.keys() - used)
+            raise ValueError(f"{quotable(unused)} belongs to no tensor of the original")
 
     def zeros_in(self, tensor: StoredTensor) -> int:
         """The number of zeros that were left out of a tensor with raw weights."""
@@ -249,22 +250,18 @@ class PackedShard:
         """The mask of all words of an original tensor; UserError if the file is damaged."""
         masks = [np.empty(0, dtype=np.uint8)]
         for _, count, mask, values in self.chunks(tensor):
-            dense = (
-                np.full(mask_bytes(count), 255, dtype=np.uint8)
-                if values is None
-                else mask_of(values)
-            )
-            masks.append(dense if mask is None else mask)
+            if mask is None:
+                ones = np.full(mask_bytes(count), 255, dtype=np.uint8)
+                mask = ones if values is None else mask_of(values)
+            masks.append(mask)
         return np.concatenate(masks)
 
     def _raw_chunks(self, tensor: StoredTensor, file: FileReader) -> Iterator[Chunk]:
         """`chunks` of a tensor that is not compressed; ValueError for an unsound mask."""
-        mask_entry = (
-            self.entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
-        )
-        values_entry = self._entries.get(
-            tensor.name if mask_entry is None else f"{tensor.name}.values"
-        )
+        name = tensor.name
+        sparse = self.forms[name] == "sparse"
+        mask_entry = self.entry(f"{name}.mask") if sparse else None
+        values_entry = self._entries.get(f"{name}.values" if sparse else name)
         used = 0
         mask = None
         values = None
@@ -287,7 +284,7 @@ class PackedShard:
             )
 
     def _frames(self, tensor: StoredTensor, file: FileReader) -> Iterator[Callable[[], Chunk]]:
-        """Jobs that decompress the frames of a chunk each; ValueError for unsound frames."""
+        """For each chunk, a job that decompresses its frames; ValueError for unsound frames."""
 
         def decode(first: int, count: int, raw: memoryview, sizes: list[int]) -> Chunk:
             frames = [
@@ -384,11 +381,12 @@ class PackedFolder:
             name: PackedShard(folder / packed_name(name), self.layout, shard)
             for name, shard in shards.items()
         }
-        for name, times in Counter(
-            tensor.name for shard in self.shards.values() for tensor in shard.tensors
-        ).items():
-            if times > 1:
-                damaged(path, f"{quotable(name)} is in two shards")
+        names: set[str] = set()
+        for shard in self.shards.values():
+            for tensor in shard.tensors:
+                if tensor.name in names:
+                    damaged(path, f"{quotable(tensor.name)} is in two shards")
+                names.add(tensor.name)
 
     @property
     def bytes(self) -> int:
@@ -411,7 +409,9 @@ class PackedFolder:
         revision = self.base.get("revision")
         if not name:
             return "the model that was pruned"
-        return quotable(str(name)) + (f" at {quotable(str(revision))}" if revision else "")
+        if not revision:
+            return quotable(str(name))
+        return f"{quotable(str(name))} at {quotable(str(revision))}"
 
     def check_file(self, name: str) -> None:
         """Raise UserError if one of the other files is not the one that was packed."""

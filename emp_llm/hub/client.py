@@ -113,12 +113,10 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
                 or status not in (None, *_TRANSIENT)
             ):
                 raise
-            asked = (
-                cause.response.headers.get("Retry-After", "")
-                if isinstance(cause, HfHubHTTPError)
-                else ""
-            )
-            wait = min(int(asked), _LONGEST_WAIT) if re.fullmatch("[0-9]{1,9}", asked) else wait
+            if isinstance(cause, HfHubHTTPError):
+                asked = cause.response.headers.get("Retry-After", "")
+                if re.fullmatch("[0-9]{1,9}", asked):
+                    wait = min(int(asked), _LONGEST_WAIT)
             logger.warning(
                 "the Hub %s; next try in %g s.",
                 f"answered {status}" if status else "did not answer",
@@ -151,17 +149,16 @@ def unreachable(error: BaseException) -> str:
 
 def _explanation(error: Exception) -> str | None:
     """The cause of an error and its remedy; None if the user can do nothing."""
-    for kind, sentence in _SENTENCES.items():
-        if isinstance(error, kind):
+    for error_type, sentence in _SENTENCES.items():
+        if isinstance(error, error_type):
             return sentence
     if isinstance(error, PermissionError) and type(error).__module__.startswith("hf_xet"):
         return _BAD_TOKEN
     text = str(error).strip()
-    # For one, the account's storage is full.
-    if type(error) is ValueError and text.startswith(_REFUSED_FILES):
-        words = text.removeprefix(_REFUSED_FILES).strip().partition("\n")[0]
+    if type(error) is ValueError and text.startswith(_REFUSED_FILES):  # the storage may be full
+        answer = text.removeprefix(_REFUSED_FILES).strip().partition("\n")[0]
         return (
-            f"the Hub refuses a large file ({words[:200]}). When that is solved, the same "
+            f"the Hub refuses a large file ({answer[:200]}). When that is solved, the same "
             "command resumes."
         )
     cause = _hub_error_behind(error)
@@ -174,10 +171,10 @@ def _explanation(error: Exception) -> str | None:
         return _BAD_TOKEN if get_token() else _LOG_IN
     if status >= 500:
         return f"the Hub keeps answering {status}. Try later. {_RESUME}"
-    words = (getattr(cause, "server_message", None) or "").strip().partition("\n")[0].rstrip(".")
-    return _STATUSES.get(status, f"the Hub answered {status}{{answer}}.").format(
-        answer=f" ({words[:200]})" if words else ""
-    )
+    message = getattr(cause, "server_message", None) or ""
+    answer = message.strip().partition("\n")[0].rstrip(".")
+    sentence = _STATUSES.get(status, f"the Hub answered {status}{{answer}}.")
+    return sentence.format(answer=f" ({answer[:200]})" if answer else "")
 
 
 def _status_of(error: BaseException | None) -> int | None:
