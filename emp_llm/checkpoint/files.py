@@ -144,7 +144,7 @@ class FilePool:
         self._readers: dict[Path, FileReader] = {}  # most recently used last
 
     def reader(self, path: Path) -> FileReader:
-        """An open file, for the next piece of work; only a few are open at a time."""
+        """The open file at a path, to be used at once: it may be closed when others are opened."""
         if path in self._readers:
             reader = self._readers.pop(path)
         else:
@@ -163,8 +163,8 @@ class FilePool:
 
 
 class RunningHash:
-    """BLAKE3 of a file, taken from bytes in memory as long as they come in order; the others are
-    read at the end.
+    """BLAKE3 of a file, from its bytes in memory as long as they come in order; the rest is read at
+    the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +173,7 @@ class RunningHash:
         self._digest: Any = blake3()
 
     def add(self, offset: int, raw: memoryview) -> None:
-        """Bytes of the file from `offset` on."""
+        """Hash bytes of the file from `offset` on, if they follow those that were hashed before."""
         if offset == self._end:
             self._digest.update(raw)
             self._end += len(raw)

@@ -95,7 +95,7 @@ class BlockScales:
         """
         import torch
 
-        scales = _values(self.stored).to(weights.device)
+        scales = _scale_values(self.stored).to(weights.device)
         blocks = torch.arange(first, first + weights.shape[0], device=weights.device) // self.rows
         by_column = scales[blocks].repeat_interleave(self.columns, dim=1)[:, : weights.shape[1]]
         return weights.float() * by_column
@@ -123,7 +123,7 @@ def block_scales(
         )
     settings = config.get("quantization_config")
     size = settings.get("weight_block_size") if isinstance(settings, dict) else None
-    rows, columns = _lengths(weight.shape if scales.numel == 1 else size)
+    rows, columns = _block_size(weight.shape if scales.numel == 1 else size)
     fits = scales.numel == 1 or scales.shape == (
         -(-weight.shape[0] // rows),
         -(-weight.shape[1] // columns),
@@ -140,7 +140,7 @@ def block_scales(
     return BlockScales(scales, rows, columns)
 
 
-def _lengths(size: Any) -> tuple[int, int]:
+def _block_size(size: Any) -> tuple[int, int]:
     """The rows and columns of a block, from a list of two lengths; (1, 1), which fits no scales,
     for anything else.
     """
@@ -153,7 +153,7 @@ def _lengths(size: Any) -> tuple[int, int]:
     return 1, 1
 
 
-def _values(stored: StoredTensor) -> "Tensor":
+def _scale_values(stored: StoredTensor) -> "Tensor":
     """Scales as float32, shape (blocks of rows, blocks of columns)."""
     import torch
 

@@ -54,9 +54,9 @@ def find_model(
     name, revision = _with_revision(name, revision)
     from emp_llm.hub.download import headers_of, snapshot_of
 
-    found = headers_of(name, revision, trust_remote_code) if headers_suffice else None
-    if found is not None:
-        return LocalModel(name, *found, hollow=True)
+    headers = headers_of(name, revision, trust_remote_code) if headers_suffice else None
+    if headers is not None:
+        return LocalModel(name, *headers, hollow=True)
     folder = snapshot_of(name, revision, trust_remote_code)
     return LocalModel(name, folder, folder.name)
 

@@ -1,8 +1,8 @@
 """Products with packed rows on CPUs: loops in LLVM IR, compiled at their first use for the
 processor on which they run.
 
-A mask word has the bits of 64 columns. Instructions take it in chunks of one vector: they load as
-many values as it may hold, spread them over the lanes whose bits are set, and leave zero in the
+A mask word has the bits of 64 columns. The loops take it in chunks of one vector: they load as many
+values as the vector holds, spread them over the lanes whose bits are set, and leave zero in the
 others. A row is always summed in the same order, so results do not depend on the number of threads.
 """
 
@@ -37,8 +37,7 @@ _AHEAD = 4096  # bytes of values of each row to ask for in advance
 _MOST_VECTORS = 8  # of inputs that are multiplied together; more leave no registers for their sums
 _FEW = 192  # tokens whose inputs stay in the cache while many rows pass
 _CACHED = 9 << 16  # bytes of dense rows that stay in a thread's cache
-# By which torch must be faster; the matrix that is measured is small, which favours it.
-_MARGIN = 1.15
+_MARGIN = 1.15  # by which torch must be faster: a small matrix is measured, which favours torch
 _TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
@@ -81,7 +80,7 @@ class Instructions:
         name: of the set of instructions.
         features: names in LLVM of what a processor needs for it.
         lanes: columns of a chunk.
-        sums: vectors of sums that leave enough registers for weights and inputs.
+        sums: how many vectors of sums leave enough registers for weights and inputs.
         spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the
             words of the columns, in 32 bits each; for `dot`, in 16.
         dot: weights and inputs are multiplied in bfloat16. Otherwise they become float32 numbers.
@@ -226,11 +225,10 @@ class CpuProducts:
 
 @cache
 def most_loop_tokens(instructions: Instructions) -> int:
-    """The most tokens with which the loops here are faster than torch on dense rows, by a
-    measurement of milliseconds.
+    """The most tokens for which the compiled loops are faster than torch with dense rows.
 
-    It is made once for a processor and a version of torch; the result is in the folder of cached
-    results.
+    This is measured once for a processor and a version of torch, in less than half a second; the
+    result is kept in a file of the cache folder.
     """
     machine = (
         llvm.get_host_cpu_name(),
@@ -462,8 +460,8 @@ def _for_each_mask_word(
     initial: Values,
     body: Callable[[Any, Weights, list[Any]], Values | None],
 ) -> list[Any]:
-    """Walk some rows together: `values = body(at, weights, values)` for each place `at` of a
-    mask word.
+    """Walk some rows together, `values = body(at, weights, values)` for each mask word: `at` is its
+    place in a row, and `weights` gives the weights of its chunks. Returns the last values.
     """
     word = _WORD[dtype]
     starts = [fetch(b, task["offsets"], row, I64) for row in rows]
@@ -498,9 +496,7 @@ def _for_each_mask_word(
 
 
 def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """`sums` and the products of weights with inputs; two adjacent ones of bfloat16 words go to
-    one sum.
-    """
+    """sums + weights * x. Of bfloat16 words, two adjacent products are added to each sum."""
     sum_type = sums.type
     if weights.type == sum_type:
         return intrinsic(b, f"llvm.fma.v{sum_type.count}f32", sum_type, [weights, x, sums])
@@ -531,7 +527,7 @@ def _next_values(b: Any, values: Any, at: Any, lanes: int, dtype: str) -> Any:
 
 
 def _expand(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
-    """By vpexpandd."""
+    """Spread values by vpexpandd."""
     words = _next_values(b, values, at, 16, dtype)
     lanes = b.bitcast(b.trunc(bits, I16), ir.VectorType(I1, 16))
     arguments = [words, ir.Constant(words.type, None), lanes]
@@ -539,7 +535,7 @@ def _expand(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
 
 
 def _expand_words(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
-    """By vpexpandw."""
+    """Spread values by vpexpandw."""
     words = fetch(b, values, at, ir.VectorType(I16, 32))
     lanes = b.bitcast(b.trunc(bits, I32), ir.VectorType(I1, 32))
     arguments = [words, ir.Constant(words.type, None), lanes]
@@ -547,7 +543,9 @@ def _expand_words(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
 
 
 def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
-    """By vpermd: for each mask of eight bits, a table has the number of set bits below each bit."""
+    """Spread values by vpermd: a table has, for each mask of eight bits, the number of set bits
+    below each bit.
+    """
     words = _next_values(b, values, at, 8, dtype)
     lanes = ir.VectorType(I32, 8)
     zero = ir.Constant(lanes, None)
@@ -694,11 +692,11 @@ def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
 
 
 def _run_on_threads(function: int, task: int, threads: int) -> None:
-    """Call a function `void run(task)` on each of several threads, those of torch's OpenMP where
-    they can be found.
+    """Call a function `void run(task)` on each of several threads, if possible those of torch's
+    OpenMP.
 
-    torch's threads spin for a while after each of its operations. Other threads would wait for a
-    processor until they sleep.
+    After each operation of torch, its threads spin for a while, and threads of our own would wait
+    for a processor until then.
     """
     call = _FUNCTION(function)
     parallel = _openmp() if threads > 1 else None

@@ -68,17 +68,13 @@ class PackedRows:
         CPU.
         """
         mask = self.mask[first:last]
-        values = self.values[
-            int(self.offsets[first]) : int(self.offsets[first + mask.shape[0]])
-        ].cpu()
+        start = int(self.offsets[first])
+        end = int(self.offsets[first + mask.shape[0]])
+        values = self.values[start:end].cpu()
         stored = values.view(_UNSIGNED[values.element_size()]).numpy()
         words = put_zeros_in(mask.cpu().numpy().reshape(-1), stored, 8 * mask.numel())
-        padded = (
-            torch.from_numpy(words)
-            .view(values.dtype)
-            .view(mask.shape[0], self.words * WORD_COLUMNS)
-        )
-        return padded[:, : self.columns].contiguous()
+        padded = torch.from_numpy(words).view(values.dtype)
+        return padded.view(mask.shape[0], self.words * WORD_COLUMNS)[:, : self.columns].contiguous()
 
 
 def pack_rows(weight: Tensor) -> PackedRows:
@@ -91,12 +87,12 @@ def pack_rows(weight: Tensor) -> PackedRows:
 
 
 def pack_words(chunks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mask and the values of a tensor, as they are in a packed file, from its words.
+    """The mask and the values of a tensor as in a packed file, from its words.
 
     Args:
         chunks: the words in order, in arrays whose lengths are multiples of 64, but for the last
             one.
-        dtype: of the tensor.
+        dtype: of the values.
     """
     masks: list[Bytes] = [np.empty(0, dtype=np.uint8)]
     kept: list[Words] = [np.empty(0, dtype=WORD[dtype.itemsize])]
