@@ -171,10 +171,6 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
     recipe = pruning.recipe
     update = recipe.update
     pruning.check()
-    if update is not None:
-        from emp_llm.pruning.updates import check_updatable, move_weights
-
-        check_updatable(recipe, chosen)
     if pruning.awaits_evaluation:
         return read_report(pruning.path)
     of_moved = 0 if update is None else stored_bytes(chosen.targets)
@@ -200,6 +196,8 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
         pruner = Pruner(scores, counts, options.mask_device)
         moved = None
         if update is not None:
+            from emp_llm.pruning.updates import move_weights
+
             move = partial(
                 move_weights,
                 pruner=pruner,

@@ -22,6 +22,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluate
 from emp_llm.evaluation.evaluate import measure, prepare_suite
 from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.sweep_folder import SweepFolder
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.recipe_options import RecipeOptions
@@ -29,7 +30,7 @@ from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import sweep_table
-from emp_llm.sweep import SweepFolder, sweep
+from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]

@@ -8,24 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import Place
-from emp_llm.options.recipe import Recipe
-from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.update.update import Update
 from emp_llm.walk.moved import MovedWeights
 from emp_llm.walk.update import OfTarget, update_model
-
-
-def check_updatable(recipe: Recipe, chosen: Chosen) -> None:
-    """Raise UserError if weights cannot move because the model has an encoder."""
-    if chosen.checkpoint.config.get("is_encoder_decoder"):
-        raise UserError(
-            f"{recipe.update_flag} runs block by block, which an encoder-decoder model cannot. "
-            f"{recipe.without_update}."
-        )
 
 
 def counts_to_search(pruner: Pruner, update: Update, mask_of: OfTarget) -> OfTarget | None:

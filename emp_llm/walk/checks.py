@@ -43,8 +43,8 @@ def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
 
 
 def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
-    """Raise UserError if blocks read the keys and values of earlier blocks, as in Gemma 3n and
-    Gemma 4.
+    """Raise UserError if a model's blocks do not run apart: it has an encoder, or blocks that read
+    the keys and values of earlier ones, as in Gemma 3n and Gemma 4.
 
     A walk runs each block several times, on dense and on pruned inputs, and does not keep what it
     left for later ones.
@@ -53,6 +53,10 @@ def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
         config: the content of config.json.
         option, instead: of `check_update`.
     """
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            f"{option} runs block by block, which an encoder-decoder model cannot. {instead}."
+        )
     shared = (config.get("text_config") or config).get("num_kv_shared_layers") or 0
     if shared:
         raise UserError(
