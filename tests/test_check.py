@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import prune_model, recipe_of
-from emp_llm.calibration.data import CalibrationText
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation import check
+from emp_llm.evaluation import perplexity
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
@@ -117,7 +116,7 @@ def test_where_nothing_is_measured(
     def fail(*_: Any, **__: Any) -> None:
         raise UserError("the model's loss is not finite")
 
-    monkeypatch.setattr(check, "perplexity", fail)
+    monkeypatch.setattr(perplexity, "perplexity", fail)
     assert checked("without a number", **how) is None
     assert (
         "the perplexity of held-out text was not measured: the model's loss is not finite"
@@ -129,10 +128,14 @@ def test_a_mix_of_texts_has_some_of_each(
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
-    seen: list[CalibrationText] = []
-    monkeypatch.setattr(
-        check, "held_out_perplexity", lambda folder, config, tokens, *_: seen.append(tokens)
-    )
+    seen: list[torch.Tensor] = []
+    measure = perplexity.perplexity
+
+    def perplexity_of(model: Any, tokens: torch.Tensor, *more: Any, **how: Any) -> Any:
+        seen.append(tokens)
+        return measure(model, tokens, *more, **how)
+
+    monkeypatch.setattr(perplexity, "perplexity", perplexity_of)
     prune(
         models("llama"), output=tmp_path / "out", calibration=f"{text}:4,{other}:3", seqlen=LENGTH
     )
@@ -141,7 +144,7 @@ def test_a_mix_of_texts_has_some_of_each(
         torch.tensor(tokenizer(each.read_text())["input_ids"]) for each in (text, other)
     )
     wanted = [first[4 * LENGTH : 8 * LENGTH], second[3 * LENGTH : 7 * LENGTH]]
-    assert torch.equal(seen[0].flatten(), torch.cat(wanted))  # type: ignore[attr-defined]
+    assert torch.equal(seen[0], torch.cat(wanted))
 
 
 def dominated(folder: Path, models: Models) -> Path:

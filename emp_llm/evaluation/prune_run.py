@@ -3,6 +3,7 @@
 Torch is imported when a step needs it: a run without a text decides and writes without it.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from emp_llm.evaluation.suites import Suite
     from emp_llm.records.evaluation import Measures, PerplexityRecord
     from emp_llm.walk.moved import MovedWeights
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -395,16 +398,31 @@ class PruneRun:
         return moved
 
     def held_out_perplexity(self, folder: Path) -> "PerplexityRecord | None":
-        """The perplexity of the held-out text; None if the run checks none. A collective call."""
+        """The perplexity of the held-out text by the model in a folder, which stays in memory.
+
+        None if the run checks none, or the model has none. A failure is logged, and ends no run. A
+        collective call.
+        """
         tokens = self.held_out
         if not self.options.check or self.suite is not None or tokens is None:
             return None
-        from emp_llm.evaluation.check import held_out_perplexity
+        from emp_llm.evaluation.perplexity import perplexity
+        from emp_llm.models.loading import headless_class
 
+        config = self.checkpoint.config
+        if config.get("is_encoder_decoder") or headless_class(config) is not None:
+            return None
         with self.stopwatch("check"):
-            return held_out_perplexity(
-                folder, self.checkpoint.config, tokens, self.models, self.quantization
-            )
+            try:
+                model = self.models.get(folder, self.quantization)
+                record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
+            except UserError as error:
+                logger.warning(
+                    "warning: the perplexity of held-out text was not measured: %s", error
+                )
+                return None
+        # The stage has the time; equal runs have equal reports.
+        return msgspec.structs.replace(record, seconds=0.0)
 
     def made_from(self, identity: str) -> ModelSource:
         """The dense model, as the report names it."""
