@@ -106,7 +106,7 @@ def test_where_nothing_is_measured(
     )
     with pytest.raises(
         UserError,
-        match=r"--check measures text behind that of the calibration, "
+        match=r"--check measures text after that of the calibration, "
         r"and this run reads none",
     ):
         checked("asked for", method="magnitude", check=True)

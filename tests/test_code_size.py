@@ -18,7 +18,7 @@ ENTERED = {
     "prune": (58, 468),
     "data-free prune": (40, 322),
     "prune_model": (43, 291),
-    "perplexity": (34, 166),
+    "perplexity": (34, 170),
 }
 
 
