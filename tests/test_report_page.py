@@ -61,7 +61,7 @@ def test_files_are_valid(page: Path, runs: Path) -> None:
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
     text = (page / "report.md").read_text()
-    assert [text.count(mark) for mark in ("\n# ", "\n![", "\n|---|")] == [0, 2, 4]
+    assert [text.count(mark) for mark in ("\n# ", "\n![", "\n|---|")] == [0, 2, 3]
     assert text.startswith("# Effective Model Pruning\n")
     rows = csv_rows(page / "points.csv")
     assert len(rows) == 7
@@ -86,7 +86,7 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
     text = (page / "report.md").read_text()
     places = [
         text.index(part)
-        for part in ("- model: ", "### All points", "### Is EMP better", "### Differences")
+        for part in ("- model: ", "### All points", "### Is EMP better", "### Where")
     ]
     assert places == sorted(places)
     dense, pruned = (
@@ -106,7 +106,6 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(
         "of 64 |"
     )
     assert f"| EMP-magnitude | 1 {against} {pruned:.3f} | {base:.3f} | {gain} ± " in text
-    assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
     assert (
         "No baseline has as many zeros as the point wanda. To make one: prune --method wanda "
         "--match RUN." in text
@@ -155,17 +154,16 @@ def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
 
 
 def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """With the counts and below both tables; answers to the same examples are paired."""
+    """Below both tables; answers to the same examples are paired."""
     folders = with_accuracies(runs, tmp_path, answers=False)
     summary = report(folders, output=tmp_path / "out", no_plots=True)
     assert "\n‡ unpaired standard error" in summary.text
-    verdict = next(line for line in summary.text.splitlines() if "clearly ‡" in line)
-    assert "t acc" in verdict
-    assert "1 of 1, 1 clearly ‡" in verdict
+    row = next(line for line in summary.text.splitlines() if "t acc" in line)
+    assert "‡" in row
     text = (tmp_path / "out" / "report.md").read_text()
     points = text.index("### All points")
-    differences = text.index("### Differences")
-    assert "unpaired" in text[points : text.index("### Is EMP better")]
+    differences = text.index("### Is EMP better")
+    assert "unpaired" in text[points:differences]
     assert "unpaired" in text[differences : text.index("### Where")]
     text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "paired")
     # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
@@ -199,7 +197,7 @@ def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None
         line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "EMP better" in done.stdout
+    assert "EMP − baseline" in done.stdout
     one, two = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for name in ("one", "two")
@@ -270,7 +268,7 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
-    assert summary.text.rstrip().endswith("to +inf %")
+    assert "+inf %" in summary.text
     assert (
         sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv"))
         == 1

@@ -68,7 +68,7 @@ class Drawing:
         name: of its files, without extension; unique in a report.
         title, caption: title in a few words; explanation in sentences.
         svg, png: the content of the files.
-        answers: whether it compares EMP with its baselines.
+        suite: key of the suite on which it compares methods; empty: it compares none.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Drawing:
     caption: str
     svg: bytes
     png: bytes
-    answers: bool = False
+    suite: str = ""
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def new_figure(height: float) -> Iterator[Any]:
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = False) -> Drawing:
+def drawn(figure: Any, name: str, title: str, caption: str, suite: str = "") -> Drawing:
     """Render a finished figure as SVG and PNG, without dates or versions; call it within the
     context of `new_figure`.
     """
@@ -116,7 +116,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     figure.savefig(
         png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True}
     )
-    return Drawing(name, title, caption, svg.getvalue(), png.getvalue(), answers)
+    return Drawing(name, title, caption, svg.getvalue(), png.getvalue(), suite)
 
 
 def slug(text: str) -> str:
@@ -154,8 +154,8 @@ def draw(study: Study, title: str) -> list[Drawing]:
 
 
 def _sparsity_figure(study: Study, suite: StudySuite, measure: str, name: str) -> Drawing | None:
-    """A measure against β and against sparsity; below them, the differences between EMP and its
-    baselines. None for a single sparsity: the tables say it all.
+    """A measure against sparsity; below it, the differences between EMP and its baselines. None for
+    a single sparsity: the tables say it all.
     """
     lines = curves(study, suite, measure)
     if len({dot.sparsity for curve in lines for dot in curve.dots}) < 2:
@@ -167,40 +167,27 @@ def _sparsity_figure(study: Study, suite: StudySuite, measure: str, name: str) -
     ]
     styles = _styles(lines)
     dense = suite.dense.get(measure)
-    by_beta = len({dot.beta for curve in lines for dot in curve.dots if dot.beta is not None}) > 1
     with new_figure(6.4 if gaps else 3.9) as figure:
-        grid = figure.add_gridspec(2 if gaps else 1, 2, height_ratios=(3, 2) if gaps else (1,))
-        main = figure.add_subplot(grid[0, 1] if by_beta else grid[0, :])
+        heights = (3, 2) if gaps else (1,)
+        panels = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
+        )[:, 0]
+        main = panels[0]
         for curve in lines:
             main.plot(
                 [100 * dot.sparsity for dot in curve.dots],
                 [dot.value for dot in curve.dots],
                 **styles[curve],
             )
-        main.set_xlabel("weights removed, % of the targets")
-        panels = [main]
-        if by_beta:
-            panels.append(figure.add_subplot(grid[0, 0], sharey=main))
-            panels[1].set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
-            for curve in lines:
-                dots = sorted((dot.beta, dot.value) for dot in curve.dots if dot.beta is not None)
-                betas = [beta for beta, _ in dots]
-                style = styles[curve]
-                if len(set(betas)) < len(betas):  # a baseline of EMP points of several orders
-                    style = style | {"linestyle": "none"}
-                panels[1].plot(betas, [value for _, value in dots], **style)
-            main.tick_params(labelleft=False)
-        panels[-1].set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
+        main.set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
         if dense is not None and math.isfinite(dense.value):
-            for panel in panels:
-                panel.axhline(
-                    dense.value, color=GREY, linewidth=1.2, label=f"dense model, {dense.value:.4g}"
-                )
+            label = f"dense model, {dense.value:.4g}"
+            main.axhline(dense.value, color=GREY, linewidth=1.2, label=label)
         _log_scale(main, measure, [dot.value for curve in lines for dot in curve.dots])
         if gaps:
-            below = figure.add_subplot(grid[1, :])
-            _difference_panel(below, measure, gaps, {curve.label: styles[curve] for curve in lines})
-            below.set_xlim(main.get_xlim())
+            styles_of = {curve.label: styles[curve] for curve in lines}
+            _difference_panel(panels[1], measure, gaps, styles_of)
+        panels[-1].set_xlabel("weights removed, % of the targets")
         figure.legend(
             *main.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.2
         )
@@ -209,9 +196,8 @@ def _sparsity_figure(study: Study, suite: StudySuite, measure: str, name: str) -
             " (partial)" if any(value is not None and value.partial for value in values) else ""
         )
         title = f"{study.title}: {measure}, suite {suite.name}{partial}"
-        return drawn(
-            figure, f"{name}-{slug(measure)}", title, _caption(measure, by_beta, gaps), answers=True
-        )
+        caption = _caption(measure, gaps)
+        return drawn(figure, f"{name}-{slug(measure)}", title, caption, suite.key)
 
 
 def _styles(lines: list[Curve]) -> dict[Curve, dict[str, Any]]:
@@ -277,7 +263,6 @@ def _difference_panel(
     if max(abs(gap.change.value) for gap in gaps) > 30:
         axes.set_yscale("symlog", linthresh=5)
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("weights removed, % of the targets (the same for both)")
     lower = lower_is_better(measure)
     unit = "points" if in_percent(measure) else "%"
     side = ""
@@ -286,9 +271,8 @@ def _difference_panel(
     axes.set_ylabel(f"EMP − baseline, {unit}{side}")
 
 
-def _caption(measure: str, by_beta: bool, gaps: list[Difference]) -> str:
-    against = "β and against the share" if by_beta else "the share"
-    text = f"{measure[:1].upper()}{measure[1:]} against {against} of weights removed."
+def _caption(measure: str, gaps: list[Difference]) -> str:
+    text = f"{measure[:1].upper()}{measure[1:]} against the share of weights removed."
     if gaps:
         text += (
             " Below: the difference between EMP and a baseline of the same criterion with uniform "

@@ -22,7 +22,6 @@ from emp_llm.evaluation.comparison import (
     change_text,
     in_percent,
     shown_change,
-    signed,
     value_cell,
 )
 from emp_llm.records.base import FileRecord
@@ -42,7 +41,6 @@ from emp_llm.reporting.run_tables import (
     structure_rows,
 )
 from emp_llm.reporting.studies import (
-    Difference,
     MeasuredPoint,
     Study,
     StudySuite,
@@ -50,8 +48,6 @@ from emp_llm.reporting.studies import (
     label_of,
     studies,
 )
-
-_MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
 
 
 def point_rows(study: Study) -> Rows:
@@ -102,11 +98,14 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
             "better",
         ]
     ]
-    for difference in _main_differences(study, suite):
+    measures = main_measures(suite.measures)
+    for difference in differences(study, suite):
+        if difference.measure not in measures:
+            continue
         point = difference.point
         baseline = label_of(difference.baseline)
         if difference.match == "total":
-            baseline += f", {_MATCHES['total']}"
+            baseline += ", as many weights in total"
         rows.append(
             [
                 label_of(point),
@@ -121,56 +120,6 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
             ]
         )
     return rows
-
-
-def _main_differences(study: Study, suite: StudySuite) -> list[Difference]:
-    measures = main_measures(suite.measures)
-    return [
-        difference for difference in differences(study, suite) if difference.measure in measures
-    ]
-
-
-def verdict_rows(study: Study) -> Rows:
-    """For each EMP method, kind of baseline and main measure, the number of points at which EMP
-    is better.
-    """
-    rows = [
-        ["EMP", "uniform baseline", "measure", "EMP better", "EMP worse", "equal", "difference"]
-    ]
-    for suite in study.suites:
-        groups: dict[tuple[str, str, str], list[Difference]] = {}
-        for difference in _main_differences(study, suite):
-            if difference.better is not None:
-                key = (label_of(difference.point), difference.match, difference.measure)
-                groups.setdefault(key, []).append(difference)
-        for (method, match, measure), members in groups.items():
-            changes = [member.change.value for member in members]
-            better = [member for member in members if member.better]
-            worse = [member for member in members if not member.better and member.change.value]
-            span = signed(min(changes))
-            if len(members) > 1:
-                span += f" to {signed(max(changes))}"
-            rows.append(
-                [
-                    method,
-                    _MATCHES[match],
-                    _of_suite(study, suite, measure),
-                    _counted(better, members),
-                    _counted(worse, members),
-                    str(len(members) - len(better) - len(worse)),
-                    f"{span} {'points' if in_percent(measure) else '%'}",
-                ]
-            )
-    return rows
-
-
-def _counted(chosen: list[Difference], members: list[Difference]) -> str:
-    """ "2 of 3, 1 clearly": by more than two standard errors, if these are known of all."""
-    text = f"{len(chosen)} of {len(members)}"
-    if not chosen or any(member.clear is None for member in members):
-        return text
-    mark = "" if all(member.change.paired for member in members) else f" {UNPAIRED}"
-    return f"{text}, {sum(1 for member in chosen if member.clear)} clearly{mark}"
 
 
 def role_rows(study: Study) -> Rows:
@@ -365,10 +314,6 @@ _NOT_EVALUATED = (
 _NO_BASELINE = (
     "No baseline has as many zeros as the point {}. To make one: prune --method {} --match RUN."
 )
-_CLEARLY = (
-    "Number of points. Clearly: by more than two standard errors of the difference, where "
-    "these are known."
-)
 _DIFFERENCES = (
     "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both "
     "models have the same number of zeros, in total or in every matrix."
@@ -420,16 +365,13 @@ def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
         for name, values in facts.items()
     ]
     texts = [f"## {markdown_text(study.title)}", "\n".join(lines), *_points_texts(study)]
-    texts += _section(
-        "Is EMP better at the same sparsity?",
-        verdict_rows(study),
-        [_CLEARLY],
-        [drawing for drawing in drawings if drawing.answers],
-    )
     for suite in study.suites:
         rows = difference_rows(study, suite)
         texts += _section(
-            f"Differences, suite {suite.name}", rows, [_DIFFERENCES, *_table_notes(rows)]
+            f"Is EMP better at the same sparsity? Suite {suite.name}",
+            rows,
+            [_DIFFERENCES, *_table_notes(rows)],
+            [drawing for drawing in drawings if drawing.suite == suite.key],
         )
     texts += _section("Output error of the fitted layers", fit_rows(study), [_ERROR])
     for point in study.points:
@@ -444,7 +386,7 @@ def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
             texts += _section(
                 f"Size and speed: {name}", cost_rows(structure), speed_notes(structure)
             )
-    others = [drawing for drawing in drawings if not drawing.answers]
+    others = [drawing for drawing in drawings if not drawing.suite]
     return texts + _section("Where the model is redundant", role_rows(study), drawings=others)
 
 
@@ -559,7 +501,7 @@ def report_content(
 
 def _comparison_lines(study: Study) -> list[str]:
     """EMP and its baselines in tables for a terminal."""
-    tables = [*(difference_rows(study, suite) for suite in study.suites), verdict_rows(study)]
+    tables = [difference_rows(study, suite) for suite in study.suites]
     lines = [table(rows) for rows in tables if len(rows) > 1]
     if not lines:
         return [NOTHING_EQUAL]

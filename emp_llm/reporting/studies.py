@@ -585,11 +585,8 @@ Allocation = Literal["emp", "total", "matrix"]
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a curve: β (for a baseline, of its EMP point), sparsity of the targets, and the
-    measured value.
-    """
+    """A point of a curve: sparsity of the targets, and the measured value."""
 
-    beta: float | None
     sparsity: float
     value: float
 
@@ -629,13 +626,6 @@ class Difference:
     better: bool | None
 
     @property
-    def clear(self) -> bool | None:
-        """Whether the change exceeds two standard errors; None if these are unknown."""
-        return (
-            None if self.change.stderr is None else abs(self.change.value) > 2 * self.change.stderr
-        )
-
-    @property
     def verdict(self) -> str:
         """The better of the two. A difference below two standard errors, if they are known, is
         not clear.
@@ -644,7 +634,8 @@ class Difference:
             return "-"
         if not self.change.value:
             return "equal"
-        if self.clear is False:
+        stderr = self.change.stderr
+        if stderr is not None and abs(self.change.value) <= 2 * stderr:
             return "no clear difference"
         return "EMP" if self.better else "baseline"
 
@@ -665,13 +656,13 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)
         order = None if allocation == "total" else matched.recipe.order
-        dot = Dot(matched.recipe.beta, point.sparsity, value.value)
+        dot = Dot(point.sparsity, value.value)
         label = label_of(point) + (
             f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else ""
         )
         groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
     return [
-        Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0))))
+        Curve(*key, tuple(sorted(dots, key=lambda dot: dot.sparsity)))
         for key, dots in groups.items()
     ]
 
