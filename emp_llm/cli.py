@@ -273,10 +273,10 @@ def _may_be_cut_off() -> Iterator[None]:
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
-    """The options that arguments give, by field; exits after --help or on invalid arguments.
+    """The options that a command line gives, by field; exits after --help or if it is invalid.
 
-    Words without a flag are its arguments, in their order; an argument with a flag, such as the
-    model, may be given by either.
+    Words without a flag are the arguments of the command, in their order. One that also has a flag,
+    such as the model, may be given by either.
     """
     import typer
     from typer.core import TyperCommand
@@ -297,10 +297,10 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         for key, option in options.items()
         if option.about.argument
     }
-    words_of_usage = [
+    arguments_of_usage = [
         metavar if options[key].required else f"[{metavar}]" for key, metavar in metavars.items()
     ]
-    usage = " ".join([*words_of_usage, "[OPTIONS]"])
+    usage = " ".join([*arguments_of_usage, "[OPTIONS]"])
     parameters = [
         _parameter(option)
         for key, option in options.items()
@@ -351,16 +351,18 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             raise
     if not parsed:  # --help was shown
         sys.exit(0)
-    values, words = parsed[0]
+    values, positional = parsed[0]
     for key, metavar in metavars.items():
-        if words and values.get(key) is None:
-            values[key], words = (words, []) if metavar.endswith("...") else (words[0], words[1:])
+        if positional and values.get(key) is None:
+            takes_all = metavar.endswith("...")
+            values[key] = positional if takes_all else positional[0]
+            positional = [] if takes_all else positional[1:]
         if values.get(key) is not None:
             values[key] = options[key].checked(values[key])
         elif options[key].required:
             raise UserError(f"{metavar} is missing. Usage: {name} {usage}")
-    if words:
-        raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
+    if positional:
+        raise UserError(f"unexpected {positional[0]!r}. Usage: {name} {usage}")
     return values
 
 

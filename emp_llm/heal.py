@@ -45,7 +45,7 @@ def heal(
     folder: Annotated[
         Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
-    how: Annotated[RecipeOptions, Some(("heal_steps", "heal_weights"))],
+    training: Annotated[RecipeOptions, Some(("heal_steps", "heal_weights"))],
     options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
     given: Given,
 ) -> RunReport:
@@ -90,7 +90,9 @@ def heal(
         raise UserError(
             f"{folder}: it is healed already. Give the checkpoint before it was healed."
         )
-    recipe = report.recipe.but(heal=True, heal_steps=how.heal_steps, heal_weights=how.heal_weights)
+    recipe = report.recipe.but(
+        heal=True, heal_steps=training.heal_steps, heal_weights=training.heal_weights
+    )
     source = find_model(options.dense, options.revision, options.trust_remote_code)
     dense = Checkpoint(source.folder)
     pruned = Checkpoint(folder)

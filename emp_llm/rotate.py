@@ -133,7 +133,7 @@ def rotate(
         (out.files / EXTRAS).mkdir()
         keep_generated(out.files / SELF_NAME, data)
         record.files = sorted(
-            str(each.relative_to(out.files)) for each in out.files.rglob("*") if each.is_file()
+            str(file.relative_to(out.files)) for file in out.files.rglob("*") if file.is_file()
         )
         record.save(out.files / ROTATION_NAME)
         checkpoint.check_unchanged()

@@ -94,7 +94,7 @@ def _check_against(
     manifest: Manifest,
     findings: "Findings",
 ) -> None:
-    """Compare bytes and masks with the dense model."""
+    """Compare bytes and masks with those of the dense model."""
     from emp_llm.models.architecture import Architecture, healed_tensors
     from emp_llm.pruning import verification as check
     from emp_llm.pruning.scores import Scores
@@ -102,18 +102,18 @@ def _check_against(
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     asked = manifest.recipe.tree
     if asked.moves:
-        how = "fitted" if asked.heal is None else "healed"
+        state = "refitted" if asked.heal is None else "healed"
         logger.info(
             "%s is %s: its kept weights may differ from the source, and its zeros are checked.",
             pruned.folder,
-            how,
+            state,
         )
     if asked.structure is not None:
         check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)
         return
     norms = _norms(options, manifest)
-    recipe = replace(asked, score=_with_own_scores(asked.score, options))
+    recipe = replace(asked, score=_with_given_scores(asked.score, options))
     blocks = options.blocks or recipe.targets.blocks
     if manifest.source.identity is None:
         from emp_llm.models.loading import build_skeleton
@@ -199,9 +199,9 @@ def _check_units(
         findings.differences.append(str(error))
 
 
-def _with_own_scores(score: Score, options: VerifyOptions) -> Score:
-    """Scores from a manifest, as the user's own criterion or file that it names. Its code is never
-    run by that name.
+def _with_given_scores(score: Score, options: VerifyOptions) -> Score:
+    """The scores of a manifest, with the criterion or file that the user gives for the one that it
+    names. No code is run by that name.
     """
     from emp_llm.pruning.scores import GivenScores
 
@@ -250,7 +250,7 @@ def show(result: "Findings") -> None:
     """Print the differences; exit with 1 if there are any."""
     for sentence in result.differences:
         print(sentence)
-    checked = ", ".join(f"{number:,} {kind}" for kind, number in result.checked.items())
+    checked = ", ".join(f"{number:,} {things}" for things, number in result.checked.items())
     print(f"{count_of(len(result.differences), 'difference')}; checked {checked}.")
     if result.differences:
         raise SystemExit(1)

@@ -33,13 +33,13 @@ class UserError(ValueError):
         if UserError.in_shell:
             return super().__str__()
         parts = _COMMAND.split(super().__str__())
-        parts[::2] = [
-            _FLAG.sub(
-                lambda flag: {"map": "score_map"}.get(flag[1], flag[1].replace("-", "_")), each
-            )
-            for each in parts[::2]
-        ]
+        parts[::2] = [_FLAG.sub(_argument, text) for text in parts[::2]]  # the others are commands
         return "".join(parts)
+
+
+def _argument(flag: re.Match[str]) -> str:
+    """The argument in Python of a flag."""
+    return "score_map" if flag[1] == "map" else flag[1].replace("-", "_")
 
 
 class NothingRemovedError(UserError):
@@ -61,8 +61,8 @@ def reason(error: BaseException, whole: bool = False) -> str:
         return error.strerror.lower()
     text = str(error).strip()
     if whole:
-        words = " ".join(re.split(r"\n\s*\n", text)[0].split()).rstrip(".")
-        return (words if len(words) <= 400 else f"{words[:397]}...") or type(error).__name__
+        line = " ".join(re.split(r"\n\s*\n", text)[0].split()).rstrip(".")
+        return (line if len(line) <= 400 else f"{line[:397]}...") or type(error).__name__
     return text.splitlines()[0].strip().rstrip(".") if text else type(error).__name__
 
 

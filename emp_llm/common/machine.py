@@ -39,8 +39,8 @@ _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def available_cores() -> int:
-    """The number of CPU cores that this process may use: those of its affinity where the system
-    has one, else all.
+    """The number of CPU cores that this process may use: by its affinity, if the system has that,
+    else all.
     """
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
@@ -83,7 +83,7 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
             statistics = dict(
                 line.split() for line in (group / "memory.stat").read_text().splitlines()
             )
-            files = sum(int(statistics[f"{cached}{kind}_file"]) for kind in ("active", "inactive"))
+            files = sum(int(statistics[f"{cached}{use}_file"]) for use in ("active", "inactive"))
             yield max(
                 0, int((group / limit).read_text()) - int((group / usage).read_text()) + files
             )
@@ -125,8 +125,8 @@ def trim_heap() -> None:
 
 @contextmanager
 def at_most_more(number: int) -> Iterator[None]:
-    """Inside this context, allocations of more than some bytes raise MemoryError, where the
-    system can limit a process.
+    """Inside this context, allocations of more than `number` bytes in all raise MemoryError, where
+    the system can limit a process.
     """
     try:
         import resource
@@ -149,10 +149,9 @@ def at_most_more(number: int) -> Iterator[None]:
 def ran_out(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on a device or on the CPU."""
     torch: Any = sys.modules.get("torch")
-    kinds = (MemoryError, torch.OutOfMemoryError) if torch is not None else (MemoryError,)
-    return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    )
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 @contextmanager

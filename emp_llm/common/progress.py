@@ -1,5 +1,5 @@
-"""What a command tells while it works: nothing, as usual, or more; and the progress of long work,
-of the first rank only.
+"""The log of a command, quiet, normal or verbose, and the progress of long work, both of the first
+rank only.
 
 Progress is a bar on a terminal; elsewhere, a line in the log every 30 seconds.
 """
@@ -34,7 +34,7 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     changes.
 
     Args:
-        name: of the command, for the log.
+        name: the name of the command.
         verbose: log at level DEBUG, on the first rank.
         quiet: log warnings only, and show no progress.
     """
@@ -67,7 +67,7 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
 
 
 class Bar:
-    """Progress that nobody sees; and what the package uses of tqdm's bars."""
+    """A hidden bar, with the methods of tqdm's bars that the package uses."""
 
     def update(self, n: float = 1) -> Any:
         pass

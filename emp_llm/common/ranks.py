@@ -22,12 +22,11 @@ T = TypeVar("T")
 RESUMES = "The same command resumes where it stopped."
 LOST_CODE = 75  # exit code of a rank that ends because another is gone: EX_TEMPFAIL of sysexits.h
 SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
-_DAY = 24 * 3600  # ranks wait for each other at the end of their parts, for hours in a long job
+_DAY = 24 * 3600  # in a long job, ranks wait for each other for hours
 _MEETING = timedelta(minutes=10)
 # A lost connection, and a silent one, in the words of gloo and NCCL.
 _BROKEN = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|remote process "
-    r"exited|ncclRemoteError"
+    r"closed by peer|reset by peer|Broken pipe|remote process exited|ncclRemoteError"
 )
 _SILENT = re.compile(r"Timed out waiting|[Tt]imeout")
 _END = "emp_llm/end"  # where the first rank that fails leaves its message for the others
@@ -126,16 +125,16 @@ class Ranks:
 def ranks() -> Ranks:
     """The ranks of this job.
 
-    A process joins the others at its first collective call. So wrong input is reported by every
-    rank, and no rank loses its connection to one that has ended already.
+    A process joins the others at its first collective call. So every rank reports wrong input
+    itself, and loses no connection to a rank that has ended with the same error.
     """
     return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @contextmanager
 def rank_losses() -> Iterator[None]:
-    """A collective call that breaks or times out because another rank is gone raises RankLost,
-    with the cause.
+    """Inside this context, a collective call that fails because another rank is gone raises
+    RankLost, with the cause.
     """
     try:
         yield
@@ -148,8 +147,8 @@ def rank_losses() -> Iterator[None]:
 
 
 def tell_ranks(code: int, message: str) -> None:
-    """Leave the cause of this rank's end for the others, unless one has done so before."""
-    # A consequence is no cause, and the store may be out of reach.
+    """Leave the cause of this rank's end for the others, unless another rank has left one."""
+    # The loss of another rank is not a cause.
     if _is_joined() and code != LOST_CODE:
         cause = " ".join(message.split())[:_LETTERS]
         with suppress(RuntimeError):  # the store is gone
@@ -161,8 +160,8 @@ def tell_ranks(code: int, message: str) -> None:
 
 
 def _loss(text: str) -> RankLost:
-    """What to tell of a loss, from the error of the collective call and from what the lost rank
-    has left.
+    """The error of a lost rank: from the text of the collective call's error, and from the cause
+    that the rank has left.
     """
     if not _BROKEN.search(text):
         return RankLost(

@@ -630,9 +630,9 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     towers: dict[str, Tower] = {}
     for name in shapes:
         root = ""
-        for part in name.split("."):
-            root = f"{root}.{part}" if root else part
-            if (tower := named_tower(part)) is not None:
+        for component in name.split("."):
+            root = f"{root}.{component}" if root else component
+            if (tower := named_tower(component)) is not None:
                 towers[root] = tower
                 break
     return Architecture(

@@ -88,7 +88,7 @@ class InseparableError(UserError):
     """The blocks of a model cannot be run one at a time.
 
     Attributes:
-        problem: why not, as a sentence without its full stop.
+        problem: the reason, as a sentence without its full stop.
     """
 
     def __init__(self, problem: str) -> None:
@@ -112,8 +112,8 @@ class BlockwiseModel:
         path, blocks: name and list of the decoder blocks.
         bytes_read: of offloaded weights, so far.
         outside: the offloaded modules outside the blocks.
-        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is
-            the hidden states and whose other elements are None. None before `prepare`.
+        outputs: the form of a block's output: 0, a tensor; n, a tuple of n, of which the first is
+            the hidden states and the others are None. None before `prepare`.
 
     Raises:
         UserError: no blocks are found, or the model is an encoder-decoder.
@@ -157,8 +157,8 @@ class BlockwiseModel:
         return Walk(self, batches, title)
 
     def prepare(self, batch: Tensor) -> None:
-        """Find out from one batch how the blocks are called. `walk` does this unless it was done
-        before.
+        """Find the form of a block's output, and whether blocks can run alone, from one batch. The
+        first `walk` does this.
 
         Raises:
             UserError: the blocks cannot be run one at a time, or memory runs out.
@@ -273,15 +273,14 @@ class Walk:
         self._calls: list[list[Call]] = []
         self.device = execution_device(runner.blocks[0])
         self._end = execution_device(runner.blocks[-1])
-        tokens = sum(batch.numel() for batch in batches)
-        self._tokens = tokens
+        self._tokens = sum(batch.numel() for batch in batches)
         self.bar = progress_bar(len(runner.blocks), title, " blocks")
         last: dict[tuple[int, str], Tensor] = {}
         try:
             for number, batch in enumerate(batches):
                 hidden, calls = runner.record(batch, runner.outputs or 0)
                 if number == 0:
-                    needed = hidden.nbytes * tokens // max(1, batch.numel())
+                    needed = hidden.nbytes * self._tokens // max(1, batch.numel())
                     self.hidden = HiddenStates(
                         choose_place(runner.hidden_states, needed, self.device)
                     )
@@ -536,8 +535,8 @@ class Call:
         pass that must not change it.
         """
         kwargs = {
-            n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v
-            for n, v in self.kwargs.items()
+            name: deepcopy(value) if isinstance(value, MutableMapping | MutableSequence) else value
+            for name, value in self.kwargs.items()
         }
         return Call(self.keyword, self.args, kwargs)
 

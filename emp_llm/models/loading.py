@@ -39,7 +39,6 @@ from emp_llm.common.progress import shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.models.offload import offloaded_files
 from emp_llm.models.placement import Quantization, parse_device_map, quantization_config
-from emp_llm.options.model import DTYPES
 
 logger = logging.getLogger(__name__)
 # It warns whenever a number is read in which layers differ, even by its own checks.
@@ -220,7 +219,7 @@ def load_model(
         folder: the model folder.
         device_map: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the
             path of a file that holds one.
-        dtype: "auto" for the checkpoint's own, or a torch dtype's name.
+        dtype: "auto" for that of the checkpoint, or the name of a torch dtype.
         trust_remote_code: run code from the folder.
         quantization: by bitsandbytes while loading, of all linear layers but the head.
 
@@ -228,8 +227,6 @@ def load_model(
         UserError: the folder holds no model that transformers can load, its weights are not
             complete, or memory runs out.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     check_no_adapter(folder)
     placement = parse_device_map(device_map)
     build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
@@ -249,7 +246,7 @@ def load_model(
         stack.enter_context(offload)
         model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
             folder,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=dtype,
             device_map=placement,
             offload_folder=offload.name,
             use_safetensors=True,

@@ -228,16 +228,16 @@ def check_fields(node: Any, as_flags: bool = True) -> None:
 
 def parse_list(text: str, flag: str) -> list[str]:
     """The values in an option with commas; UserError if one is empty."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
         raise UserError(f"{flag} {text!r}: expected values separated by commas.")
-    return words
+    return values
 
 
 def parse_numbers(text: str, flag: str) -> list[float]:
-    """The numbers in an option with commas; UserError if one is no number."""
+    """The numbers in an option with commas; UserError if a value is not a number."""
     try:
-        numbers = [float(word) for word in text.split(",")]
+        numbers = [float(number) for number in text.split(",")]
     except ValueError:
         numbers = [math.nan]
     if any(math.isnan(number) for number in numbers):

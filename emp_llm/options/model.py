@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-DTYPES = get_args(Dtype)
 Runtime = Literal["dense", "sparse"]
 MaskDevice = Annotated[
     Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")

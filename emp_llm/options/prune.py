@@ -138,24 +138,20 @@ def check_options(
     if recipe.shares == "cost":
         _check_cost(options)
     tree = recipe.tree
+    if options.load_in_8bit or options.load_in_4bit:
+        _check_quantised(recipe, structure, options)
     if tree.update is not None and options.execution == "model":
         raise UserError(
             f"{tree.update_flag} runs the model block by block; leave out --execution model."
         )
     if structure.structure is not None:
         return
-    quantised = options.load_in_8bit or options.load_in_4bit
-    leave_out = "leave out --load-in-8bit and --load-in-4bit."
     if options.propagate == "pruned":
         if options.execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")
-        if quantised:
-            raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         tree.check_propagated(options.activations)
     if tree.moves:
         flag = tree.update_flag if tree.update is not None else "--heal"
-        if quantised:
-            raise UserError(f"{flag} cannot change quantised weights; {leave_out}")
         if options.calibration is None and options.activations is not None:
             alternative = "" if tree.searches else f", or {flag}"
             raise UserError(
@@ -169,13 +165,26 @@ def check_options(
             )
 
 
+def _check_quantised(
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions
+) -> None:
+    """Raise UserError for what does not go with quantised weights."""
+    tree = recipe.tree
+    flag = tree.update_flag if tree.update is not None else "--heal"
+    reasons = {
+        "--structure needs the original weights": structure.structure is not None,
+        "--shares cost masks the weights in memory": recipe.shares == "cost",
+        "--loss masks the weights in memory": options.loss is not None,
+        "--propagate pruned cannot set quantised weights to zero": options.propagate == "pruned",
+        f"{flag} cannot change quantised weights": tree.moves,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"{reason}; leave out --load-in-8bit and --load-in-4bit.")
+
+
 def _check_cost(options: PruneOptions) -> None:
     """Raise UserError for what does not go with --shares cost."""
-    if options.load_in_8bit or options.load_in_4bit:
-        raise UserError(
-            "--shares cost masks the weights in memory; leave out --load-in-8bit and "
-            "--load-in-4bit."
-        )
     if options.calibration is None and options.activations is not None:
         raise UserError(
             "--shares cost measures held-out text, and --activations holds only norms. Name the "
@@ -203,8 +212,6 @@ def _check_loss(
         "dry_run": "measures, and --dry-run measures nothing. Leave out one of them.",
         "evaluate": "ends with its own check. Run emp-llm evaluate afterwards.",
         "push_to_hub": "ends before a push. Run emp-llm push afterwards.",
-        "load_in_8bit": "masks the weights in memory; leave out --load-in-8bit.",
-        "load_in_4bit": "masks the weights in memory; leave out --load-in-4bit.",
     }
     for name, reason in reasons.items():
         if getattr(options, name):
@@ -249,10 +256,6 @@ def _check_for_units(given: Given) -> None:
 
 def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
     """Raise UserError for options that do not go with --structure."""
-    if options.load_in_8bit or options.load_in_4bit:
-        raise UserError(
-            "--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit."
-        )
     assert recipe.structure is not None
     units = recipe.structure.structure
     criteria = recipe.structure.criteria

@@ -18,7 +18,7 @@ import msgspec
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Given as GivenOptions
-from emp_llm.options.base import Opt, check_fields, check_values, options_of
+from emp_llm.options.base import Opt, check_fields, check_values, flag_of, options_of
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
@@ -544,16 +544,16 @@ class StructureRecipe(
                 )
         if self.structure is None:
             return
-        if "neurons" not in self.kinds and self.width_multiple is not None:
-            raise UserError(
-                f"--width-multiple is for neurons, and --structure {self.structure} "
-                "removes none. Leave it out."
-            )
-        if "heads" not in self.kinds and self.head_unit is not None:
-            raise UserError(
-                f"--head-unit is for heads, and --structure {self.structure} removes "
-                "none. Leave it out."
-            )
+        for name, units in (
+            ("width_multiple", ["neurons"]),
+            ("head_unit", ["heads"]),
+            ("per_layer", ["heads", "neurons"]),
+        ):
+            if getattr(self, name) and not self.kinds.keys() & units:
+                raise UserError(
+                    f"{flag_of(name)} is for {' and '.join(units)}, and --structure "
+                    f"{self.structure} removes none. Leave it out."
+                )
         if self.structure == "layers" and self.keep_shapes:
             raise UserError(
                 "--structure layers removes whole layers, and --keep-shapes keeps them. Leave out "
@@ -561,11 +561,6 @@ class StructureRecipe(
             )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
-        if self.per_layer and not self.kinds.keys() & {"heads", "neurons"}:
-            raise UserError(
-                f"--per-layer is for heads and neurons, and --structure {self.structure} removes "
-                "none. Leave it out."
-            )
         if self.per_layer and self.keep_shapes:
             raise UserError(
                 "--keep-shapes gives each layer its own number already, and keeps its width. Leave "

@@ -227,31 +227,30 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.method is None:
             fill(self, "method", f"emp-{custom_name(self.criterion, self.scores) or 'wanda'}")
         if not isinstance(self.method, str):
-            return  # `check` says what is wrong
-        if self.method == "best":  # by docs/heal.md
-            fill(
-                self, "method", "admm" if (self.pattern, self.match) != (None, None) else "emp-admm"
-            )
+            return  # `check` refuses it
+        if self.method == "best":  # its evidence is in docs/heal.md
+            fixed = (self.pattern, self.match) != (None, None)
+            fill(self, "method", "admm" if fixed else "emp-admm")
             fill(self, "refit", True)
             fill(self, "heal", True)
         if self.adaptive:
-            used: dict[str, Any] = {"order": 2.0}
+            used: dict[str, Any] = {"order": Effective.order}
             if self.sparsity is None:
                 used |= {"beta": 1.0, "neff_dtype": "float64"}
             if self.name == "relative":
                 used["count_by"] = "magnitude"
         else:
-            used = (
-                {}
-                if (self.pattern, self.match, self.removed) != (None, None, None)
-                else {"sparsity": 0.5}
-            )
-            used |= {"match_by": "total"} if self.match is not None else {}
-            used |= {"owl_lambda": 0.08, "owl_m": 5.0} if self.shares == "owl" else {}
+            used = {}
+            if (self.pattern, self.match, self.removed) == (None, None, None):
+                used["sparsity"] = Share.sparsity
+            if self.match is not None:
+                used["match_by"] = Match.by
+            if self.shares == "owl":
+                used |= {"owl_lambda": Owl.owl_lambda, "owl_m": Owl.owl_m}
         if self.refit is True:
-            used |= {"refit_weighting": "equal", "refit_target": "block"}
+            used |= {"refit_weighting": Refit.weighting, "refit_target": Refit.target}
         if self.heal is True:
-            used |= {"heal_steps": 300, "heal_weights": "targets"}
+            used |= {"heal_steps": Heal.steps, "heal_weights": Heal.weights}
         for name, value in used.items():
             if getattr(self, name) is None:
                 fill(self, name, value)
@@ -580,7 +579,10 @@ def check_method(recipe: RecipeOptions, flag: str = "--method") -> None:
         raise UserError(f"{flag} {recipe.method} needs your scores; give a file with --scores.")
     known = method_names()
     if name not in known and recipe.criterion is None and recipe.scores is None:
-        names = ", ".join(each if each == "sparsegpt" else f"emp-{each}, {each}" for each in known)
+        names = ", ".join(
+            built_in if built_in == "sparsegpt" else f"emp-{built_in}, {built_in}"
+            for built_in in known
+        )
         hint = did_you_mean(recipe.method, names.split(", "))
         raise UserError(
             f"{flag} {recipe.method!r} is not one of {names}.{hint} A criterion of your own is "
