@@ -24,7 +24,7 @@ from emp_llm import __version__
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
-from emp_llm.options.base import Given, Opt, Option, options_in, options_of
+from emp_llm.options.base import GivenOptions, Opt, Option, options_in, options_of
 
 R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
@@ -130,12 +130,12 @@ class Loudness:
 
 
 def command(function: Callable[..., R]) -> Callable[..., R]:
-    """Turn a function into a command: all its options are keyword arguments in Python, and flags in
-    the shell.
+    """Turn a function into a command, whose options are keyword arguments in Python and flags in the
+    shell.
 
-    A parameter of the function is an option, annotated with an `Opt`; or a group of options: a
-    dataclass or struct with such fields, or `Some` of them; or `Given`. The options of `Loudness`
-    come on top. The module of the function can be called like it.
+    Each parameter of the function is an option, annotated with an `Opt`; a group of options (a
+    dataclass or struct with such fields, or `Some` of them); or `GivenOptions`. The options of
+    `Loudness` are added. The module of the function can be called like it.
     """
     groups = {
         name: options_in(parameter)
@@ -151,8 +151,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         arguments: dict[str, Any] = {}
         for parameter, (group, members) in groups.items():
             values = {name: given[name] for name in members if name in given}
-            if group is Given:
-                arguments[parameter] = Given(given)
+            if group is GivenOptions:
+                arguments[parameter] = GivenOptions(given)
             elif group is None:
                 arguments |= values
             else:

@@ -12,7 +12,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Given, Opt, Some
+from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Heal
@@ -47,7 +47,7 @@ def heal(
     ],
     training: Annotated[RecipeOptions, Some(("heal_steps", "heal_weights"))],
     options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
-    given: Given,
+    given: GivenOptions,
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
     Zeros stay zero.

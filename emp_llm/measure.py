@@ -12,7 +12,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Given, Opt, Some, parse_list, parse_numbers
+from emp_llm.options.base import GivenOptions, Opt, Some, parse_list, parse_numbers
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import METHODS, Effective, Recipe, Share
@@ -31,7 +31,7 @@ def measure(
     shared: Annotated[RecipeOptions, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
     text: NormOptions,
     loading: LoadingOptions,
-    given: Given,
+    given: GivenOptions,
     *,
     output: Annotated[
         Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")

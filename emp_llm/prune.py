@@ -9,7 +9,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import Given
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_options, structured
 from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
 from emp_llm.options.recipe_options import RecipeOptions
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @command
 def prune(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
 ) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
@@ -60,7 +60,7 @@ def prune(
     return prune_to_loss(asked.tree, LossBudget.of(options.loss), options, given, _pruned)
 
 
-def _planned(recipe: Recipe, options: PruneOptions, given: Given) -> "DryRun":
+def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
     """What `_pruned` would do."""
     from emp_llm.evaluation.prune_run import PruneRun
     from emp_llm.pruning.dry_run import with_curve
@@ -77,7 +77,7 @@ def _planned(recipe: Recipe, options: PruneOptions, given: Given) -> "DryRun":
 
 
 def _pruned(
-    recipe: Recipe, options: PruneOptions, given: Given, judged: "Judged | None" = None
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "Judged | None" = None
 ) -> RunReport:
     """Prune by options that are checked.
 

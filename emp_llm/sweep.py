@@ -9,7 +9,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.progress import load_packages
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import Given, Some
+from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -60,7 +60,7 @@ def sweep(
     loading: LoadingOptions,
     suite_options: SuiteOptions,
     options: SweepOptions,
-    given: Given,
+    given: GivenOptions,
 ) -> Sweep | SweepDryRun:
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense
     model.

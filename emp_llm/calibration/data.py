@@ -248,8 +248,8 @@ def token_ids(
 
 
 def begin_token(bos: str, tokenizer: Any) -> int | None:
-    """The token at the beginning of each sequence; None unless `bos` is "each". As in lm-eval,
-    it may be the end token.
+    """The token at the beginning of each sequence; None unless `bos` is "each". It is the end token
+    if the tokenizer has no begin token, as in lm-eval.
     """
     if bos != "each":
         return None
@@ -373,7 +373,7 @@ def written_ids(
     check_head(folder, "Give a text that was written, as --calibration.")
     samples = corpus.samples or 1
     seqlen = corpus.seqlen or 1
-    prompts = _prompts(corpus, tokenizer, seed)
+    prompts = _prompt_ids(corpus, tokenizer, seed)
     new = max(1, seqlen - max(map(len, prompts)))
     wanted = samples * seqlen
     identity = ranks().first(lambda: identity_of(writer.checkpoint))
@@ -406,7 +406,7 @@ def keep_generated(path: Path, data: CalibrationText | None) -> None:
         write_bytes(path, data.generated)
 
 
-def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
+def _prompt_ids(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
     """Prompts as token ids: the first `samples` rows that take at most half of seqlen tokens.
 
     Without rows, the token that begins a text; of a model without one, random tokens.

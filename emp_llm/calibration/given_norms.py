@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.calibration.texts import generates
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Given
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import QuantizationOptions
 from emp_llm.options.recipe import Recipe
@@ -23,7 +23,7 @@ _OF_NORMS = tuple(field.name for field in fields(NormOptions))
 _OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of prune
 
 
-def given_norms(options: NormOptions, recipe: Recipe, given: Given) -> "Activations | None":
+def given_norms(options: NormOptions, recipe: Recipe, given: GivenOptions) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect, of the
     `given` ones, are logged.
     """

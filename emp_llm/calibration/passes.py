@@ -51,7 +51,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zero, weight_of
+from emp_llm.models.modules import body_of, find_towers, is_encoder_decoder, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
@@ -121,7 +121,7 @@ def calibrated(
         fit_origin(data, batch_size, about), dtype=str(model.dtype).removeprefix("torch.")
     )
     with in_evaluation_mode(model):
-        by_itself = execution == "auto" and is_offloaded(model) and not reads_twice(model)
+        by_itself = execution == "auto" and is_offloaded(model) and not is_encoder_decoder(model)
         by_blocks = execution == "blocks" or masker is not None or by_itself
         runner = BlockwiseModel(model, blocks, hidden_states) if by_blocks else None
         if runner is not None and by_itself and masker is None:
@@ -429,7 +429,7 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
         return
     if "" in moved:
         moved["input_ids"] = moved.pop("")
-    if reads_twice(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
+    if is_encoder_decoder(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
         moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):

@@ -182,10 +182,8 @@ def find_corpus(name: str) -> Corpus:
 
 
 def for_model(corpus: Corpus, config: Any, tokenizer: Any) -> Corpus:
-    """The corpus as a model needs it: `bos` becomes "each" where "auto" means that.
-
-    So it is for Gemma, known by the model type: without a begin token, its perplexity is many times
-    as large.
+    """The corpus as a model needs it: an "auto" in `bos` becomes "each" for Gemma, known by its model
+    type, because its perplexity is many times as large without begin tokens.
 
     Args:
         config: the model's; None: unknown.

@@ -221,7 +221,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT
 
 
-def memory_words() -> str:
+def peak_memory_text() -> str:
     """The peak memory of this process as text, and that of its GPUs."""
     on_gpu = f", on the GPU {format_bytes(_peak_of_gpus())}" if _gpus() else ""
     return f"peak memory {format_bytes(peak_memory())}{on_gpu}"

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from emp_llm.common.errors import format_bytes
-from emp_llm.common.machine import available_cores, available_memory, memory_words
+from emp_llm.common.machine import available_cores, available_memory, peak_memory_text
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
                 "emp-llm %s: finished in %.1f s, %s.",
                 name,
                 time.perf_counter() - start,
-                memory_words(),
+                peak_memory_text(),
             )
     finally:
         package.setLevel(level)
@@ -199,4 +199,6 @@ def stage(name: str) -> Iterator[None]:
     logger.debug("%s: begins.", name)
     with progress_of(name):
         yield
-    logger.debug("%s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
+    logger.debug(
+        "%s: finished in %.1f s, %s.", name, time.perf_counter() - start, peak_memory_text()
+    )

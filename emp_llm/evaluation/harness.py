@@ -30,7 +30,7 @@ from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.progress import progress_bar, shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
-from emp_llm.models.modules import reads_twice
+from emp_llm.models.modules import is_encoder_decoder
 from emp_llm.models.offload import input_device
 from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 
@@ -147,7 +147,7 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         with _quiet():
-            backend = "seq2seq" if reads_twice(model) else "causal"
+            backend = "seq2seq" if is_encoder_decoder(model) else "causal"
             wrapped = HFLM(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend=backend
             )

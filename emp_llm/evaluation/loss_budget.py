@@ -47,7 +47,7 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
-from emp_llm.options.base import Given
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Wanda
@@ -127,11 +127,11 @@ class Judged:
     record: LossRecord
 
 
-Run = Callable[[Recipe, PruneOptions, Given, Judged], RunReport]
+Run = Callable[[Recipe, PruneOptions, GivenOptions, Judged], RunReport]
 
 
 def prune_to_loss(
-    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: Given, run: Run
+    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: GivenOptions, run: Run
 ) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
@@ -413,7 +413,7 @@ class _Search:
         self,
         recipe: Recipe,
         options: PruneOptions,
-        given: Given,
+        given: GivenOptions,
         source: Path,
         path: Path,
         budget: LossBudget,

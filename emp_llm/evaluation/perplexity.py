@@ -17,7 +17,7 @@ from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, run_on_text
-from emp_llm.models.modules import mean_losses, reads_twice
+from emp_llm.models.modules import is_encoder_decoder, mean_losses
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.records.corpus import Corpus
@@ -74,7 +74,7 @@ def perplexity(
     Raises:
         UserError: there are fewer than two tokens, or the loss is not finite.
     """
-    if reads_twice(model):
+    if is_encoder_decoder(model):
         raise UserError(
             f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an "
             "encoder-decoder on --tasks."

@@ -32,7 +32,7 @@ from emp_llm.models.placement import (
     parse_device_map,
     quantization_of,
 )
-from emp_llm.options.base import Given
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
 from emp_llm.pruning.chosen import stored_bytes
@@ -79,7 +79,7 @@ class PruneRun:
 
     recipe: Recipe
     options: PruneOptions
-    given: Given
+    given: GivenOptions
     source: LocalModel
     path: Path
     norms: "Activations | None"
@@ -93,7 +93,11 @@ class PruneRun:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, options: PruneOptions, given: Given, judged: "Judged | None" = None
+        cls,
+        recipe: Recipe,
+        options: PruneOptions,
+        given: GivenOptions,
+        judged: "Judged | None" = None,
     ) -> "PruneRun":
         """The run that checked options ask for.
 

@@ -28,7 +28,7 @@ from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks, plain_model
 from emp_llm.models.model_weights import ModelWeights, architecture_of, is_convolution, name_of
-from emp_llm.models.modules import reads_twice, rows_in
+from emp_llm.models.modules import is_encoder_decoder, rows_in
 from emp_llm.models.offload import resident_parameter
 from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
@@ -289,7 +289,7 @@ def _choose(
     if update is not None:
         flag = f"method {recipe.method}" if update.searches else "update=Refit()"
         _check_text(model, data, flag, "block by block")
-        if reads_twice(model):
+        if is_encoder_decoder(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
     if recipe.heal is not None:
         from emp_llm.healing.training import text_to_heal
@@ -307,7 +307,7 @@ def _check_text(model: nn.Module, data: Any, flag: str, runs: str) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"{flag} runs a model of transformers {runs}; {type(model).__name__} is none."
+            f"{flag} runs a model of transformers {runs}; {type(model).__name__} is not one."
         )
     if data is None:
         raise UserError(

@@ -35,7 +35,7 @@ from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.modules import body_of, find_blocks, find_towers, reads_twice
+from emp_llm.models.modules import body_of, find_blocks, find_towers, is_encoder_decoder
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
 from emp_llm.options.calibration import Place
 
@@ -72,7 +72,7 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
             text with.
     """
     ids = batch.to(input_device(model))
-    others = {"decoder_input_ids": decoder_ids(model, ids)} if reads_twice(model) else {}
+    others = {"decoder_input_ids": decoder_ids(model, ids)} if is_encoder_decoder(model) else {}
     try:
         return body(input_ids=ids, use_cache=False, **others)
     except (TypeError, ValueError, AttributeError) as error:
@@ -122,7 +122,7 @@ class BlockwiseModel:
     def __init__(
         self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto"
     ) -> None:
-        if reads_twice(model):
+        if is_encoder_decoder(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         self.model = model
         self.path, self.blocks = find_blocks(model, blocks)

@@ -137,7 +137,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
         UserError: the model has no list of blocks, or none at `path`.
     """
     lists = block_lists(model, path).lists
-    path, modules = _largest(
+    path, modules = _largest_list(
         {blocks.path: blocks.modules for blocks in lists if blocks.tower == lists[0].tower}
     ).popitem()
     return path, modules
@@ -186,8 +186,8 @@ def body_of(model: nn.Module) -> nn.Module:
     return body
 
 
-def reads_twice(model: nn.Module) -> bool:
-    """Whether a model has an encoder and a decoder that both read text."""
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model is an encoder-decoder, whose two halves both read text."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -354,8 +354,8 @@ def find_towers(model: nn.Module) -> Towers:
     root = _language_root(model, decoder, encoders, lists)
     inside = {path: modules for path, modules in lists.items() if within(path, root)}
     chosen = (
-        _with_attention(inside) if reads_twice(model.get_submodule(root)) else {}
-    ) or _largest(inside)
+        _with_attention(inside) if is_encoder_decoder(model.get_submodule(root)) else {}
+    ) or _largest_list(inside)
     all_lists = [
         BlockList(path, modules, "language", _label(path, list(chosen)))
         for path, modules in chosen.items()
@@ -364,7 +364,7 @@ def find_towers(model: nn.Module) -> Towers:
     for encoder, tower in encoders.items():
         inside = {}
         _collect(model.get_submodule(encoder), encoder, inside)
-        chosen = _with_attention(inside) or _largest(inside)
+        chosen = _with_attention(inside) or _largest_list(inside)
         of_encoders += [
             BlockList(path, modules, tower, path.removeprefix("model."))
             for path, modules in chosen.items()
@@ -413,13 +413,13 @@ def _tower_of_module(module: Any, leaf: str) -> Tower | None:
 
 
 def _language_root(model: nn.Module, decoder: str, encoders: dict[str, Tower], lists: Lists) -> str:
-    """The largest module that holds the decoder, and no encoder; the whole model if it has no
-    encoder, or reads text twice.
+    """The largest module that holds the decoder and no encoder of other inputs than text; the whole
+    model if it has no such encoder, or is an encoder-decoder.
     """
-    if not encoders or reads_twice(model):
+    if not encoders or is_encoder_decoder(model):
         return ""
     if any(within(encoder, decoder) for encoder in encoders):
-        decoder = next(iter(_largest(lists)), "").rpartition(".")[0]
+        decoder = next(iter(_largest_list(lists)), "").rpartition(".")[0]
     parts = decoder.split(".")
     paths = (".".join(parts[: number + 1]) for number in range(len(parts)))
     return next(
@@ -442,7 +442,7 @@ def _mixes_tokens(block: nn.Module) -> bool:
     return False
 
 
-def _largest(lists: Lists) -> Lists:
+def _largest_list(lists: Lists) -> Lists:
     path = max(lists, key=lambda path: parameters_of(lists[path]), default=None)
     return {} if path is None else {path: lists[path]}
 
@@ -461,7 +461,9 @@ def _label(path: str, paths: list[str]) -> str:
 
 
 def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Tower]:
-    """The encoders, and the parts outside the language tower and them, which connect the two."""
+    """Name of a module -> its tower, for encoders and for what connects them with the language
+    tower.
+    """
     others = dict(encoders)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     connects: Tower = "vision" if "vision" in encoders.values() else "audio"

@@ -43,7 +43,7 @@ class Some(NamedTuple):
     names: tuple[str, ...]
 
 
-class Given(frozenset[str]):
+class GivenOptions(frozenset[str]):
     """The names of the options that a call of a command gives, even if their values equal the
     defaults. A command with a parameter of this type gets them.
     """
@@ -95,7 +95,7 @@ class Option(NamedTuple):
             return None
         if self.choices:
             if not isinstance(value, str) or value not in self.choices:
-                raise UserError(f"{flag} {_shown(value)} is not one of {', '.join(self.choices)}.")
+                raise UserError(f"{flag} {_quoted(value)} is not one of {', '.join(self.choices)}.")
             return value
         if isinstance(value, str | Path):
             wanted = next((member for member in (str, Path) if member in types), None)
@@ -144,10 +144,10 @@ def check_type(name: str, value: Any, *types: Any) -> None:
             " For a model in memory there is prune_model; or save it with save_pretrained, and "
             "give its folder."
         )
-    raise UserError(f"{name} must be {wanted}, got {_shown(value)}.{hint}")
+    raise UserError(f"{name} must be {wanted}, got {_quoted(value)}.{hint}")
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     """A wrong value in a message: as it is, or by its type if that is long."""
     text = repr(value)
     short = len(text) <= 60 and text.isprintable()
@@ -169,8 +169,8 @@ def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
     its options by name.
     """
     annotation = parameter.annotation
-    if annotation is Given:
-        return Given, {}
+    if annotation is GivenOptions:
+        return GivenOptions, {}
     marks = []
     if get_origin(annotation) is Annotated:
         annotation, *marks = get_args(annotation)
@@ -211,7 +211,7 @@ def check_values(options: Any) -> None:
         try:
             msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            raise UserError(f"{field.name} is {_shown(value)}: {error}.") from error
+            raise UserError(f"{field.name} is {_quoted(value)}: {error}.") from error
 
 
 def check_fields(node: Any, as_flags: bool = True) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import Given, Opt, options_of
+from emp_llm.options.base import GivenOptions, Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import UNIT_CRITERIA, UNIT_KINDS, StructureRecipe
@@ -87,7 +87,7 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     ] = None
 
 
-def check_wanted(options: PruneOptions, given: Given, reads_text: bool) -> None:
+def check_wanted(options: PruneOptions, given: GivenOptions, reads_text: bool) -> None:
     """Raise UserError if a check is asked for, and an evaluation replaces it or no text is read."""
     if "check" not in given or not options.check:
         return
@@ -101,7 +101,7 @@ def check_wanted(options: PruneOptions, given: Given, reads_text: bool) -> None:
 
 
 def check_options(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
 ) -> None:
     """Raise UserError for invalid or conflicting options; `given` names those of the call."""
     structure.check(given)
@@ -198,7 +198,7 @@ def _check_cost(options: PruneOptions) -> None:
 
 
 def _check_loss(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: Given
+    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
 ) -> None:
     """Raise UserError for what does not go with --loss."""
     for name in ("sparsity", "match", "beta", "neff_dtype", "shares"):
@@ -239,7 +239,7 @@ def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptio
     return recipe.but(method=method, targets=targets, structure=structure)
 
 
-def _check_for_units(given: Given) -> None:
+def _check_for_units(given: GivenOptions) -> None:
     """Raise UserError for options of weights, given with --structure."""
     options = options_of(RecipeOptions) | options_of(PruneOptions)
     instead = {

@@ -17,8 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Given as GivenOptions
-from emp_llm.options.base import Opt, check_fields, check_values, flag_of, options_of
+from emp_llm.options.base import GivenOptions, Opt, check_fields, check_values, flag_of, options_of
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order

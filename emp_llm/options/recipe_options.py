@@ -306,7 +306,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """The recipe that the options mean; UserError for a value that is out of range, or for
         values that do not go together.
         """
-        heal = Heal(**_given(steps=self.heal_steps, weights=self.heal_weights))
+        heal = Heal(**_without_none(steps=self.heal_steps, weights=self.heal_weights))
         return Recipe(
             score=self._score(),
             counts=self._counts(),
@@ -339,23 +339,23 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def _counts(self) -> Counts:
         if self.adaptive:
             names = ("beta", "order", "neff_dtype", "count_by", "sparsity")
-            return Effective(**_given(**{name: getattr(self, name) for name in names}))
+            return Effective(**_without_none(**{name: getattr(self, name) for name in names}))
         if self.pattern is not None:
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):
-            return Match(**_given(run=self.match, by=self.match_by, removed=self.removed))
+            return Match(**_without_none(run=self.match, by=self.match_by, removed=self.removed))
         shares: Owl | ByCost | None = None
         if self.shares == "cost":
             shares = ByCost(None if isinstance(self.removed, int) else self.removed)
         if self.shares == "owl":
-            shares = Owl(**_given(owl_lambda=self.owl_lambda, owl_m=self.owl_m))
-        return Share(**_given(sparsity=self.sparsity, shares=shares))
+            shares = Owl(**_without_none(owl_lambda=self.owl_lambda, owl_m=self.owl_m))
+        return Share(**_without_none(sparsity=self.sparsity, shares=shares))
 
     def _update(self) -> Update | None:
         refit = None
         if self.refit:
             refit = Refit(
-                **_given(
+                **_without_none(
                     weighting=self.refit_weighting,
                     target=self.refit_target,
                     damping=self.refit_damping,
@@ -487,7 +487,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _without_none(**values: Any) -> dict[str, Any]:
     """The values that are given; for the others, a node of the recipe has its defaults."""
     return {name: value for name, value in values.items() if value is not None}
 

@@ -92,9 +92,11 @@ def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint
             "matrix, not all."
         )
     orders = parse_numbers(options.orders or "2", "--orders")
-    betas = _numbers(options.betas, "--betas", None if options.emp_sparsities else BETAS)
-    emp_sparsities = _numbers(options.emp_sparsities, "--emp-sparsities")
-    sparsities = _numbers(options.sparsities, "--sparsities", None if options.patterns else "0.5")
+    betas = _option_numbers(options.betas, "--betas", None if options.emp_sparsities else BETAS)
+    emp_sparsities = _option_numbers(options.emp_sparsities, "--emp-sparsities")
+    sparsities = _option_numbers(
+        options.sparsities, "--sparsities", None if options.patterns else "0.5"
+    )
     patterns = parse_list(options.patterns, "--patterns") if options.patterns else []
     points: dict[str, SweepPoint] = {}
 
@@ -111,16 +113,19 @@ def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint
     for method in methods:
         if method in adaptive:
             for order in orders:
-                name = method if order == 2 else f"{method}-order-{_short(order)}"
+                name = method if order == 2 else f"{method}-order-{_number_in_name(order)}"
                 for beta in betas:
                     recipe = shared.with_method(method, order=order, beta=beta)
-                    add(f"{name}-beta-{_short(beta)}", recipe)
+                    add(f"{name}-beta-{_number_in_name(beta)}", recipe)
                 for sparsity in emp_sparsities:
                     recipe = shared.with_method(method, order=order, sparsity=sparsity)
-                    add(f"{name}-{_short(sparsity)}", recipe)
+                    add(f"{name}-{_number_in_name(sparsity)}", recipe)
             continue
         for sparsity in sparsities:
-            add(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity))
+            add(
+                f"{method}-{_number_in_name(sparsity)}",
+                shared.with_method(method, sparsity=sparsity),
+            )
         for pattern in patterns:
             recipe = shared.with_method(
                 method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
@@ -146,7 +151,7 @@ def _methods(options: SweepOptions, shared: RecipeOptions) -> list[str]:
     return methods
 
 
-def _numbers(text: str | None, flag: str, default: str | None = None) -> list[float]:
+def _option_numbers(text: str | None, flag: str, default: str | None = None) -> list[float]:
     """The numbers of an option, or of its default; empty without either."""
     text = text or default
     return parse_numbers(text, flag) if text else []
@@ -178,7 +183,7 @@ def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
             )
 
 
-def _short(number: float) -> str:
+def _number_in_name(number: float) -> str:
     """A number as part of a file name; distinct numbers have distinct names."""
     text = f"{number:g}" if float(f"{number:g}") == number else repr(number)
     return re.sub(r"[^\w.+-]", "", text)
