@@ -130,7 +130,7 @@ class Loudness:
 
 
 def command(function: Callable[..., R]) -> Callable[..., R]:
-    """Turn a function into a command, whose options are keyword arguments in Python and flags in the
+    """Turn a function into a command. Its options are keyword arguments in Python, and flags in the
     shell.
 
     Each parameter of the function is an option, annotated with an `Opt`; a group of options (a

@@ -182,7 +182,7 @@ def find_corpus(name: str) -> Corpus:
 
 
 def for_model(corpus: Corpus, config: Any, tokenizer: Any) -> Corpus:
-    """The corpus as a model needs it: an "auto" in `bos` becomes "each" for Gemma, known by its model
+    """The corpus as a model needs it: "auto" in `bos` becomes "each" for Gemma, known by its model
     type, because its perplexity is many times as large without begin tokens.
 
     Args:
