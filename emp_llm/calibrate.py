@@ -78,7 +78,7 @@ def calibrate(
     check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
     check_calibrated([target.layer for target in chosen])
     models = OneModel(loading.device_map, loading.dtype, trust)
-    data = calibration_data(text, architecture, trust, models=models, quantization=quantization)
+    data = calibration_data(text, architecture, models, quantization=quantization)
     with OutputFile(output) as out:
         about = model_origin(source.name, source.revision, checkpoint, quantization)
         found = [target.layer for target in chosen]

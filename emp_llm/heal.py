@@ -104,7 +104,7 @@ def heal(
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
-    data = calibration_data(options, architecture, options.trust_remote_code, models=models)
+    data = calibration_data(options, architecture, models)
     check_healable(dense.config, data, architecture.targets_of(recipe.tree.targets))
     models.free()
     signature = {

@@ -119,11 +119,7 @@ def measure(
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
         data = calibration_data(
-            text,
-            chosen.architecture,
-            model.trust_remote_code,
-            models=models,
-            further=HELD_OUT if budgets else 0,
+            text, chosen.architecture, models, further=HELD_OUT if budgets else 0
         )
         if budgets:
             held_out, _ = divided(data.further, text.text_name)

@@ -99,7 +99,7 @@ def rotate(
                 f"would stay in the old basis. Rotate a model without them: {SAVE_AGAIN}."
             )
         models = OneModel(loading.device_map, "auto", model.trust_remote_code)
-        data = calibration_data(text, architecture, model.trust_remote_code, models=models)
+        data = calibration_data(text, architecture, models)
         turned = models.get(source.folder)
         with stage("rotate"):
             record = rotate_model(

@@ -79,9 +79,7 @@ class ModelStudy:
         self.chosen = targets_of_folder(model.folder, name, self.recipe, False)
         self.models = OneModel("cpu", "auto", False, Stopwatch())
         text = NormOptions(calibration=model.text, samples=model.samples, seqlen=512)
-        data: Any = calibration_data(
-            text, self.chosen.architecture, False, models=self.models, further=HELD_OUT
-        )
+        data: Any = calibration_data(text, self.chosen.architecture, self.models, further=HELD_OUT)
         file = path.with_name(f"{name}.safetensors")
         if not file.is_file():
             about = model_origin(name, None, self.chosen.checkpoint)

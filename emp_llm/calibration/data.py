@@ -117,9 +117,8 @@ class TextWriter:
 def calibration_data(
     options: CalibrationOptions,
     architecture: Architecture,
-    trust_remote_code: bool = False,
+    models: OneModel,
     propagate: Propagate = "dense",
-    models: OneModel | None = None,
     quantization: Quantization | None = None,
     further: int = FURTHER,
 ) -> CalibrationText:
@@ -129,9 +128,9 @@ def calibration_data(
     Args:
         options: the name of the data, the number and length of samples, and the execution.
         architecture: of the model, whose folder holds a tokenizer.
-        trust_remote_code: run code from that folder.
+        models: loads the dense model, if that is to write the text.
         propagate: the inputs of each block.
-        models, quantization: load the dense model if it is to write the text; None: it is not.
+        quantization: of the loaded model.
         further: number of sequences to read after those of the calibration.
 
     Raises:
@@ -149,10 +148,8 @@ def calibration_data(
             f"{folder}: --calibration self is for decoders, and this model has an "
             "encoder too. Name a text."
         )
-    writer = None
-    if models is not None:
-        writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
-    tokenizer = load_tokenizer(folder, trust_remote_code)
+    writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
+    tokenizer = load_tokenizer(folder, models.trust_remote_code)
     text = read_text(options, tokenizer, config, writer, further)
     check_ids(text.tokens, config, f"--calibration {options.text_name}")
     return text

@@ -452,9 +452,8 @@ class _Search:
         data = calibration_data(
             options,
             self._chosen.architecture,
-            options.trust_remote_code,
-            options.propagate,
             self.models,
+            options.propagate,
             further=HELD_OUT,
         )
         self._deciding, self._judges = divided(data.further, options.text_name)

@@ -165,9 +165,8 @@ class PruneRun:
         return calibration_data(
             self.options,
             self.architecture,
-            self.options.trust_remote_code,
-            self.options.propagate,
             self.models,
+            self.options.propagate,
             self.quantization,
             further=HELD_OUT if self.by_cost else FURTHER,
         )

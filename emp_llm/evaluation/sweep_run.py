@@ -37,10 +37,10 @@ from emp_llm.evaluation.sweep_folder import SweepFolder, measures_of, point_reco
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
-from emp_llm.options.base import Given
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import Given as GivenScores
+from emp_llm.options.recipe import Given
 from emp_llm.options.recipe import Match, Own, Recipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
@@ -103,7 +103,7 @@ class SweepRun:
         loading: LoadingOptions,
         suite: Suite,
         options: SweepOptions,
-        given: Given,
+        given: GivenOptions,
     ) -> "SweepRun":
         """The run that checked options ask for.
 
@@ -179,10 +179,7 @@ class SweepRun:
     @cached_property
     def text(self) -> CalibrationText:
         """The calibration text, of a run that needs one."""
-        trust = self.model.trust_remote_code
-        return calibration_data(
-            self.text_options, self.chosen.architecture, trust, models=self.models
-        )
+        return calibration_data(self.text_options, self.chosen.architecture, self.models)
 
     @cached_property
     def prepared(self) -> PreparedSuite:
@@ -240,7 +237,7 @@ class SweepRun:
         # A criterion or scores of the user's own are recorded by their hashes.
         hashes = {}
         for recipe in self.recipes.values():
-            if isinstance(recipe.score, Own | GivenScores):
+            if isinstance(recipe.score, Own | Given):
                 hashes = recorded(recipe).custom_scores
         made_by = SweepMadeBy(
             **msgspec.structs.asdict(self.dense.made_by),

@@ -29,6 +29,7 @@ class OneModel:
     ) -> None:
         self._loading = device_map, dtype, trust_remote_code
         self.dtype = dtype
+        self.trust_remote_code = trust_remote_code
         self._stopwatch = stopwatch
         self._held: tuple[Path, Quantization | None, PreTrainedModel] | None = None
 

@@ -28,23 +28,18 @@ def custom_name(criterion: str | Callable[..., Any] | None, scores: Any = None) 
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def find_criterion(
-    name: str, criterion: str | Callable[..., Any] | None, scores: Any = None
-) -> Criterion:
+def find_criterion(name: str, criterion: str | Callable[..., Any]) -> Criterion:
     """The custom criterion of a method.
 
     Args:
         name: the method without "emp-".
         criterion: the function; MODULE:FUNCTION or FILE.py:FUNCTION; or MODULE or FILE.py, whose
             function is `name`.
-        scores: given scores, in place of a criterion.
 
     Raises:
         UserError: there is no such module or function, or the function takes other arguments than a
             criterion.
     """
-    if scores is not None or criterion is None:
-        return GIVEN
     function: Any = criterion
     function_name = None
     shown = custom_name(criterion)
