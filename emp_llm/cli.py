@@ -425,7 +425,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The console script: `emp-llm COMMAND ...`, equivalent to `python -m emp_llm.COMMAND ...`.
 
     Args:
-        arguments: of the command line; None: those of the shell.
+        arguments: the words after `emp-llm`; None: those of the shell.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:

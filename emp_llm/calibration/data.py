@@ -65,7 +65,7 @@ class CalibrationText:
     Attributes:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
-        seed: of shuffled and generated texts; None for others.
+        seed: the seed of shuffled and generated texts; None for others.
         further: the sequences of the text that follow those, in its shape; none where the text
             ends, or is generated.
     """
@@ -127,10 +127,10 @@ def calibration_data(
 
     Args:
         options: the name of the data, the number and length of samples, and the execution.
-        architecture: of the model, whose folder holds a tokenizer.
+        architecture: the model's, whose folder holds a tokenizer.
         models: loads the dense model, if that is to write the text.
         propagate: the inputs of each block.
-        quantization: of the loaded model.
+        quantization: the form in which the model is loaded; None: that of the checkpoint.
         further: number of sequences to read after those of the calibration.
 
     Raises:
@@ -209,7 +209,7 @@ def token_ids(
 
     Args:
         tokenizer: the model's.
-        seed: for corpora that are shuffled or generated.
+        seed: the seed of corpora that are shuffled or generated.
         writer: writes generated texts; None: such a text is refused.
         more: number of sequences to append that follow the samples, as far as the text has them.
 
@@ -354,9 +354,9 @@ def written_ids(
     several ranks writes a part of the batches.
 
     Args:
-        corpus: of the prompts, with samples and seqlen.
+        corpus: the prompts, with samples and seqlen of the text.
         tokenizer: the model's.
-        seed: of the prompts and the samples.
+        seed: the seed of shuffled prompts and of sampled tokens.
         writer: the dense model.
 
     Returns:
@@ -494,7 +494,7 @@ def data_in_memory(
             data set; token ids of shape (samples, length) or (length,).
         tokenizer: the model's, its processor, or its folder; None is for token ids.
         options: samples, seqlen and seed.
-        config: of `read_text`.
+        config: the model's, as for `read_text`.
 
     Returns:
         The text; None for batches, such as a DataLoader.

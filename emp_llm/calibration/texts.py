@@ -226,7 +226,7 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
 
     Args:
         values: the fields.
-        path: of that file, for errors. A relative `file` starts at its folder.
+        path: the path of that file. A relative `file` starts at its folder.
 
     Raises:
         UserError: a field is unknown, or its value is wrong.
@@ -248,7 +248,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
     a prompt a line.
 
     Args:
-        seed: for corpora that are shuffled.
+        seed: the seed of corpora that are shuffled.
 
     Raises:
         UserError: the file, the data set or its column does not exist, or the column does not hold

@@ -53,7 +53,7 @@ class Ranks:
     """This process among the ranks of its job.
 
     Attributes:
-        index: of this rank, from 0.
+        index: the number of this rank, from 0.
         count: number of ranks.
     """
 

@@ -106,7 +106,7 @@ class Architecture:
     Attributes:
         checkpoint: only its folder, config and tensors are used, so headers without weights
             suffice.
-        layers: in the model's order.
+        layers: all of them, in the model's order.
         stored_names: parameter -> stored tensor, for parameters stored one to one.
         block_shapes: parameter -> shape in the model, for the parameters of decoder blocks.
         shapes: parameter -> shape in the model, if the model's class is known.
@@ -181,7 +181,7 @@ class Architecture:
 
         Args:
             checkpoint: its weights.
-            model: of any class.
+            model: a model of any class.
             blocks: name of the list of decoder blocks; None: detected.
 
         Raises:

@@ -104,13 +104,13 @@ class BlockwiseModel:
     """A model that runs one decoder block at a time.
 
     Args:
-        model: in evaluation mode, on any devices, offloaded or not (as `load_model` returns it).
+        model: a model in evaluation mode, on any devices, offloaded or not, as of `load_model`.
         blocks: name of the list of decoder blocks; None: detected.
         hidden_states: where they are stored between blocks.
 
     Attributes:
         path, blocks: name and list of the decoder blocks.
-        bytes_read: of offloaded weights, so far.
+        bytes_read: number of bytes of offloaded weights read so far.
         outside: the offloaded modules outside the blocks.
         outputs: the form of a block's output: 0, a tensor; n, a tuple of n, of which the first is
             the hidden states and the others are None. None before `prepare`.
@@ -263,7 +263,7 @@ class Walk:
     Attributes:
         batches: token ids.
         hidden: the hidden states between two blocks.
-        device: of the first block.
+        device: the device of the first block.
         bar: the progress bar.
     """
 
@@ -335,7 +335,7 @@ class Walk:
         soft-capping are the model's.
 
         Args:
-            number: of the batch.
+            number: the number of the batch.
             body: run only this part of the model.
             final: hidden states that take the place of the batch's; the output then has a gradient
                 for them.
@@ -361,7 +361,7 @@ class Step:
     """One block of a pass, with its weights loaded.
 
     Attributes:
-        index, name: of the block (3, "model.layers.3").
+        index, name: index and name of the block (3, "model.layers.3").
         block: the module.
     """
 
@@ -398,7 +398,7 @@ class Step:
         """The block's output for one batch.
 
         Args:
-            number: of the batch.
+            number: the number of the batch.
             states: hold the hidden states that enter the block.
             isolated: leave these and the other arguments as they are; a block may write into them.
 
@@ -495,7 +495,7 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
     Args:
         wanted: the user's choice.
         needed: bytes of the hidden states.
-        device: of the first block.
+        device: the device of the first block.
     """
     if device.type == "cpu" and wanted == "device":
         return "cpu"
@@ -549,7 +549,7 @@ def _stand_ins(
 
     Args:
         blocks: the decoder blocks.
-        outputs: of `BlockwiseModel`.
+        outputs: the form of a block's output, as in `BlockwiseModel`.
         passed: returns a block's hidden states, given its index, the hidden states that enter it,
             and the other arguments.
     """
@@ -607,7 +607,7 @@ def _shared(calls: list[Call], last: dict[tuple[int, str], Tensor]) -> list[Call
     tensors.
 
     Args:
-        calls: of all blocks.
+        calls: the calls of all blocks.
         last: (block, argument) -> its tensor in an earlier batch; this is updated.
     """
 

@@ -39,9 +39,9 @@ class Layer:
     """A weight matrix of a model.
 
     Attributes:
-        name: of the module; for an expert, the module of all experts, the expert's number and the
-            matrix's stored name.
-        purpose: what it is for: its MLP, its attention, ...
+        name: name of the module; for an expert, the module of all experts, the expert's number and
+            the matrix's stored name.
+        purpose: what the layer is part of: an MLP, attention, a router, ...
         block: number of its decoder block; None outside the blocks.
         transposed: its weight is stored as (inputs, outputs).
         expert: its position in a parameter that holds all experts; None for an ordinary layer.

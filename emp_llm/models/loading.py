@@ -221,7 +221,7 @@ def load_model(
             path of a file that holds one.
         dtype: "auto" for that of the checkpoint, or the name of a torch dtype.
         trust_remote_code: run code from the folder.
-        quantization: by bitsandbytes while loading, of all linear layers but the head.
+        quantization: the form to which bitsandbytes quantises all linear layers but the head.
 
     Raises:
         UserError: the folder holds no model that transformers can load, its weights are not
@@ -352,8 +352,8 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     Args:
         folder: the model folder, for messages.
         model: as transformers loaded it, offloaded or not.
-        info: of `from_pretrained(..., output_loading_info=True)`. It lists no tied weights, and
-            nothing that the architecture allows to be missing.
+        info: what `from_pretrained(..., output_loading_info=True)` returns besides. It lists no tied
+            weights, and nothing that the architecture allows to be missing.
 
     Raises:
         UserError: weights are missing, or have other shapes than the model's.

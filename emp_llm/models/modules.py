@@ -53,7 +53,7 @@ class BlockList:
 
     Attributes:
         path, modules: its name in the model, and the list.
-        tower: to which it belongs.
+        tower: the tower to which it belongs.
         label: tells it apart from other lists ("encoder", "vision"); empty for the only list of a
             language model.
     """
@@ -69,7 +69,7 @@ class Towers:
     """The towers of a model.
 
     Attributes:
-        lists: of blocks; those of the language tower first.
+        lists: the lists of blocks; those of the language tower first.
         language: name of the module of the language tower; empty if it is the whole model.
         others: name of a module outside the language tower -> its tower.
     """
@@ -98,8 +98,8 @@ class ExpertStack:
         name: the parameter's name in the model.
         block: number of the decoder block.
         transposed: None if unknown.
-        shape: of the parameter.
-        tower, block_list: of its layers.
+        shape: the shape of the parameter.
+        tower, block_list: those of its layers.
     """
 
     name: str
@@ -201,8 +201,8 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
     in its order.
 
     Args:
-        model: of any class, with or without weights.
-        towers: of `block_lists`, if they are known.
+        model: a model of any class, with or without weights.
+        towers: the result of `block_lists`, if it is known.
     """
     towers = towers or block_lists(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -529,7 +529,7 @@ def find_names(
     """Match a model's parameters with a checkpoint's tensors.
 
     Args:
-        model: of transformers, with or without weights.
+        model: a model of transformers, with or without weights.
         checkpoint: its weights.
         stacks: the result of `find_stacks`.
     """

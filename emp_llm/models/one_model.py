@@ -16,7 +16,7 @@ class OneModel:
     """Loads models, and holds one. Calibration and evaluation share the dense model through it.
 
     Args:
-        device_map, dtype, trust_remote_code: of `load_model`.
+        device_map, dtype, trust_remote_code: the arguments of `load_model`.
         stopwatch: times the loading of the first model.
     """
 

@@ -39,7 +39,7 @@ class Score(ABC):
     """How much a weight matters: a criterion, and the norms that it is given.
 
     Attributes:
-        name: in methods.
+        name: the name in methods.
     """
 
     name: ClassVar[str]
@@ -433,7 +433,7 @@ class UnitKind:
     """What the options know of a kind of unit.
 
     Attributes:
-        title: in a sentence.
+        title: the name in sentences.
         targets: the layers from which a unit is cut.
         criteria: those that score it. The first is the default, unless that is "magnitude".
         refits: whether a refit can make up for a removed unit.

@@ -62,8 +62,8 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             with refit and heal. With the prefix "emp-", the effective number sets the number of
             kept weights; without it, the sparsity is fixed. None: "emp-" and the criterion given by
             `criterion` or `scores`, else "emp-wanda".
-        beta, order, neff_dtype: of the effective number; for emp methods. None: 1, 2, float64.
-        sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5. With an
+        beta, order, neff_dtype: the effective number, for emp methods. None: 1, 2, float64.
+        sparsity, pattern, match: at most one, for the other methods. None: sparsity 0.5. With an
             emp method, `sparsity` is that of all targets; the beta that reaches it is found, and is
             then the recipe's.
         match_by: "total": remove as many weights in total as the matched run; "matrix": as many in
@@ -502,7 +502,7 @@ def recipe_of(method: str | None = None, **options: Any) -> Recipe:
 
     Args:
         method: None: "emp-wanda".
-        options: by the names of `RecipeOptions`.
+        options: fields of `RecipeOptions`.
 
     Raises:
         UserError: an option is unknown, out of range, or does not go with another.
