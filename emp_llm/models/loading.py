@@ -352,8 +352,8 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     Args:
         folder: the model folder, for messages.
         model: as transformers loaded it, offloaded or not.
-        info: what `from_pretrained(..., output_loading_info=True)` returns besides. It lists no tied
-            weights, and nothing that the architecture allows to be missing.
+        info: the second result of `from_pretrained(..., output_loading_info=True)`. It lists no
+            tied weights, and nothing that the architecture allows to be missing.
 
     Raises:
         UserError: weights are missing, or have other shapes than the model's.
