@@ -40,8 +40,7 @@ from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import Given
-from emp_llm.options.recipe import Match, Own, Recipe
+from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
