@@ -309,12 +309,14 @@ def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     """
     dense = load_file(make("qwen3_moe") / "model.safetensors")
     drawn = list[Tensor]()
-    run = experts.refit_rows
+    run = experts.solved
     monkeypatch.setattr(experts, "MOMENT_BYTES", moments)
     monkeypatch.setattr(
         experts,
-        "refit_rows",
-        lambda weight, *rest, **how: drawn.append(weight.clone()) or run(weight, *rest, **how),
+        "solved",
+        lambda target, update, weight, *rest: (
+            drawn.append(weight.clone()) or run(target, update, weight, *rest)
+        ),
     )
     options = SHORT | {
         "structure": "experts",
@@ -438,7 +440,7 @@ def test_an_interrupted_run_resumes(
     fits = experts._refit_block
 
     def killed(*args: Any) -> Any:
-        if args[3].index == 2:
+        if args[0].step.index == 2:
             raise RuntimeError("killed")
         return fits(*args)
 
@@ -449,7 +451,7 @@ def test_an_interrupted_run_resumes(
     fitted: list[int] = []
     monkeypatch.setattr(prune_structure, "unit_sums", None)
     monkeypatch.setattr(
-        experts, "_refit_block", lambda *args: fitted.append(args[3].index) or fits(*args)
+        experts, "_refit_block", lambda *args: fitted.append(args[0].step.index) or fits(*args)
     )
     prune(make("mixtral"), output=tmp_path / "out", **options)
     assert fitted == [2]

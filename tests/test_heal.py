@@ -232,7 +232,7 @@ def test_a_killed_healing_resumes(
     assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
     steps: list[int] = []
     monkeypatch.setattr(
-        healing._Watch,
+        healing._Supervisor,
         "on_train_begin",
         lambda self, args, state, *_, **__: steps.append(state.global_step),
     )
@@ -246,7 +246,7 @@ def killed_in_third_step(
 ) -> None:
     """A healing with a checkpoint after two steps."""
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
+        patch.setattr(healing._Supervisor, "on_step_begin", kill_in_third_step)
         with pytest.raises(_Killed):
             prune(model, output=output, **how)
 
@@ -714,7 +714,7 @@ def test_a_rate_that_is_too_high_is_lowered(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Watch, "on_step_end", kill)
+        patch.setattr(healing._Supervisor, "on_step_end", kill)
         with pytest.raises(KeyboardInterrupt):
             prune(models("llama"), output=tmp_path / "killed" / "out", **how)
     prune(models("llama"), output=tmp_path / "killed" / "out", **how)
@@ -966,7 +966,7 @@ def test_what_an_interrupted_run_has_written_is_not_needed_again(
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
     how = given | {"heal": True, "heal_steps": STEPS, "output": tmp_path / "out"}
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Watch, "on_step_begin", kill_in_third_step)
+        patch.setattr(healing._Supervisor, "on_step_begin", kill_in_third_step)
         with pytest.raises(_Killed):
             prune(models("llama"), **how)
     written = sum(path.stat().st_blocks * 512 for path in (tmp_path / ".out.partial").rglob("*"))

@@ -394,7 +394,7 @@ def test_an_order_for_a_pattern_spreads_the_large_columns() -> None:
     rows = torch.rand(64, 16, generator=made)
     rows[:, :8] *= 100
     rows /= rows.sum(1, keepdim=True)
-    order = rotation._order_of(rows, 2, 4, made)
+    order = rotation._column_order(rows, 2, 4, made)
     assert sorted(order.tolist()) == list(range(16))
     assert ((order.view(4, 4) < 8).sum(1) == 2).all()
     lost, before = (

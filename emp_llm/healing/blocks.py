@@ -3,9 +3,8 @@ the dense block.
 
     min over the kept weights of a block of sum_t ||f_pruned(xhat_t) - f_dense(x_t)||^2
 
-x are the inputs of the dense block in the dense model, xhat those of the pruned block in the pruned
-and healed model. Memory holds one block with the states of its optimiser, and the hidden states of
-both models.
+x are the inputs of the block in the dense model, xhat those in the pruned and healed model. Memory
+holds one block with the states of its optimiser, and the hidden states of both models.
 """
 
 import math
@@ -25,11 +24,12 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
+from emp_llm.walk.checks import held_out
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block
 
 _RATE = 0.01  # at most; only models of a few narrow blocks would have more
-_BLOCK = 4.0  # blocks healed one at a time change the model as if there were so many
+_BLOCK = 4.0  # a block that heals alone has the rate of one of so many that heal together
 
 
 def heal_blocks(
@@ -37,7 +37,6 @@ def heal_blocks(
     targets: Sequence[Target],
     checkpoint: Checkpoint,
     tokens: Tensor,
-    held: int,
     moved: MovedWeights,
     steps: int,
     *,
@@ -51,8 +50,8 @@ def heal_blocks(
         model: dense, on any devices, offloaded or not; unchanged afterwards.
         targets: in the language model's decoder blocks.
         checkpoint: pruned; its zeros stay.
-        tokens: the text, int64, shape (sequences, length); the last `held` sequences only measure
-            the error.
+        tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
+            only measures the error.
         moved: of finished blocks.
         steps: of four sequences, for each block.
         name_of_blocks: the list of decoder blocks; None: detected.
@@ -60,9 +59,11 @@ def heal_blocks(
         seed: of the order of the sequences.
     """
     runner = BlockwiseModel(model, name_of_blocks, hidden_states)
-    batches, rest = (list(part.split(SEQUENCES)) for part in (tokens[:-held], tokens[-held:]))  # type: ignore[no-untyped-call]
-    seen = range(len(batches))
-    held_out = range(len(batches), len(batches) + len(rest))
+    held = held_out(len(tokens))
+    batches = torch.split(tokens[:-held], SEQUENCES)
+    rest = torch.split(tokens[-held:], SEQUENCES)
+    fitting = range(len(batches))
+    measuring = range(len(batches), len(batches) + len(rest))
     model.requires_grad_(False)
     walks = runner.walk([*batches, *rest], "heal")
     with checkpoint.open_files() as files, walks as walk, closing(walk.second()) as pruned:
@@ -80,10 +81,9 @@ def heal_blocks(
                 block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
             if members and not moved.has(step.index):
-                moved.put(step.index, _heal(block, members, seen, held_out, steps, seed))
-            for number in (*seen, *held_out):
-                with block.pruned_weights():
-                    pruned.put(number, step.output(number, pruned))
+                moved.put(step.index, _heal(block, fitting, measuring, steps, seed))
+            for number in (*fitting, *measuring):
+                block.pass_pruned(number)
     fits = moved.records().values()
     before = sum(fit.held_out_before or 0.0 for fit in fits) / len(fits)
     after = sum(fit.held_out_after or 0.0 for fit in fits) / len(fits)
@@ -114,16 +114,15 @@ def rate_of(config: Any, blocks: float | None = None) -> float:
 
 
 def rated(weight: Tensor, rate: float) -> dict[str, Any]:
-    """A group of an optimiser: a float32 weight, and a rate in proportion to its kept weights."""
+    """A group of an optimiser: a float32 weight, and a rate relative to its kept weights."""
     kept = max(1, int(weight.count_nonzero()))
     return {"params": [weight], "lr": rate * float(weight.detach().norm()) / math.sqrt(kept)}
 
 
 def _heal(
     block: Block,
-    targets: list[Target],
-    seen: Sequence[int],
-    held_out: Sequence[int],
+    fitting: Sequence[int],
+    measuring: Sequence[int],
     steps: int,
     seed: int,
 ) -> dict[str, Moved]:
@@ -156,12 +155,12 @@ def _heal(
 
     def held_out_error() -> float:
         with block.pruned_weights(), torch.no_grad():
-            return sum(float(error(number)) for number in held_out) / len(held_out)
+            return sum(float(error(number)) for number in measuring) / len(measuring)
 
     first = held_out_error()
     order = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        number = int(torch.randint(len(seen), (), generator=order))
+        number = int(torch.randint(len(fitting), (), generator=order))
         with block.pruned_weights():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
@@ -181,15 +180,17 @@ def _heal(
     if not last < first:
         for name, values in block.values.items():
             values.copy_(before[name])
-    found = {}
-    tokens = steps * walk.batches[0].numel()
+    record = FitRecord(
+        tokens=steps * walk.batches[0].numel(),
+        held_out_before=first,
+        held_out_after=min(first, last),
+    )
     with block.pruned_weights():
-        for target in targets:
-            weight = in_stored_dtype(
-                weight_of(block.model, target.layer).float().cpu(), target
-            ).clone()
-            found[target.name] = Moved(
-                weight,
-                FitRecord(tokens=tokens, held_out_before=first, held_out_after=min(first, last)),
-            )
-    return found
+        weights = {
+            target.name: weight_of(block.model, target.layer).float().cpu()
+            for target in block.targets
+        }
+    return {
+        target.name: Moved(in_stored_dtype(weights[target.name], target).clone(), record)
+        for target in block.targets
+    }

@@ -61,7 +61,7 @@ from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.walk.checks import check_apart, updatable
+from emp_llm.walk.checks import check_apart, held_out, updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
 _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _START = "start"  # the folder of the weights that the training begins with
-_RISE = 1.02  # of the held-out loss; a high rate lifts it by less for a while
+_RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a while
 _CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
 _PATIENCE = 4  # rises in turn
 _HASHES = "hashes.json"  # written last in a checkpoint
@@ -77,7 +77,6 @@ _POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
 _BETAS = (0.9, 0.95)  # of Adam
 _EPSILON = 1e-8
-_HELD_OUT = 16  # one sequence of this many
 
 
 def heal_model(
@@ -119,39 +118,41 @@ def heal_model(
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
     if type(steps) is not int or steps < 1:
         raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
-    sizes = [each.config.get_text_config().vocab_size for each in (dense, model)]
-    if sizes[0] != sizes[1]:
+    dense_tokens = dense.config.get_text_config().vocab_size
+    pruned_tokens = model.config.get_text_config().vocab_size
+    if dense_tokens != pruned_tokens:
         raise UserError(
-            f"the dense model predicts {sizes[0]:,} tokens and the pruned one {sizes[1]:,}. Give "
+            f"the dense model predicts {dense_tokens:,} tokens and the pruned one "
+            f"{pruned_tokens:,}. Give "
             "the model that was pruned; resize_token_embeddings makes a padded vocabulary as long "
             "as the other."
         )
-    how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text = text_to_heal(data, tokenizer, how, model, dense)
-    found = find_masks(masks, model)
-    moving = list(found)
+    options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    text = text_to_heal(data, tokenizer, options, model, dense)
+    zeros = find_masks(masks, model)
+    moving = list(zeros)
     if weights == "all":
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
-        moving = [*dict.fromkeys([*found, *layers]), *_norms(model, architecture)]
+        moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
     healed = copy.deepcopy(model).float()
     with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("heal"):
         record = train(
-            healed, dense, text.tokens, found, moving, Path(folder), steps, batch_size, seed
+            healed, dense, text.tokens, zeros, moving, Path(folder), steps, batch_size, seed
         )
     if record.best:
         for name in moving:
             values = model.get_parameter(name).data
             values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
-    found.apply(model)
+    zeros.apply(model)
     return record
 
 
 def text_to_heal(
-    data: Any, tokenizer: Any, how: CalibrationOptions, *models: PreTrainedModel
+    data: Any, tokenizer: Any, options: CalibrationOptions, *models: PreTrainedModel
 ) -> CalibrationText:
     """The text for models in memory; UserError if one of them cannot be healed by it."""
-    text = data_in_memory(data, tokenizer, how, models[0].config)
+    text = data_in_memory(data, tokenizer, options, models[0].config)
     if text is None:
         raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict(), text)
@@ -206,42 +207,18 @@ def heal_folder(
     )
     targets = updatable(chosen)
     if device_map == "auto" and not torch.cuda.is_available():
-        needed = healing_memory(
-            checkpoint, targets, heal, data.tokens.shape[1], has_bfloat16(torch.device("cpu"))
-        )
-        if out.get("healed_by_blocks") is None:  # an interrupted run keeps its way
-            out.note(healed_by_blocks=ranks().first(lambda: needed > available_memory()))
-        if out.get("healed_by_blocks"):
-            logger.info(
-                "healing block by block, because the whole model takes %s of memory.",
-                format_bytes(needed),
-            )
+        in_bfloat16 = has_bfloat16(torch.device("cpu"))
+        needed = healing_memory(checkpoint, targets, heal, data.tokens.shape[1], in_bfloat16)
+        if _is_too_large(out, needed):
             device_map = "disk"
     model = load_model(out.files, device_map, "float32", trust)
     if dtype == "auto" and not has_bfloat16(model.device):
         dtype = "float32"
     teacher = load_model(dense, device_map, dtype, trust)
     by_blocks = is_offloaded(model) or is_offloaded(teacher)
-    if ranks().main:
-        out.check_space(
-            checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks)
-        )
+    out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks))
     if by_blocks:
-        if (
-            everything
-            or ranks().count > 1
-            or (recipe.structure is not None and not recipe.structure.keep_shapes)
-        ):
-            raise UserError(
-                "--heal: the pruned model in float32 and the dense model do not fit in memory "
-                "together, and healing block by block runs in one process, without --heal-weights "
-                "all, and not after --structure. Use a larger machine."
-            )
-        check_apart(
-            checkpoint.config,
-            "--heal of a model that does not fit in memory",
-            "Use a larger machine",
-        )
+        _check_by_blocks(checkpoint, recipe, heal)
         del model
         moved = MovedWeights(out.work / "healing")
         with stage("heal"), in_evaluation_mode(teacher):
@@ -250,7 +227,6 @@ def heal_folder(
                 targets,
                 checkpoint,
                 data.tokens,
-                _held_out(len(data.tokens)),
                 moved,
                 heal.steps,
                 name_of_blocks=recipe.targets.blocks,
@@ -262,11 +238,11 @@ def heal_folder(
             if weight is not None:
                 _overwrite(target.matrix, weight)
     else:
-        norms = _norms(model, architecture) if everything else []
+        norms = _norm_parameters(model, architecture) if everything else []
         moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
         masks = stored_masks(checkpoint, chosen, model)
         folder = out.work / "healing"
-        if out.get("healed") and ranks().first(partial(_last, folder)) is None:
+        if out.get("healed") and ranks().first(partial(_last_checkpoint, folder)) is None:
             raise UserError(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
@@ -298,6 +274,34 @@ def heal_folder(
     record.origin = fit_origin(data, batch_size, about, record.by)
     record.origin.seed = seed  # of the order of the sequences
     return record
+
+
+def _is_too_large(out: OutputFolder, needed: int) -> bool:
+    """Whether healing a whole model needs more memory than there is. An interrupted run keeps its
+    answer. A collective call.
+    """
+    if out.get("healed_by_blocks") is None:
+        out.note(healed_by_blocks=ranks().first(lambda: needed > available_memory()))
+    if out.get("healed_by_blocks"):
+        logger.info(
+            "healing block by block, because the whole model takes %s of memory.",
+            format_bytes(needed),
+        )
+    return bool(out.get("healed_by_blocks"))
+
+
+def _check_by_blocks(checkpoint: Checkpoint, recipe: Recipe, heal: Heal) -> None:
+    """Raise UserError if a model cannot heal block by block."""
+    smaller = recipe.structure is not None and not recipe.structure.keep_shapes
+    if heal.weights == "all" or ranks().count > 1 or smaller:
+        raise UserError(
+            "--heal: the pruned model in float32 and the dense model do not fit in memory "
+            "together, and healing block by block runs in one process, without --heal-weights "
+            "all, and not after --structure. Use a larger machine."
+        )
+    check_apart(
+        checkpoint.config, "--heal of a model that does not fit in memory", "Use a larger machine"
+    )
 
 
 def _overwrite(matrix: Matrix, weight: Tensor) -> None:
@@ -341,28 +345,27 @@ def train(
     Raises:
         UserError: memory runs out.
     """
-    held = _held_out(len(tokens))
+    held = held_out(len(tokens))
     masks.apply(model)
     model.requires_grad_(False)
     in_bfloat16 = has_bfloat16(model.device)
     adam = _Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
-    every = max(1, steps // _MEASURES)
-    on_cpu = model.device.type == "cpu"
-    # More take memory there, and no less time.
-    own = 1 if on_cpu else max(1, min(batch_size, SEQUENCES // ranks().count))
-    times = max(1, SEQUENCES // (own * ranks().count))
-    how = TrainingArguments(
+    at_once = 1  # on a CPU, more take more memory and no less time
+    if model.device.type != "cpu":
+        at_once = max(1, min(batch_size, SEQUENCES // ranks().count))
+    passes = max(1, SEQUENCES // (at_once * ranks().count))
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=own,
-        per_device_eval_batch_size=own,
-        gradient_accumulation_steps=times,
+        per_device_train_batch_size=at_once,
+        per_device_eval_batch_size=at_once,
+        gradient_accumulation_steps=passes,
         lr_scheduler_type="cosine",
         warmup_steps=steps // 20,
         eval_strategy="steps",
         eval_on_start=True,
-        eval_steps=every,
-        save_steps=every,
+        eval_steps=max(1, steps // _MEASURES),
+        save_steps=max(1, steps // _MEASURES),
         save_total_limit=1,
         load_best_model_at_end=True,
         label_names=["input_ids"],
@@ -371,9 +374,9 @@ def train(
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,
-        use_cpu=on_cpu,
+        use_cpu=model.device.type == "cpu",
     )
-    examples = [{"input_ids": each, "number": number} for number, each in enumerate(tokens)]
+    examples = [{"input_ids": ids, "number": number} for number, ids in enumerate(tokens)]
     remedy = (
         "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
         "block with --device-map disk."
@@ -381,19 +384,19 @@ def train(
     with closing(progress_bar(steps, "heal", "step")) as bar, out_of_memory(lambda: remedy):
         trainer = _Healer(
             model,
-            how,
+            arguments,
             train_dataset=examples[:-held],
             eval_dataset=examples[-held:],
             data_collator=default_data_collator,
             optimizers=(adam, None),
-            callbacks=[watch := _Watch(bar)],
+            callbacks=[supervisor := _Supervisor(bar)],
             compute_metrics=_perplexities,
         )
         trainer.adam = adam
         trainer.in_bfloat16 = in_bfloat16
-        watch.trainer = trainer
+        supervisor.trainer = trainer
         trainer.remove_callback(PrinterCallback)
-        last = ranks().first(partial(_last, folder))
+        last = ranks().first(partial(_last_checkpoint, folder))
         if ranks().main:
             # The model has these weights, also where the training resumes.
             trainer._save(str(folder / _START))
@@ -413,7 +416,7 @@ def train(
     best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
     return HealingRecord(
         steps=trainer.state.global_step,
-        tokens=trainer.state.global_step * own * times * ranks().count * tokens.shape[1],
+        tokens=trainer.state.global_step * at_once * passes * ranks().count * tokens.shape[1],
         best=best,
         curve=list(curve.items()),
         perplexity={
@@ -443,9 +446,9 @@ class _Healer(Trainer):  # type: ignore[misc]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             with torch.no_grad():
                 wanted = self.dense_logits(inputs["number"])
-            found = model(input_ids=ids, use_cache=False).logits
-        loss = _divergence(found, wanted.to(found.device)) / ids.numel()
-        return (loss, (found, wanted)) if return_outputs else loss
+            logits = model(input_ids=ids, use_cache=False).logits
+        loss = _divergence(logits, wanted.to(logits.device)) / ids.numel()
+        return (loss, (logits, wanted)) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, *_: Any, **__: Any
@@ -456,7 +459,8 @@ class _Healer(Trainer):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             divergence, both = self.compute_loss(model, inputs, return_outputs=True)
-        losses = torch.stack([mean_losses(each, inputs["input_ids"]).float() for each in both], 1)
+        ids = inputs["input_ids"]
+        losses = torch.stack([mean_losses(logits, ids).float() for logits in both], 1)
         return divergence, losses, losses
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -500,7 +504,7 @@ def _dense_logits(
     again, so the weights of the blocks of an expendable model are freed. The logits have the same
     bits either way.
     """
-    runner = _by_blocks(dense, tokens[:1]) if visits >= len(tokens) else None
+    runner = _runner_of(dense, tokens[:1]) if visits >= len(tokens) else None
     if runner is None:
         yield (
             lambda numbers: (
@@ -516,7 +520,7 @@ def _dense_logits(
         yield lambda numbers: torch.cat([walk.tail(number).logits for number in numbers.tolist()])
 
 
-def _by_blocks(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
+def _runner_of(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
     """The model, block by block; None if its blocks cannot be told apart."""
     try:
         runner = BlockwiseModel(model)
@@ -526,25 +530,26 @@ def _by_blocks(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
     return runner
 
 
-def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
-    """The sum over the tokens of KL(wanted || found) in nats, of logits of shape (sequences,
+def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The sum over the tokens of KL(wanted || pruned) in nats, of logits of shape (sequences,
     tokens, vocabulary).
 
     Memory holds float32 copies of a few positions at a time, also for the gradient.
     """
     sums = [
         recomputed(_divergence_of_piece, *pieces, use_reentrant=False)
-        for pieces in zip(found.split(_POSITIONS, 1), wanted.split(_POSITIONS, 1), strict=True)  # type: ignore[no-untyped-call]
+        for pieces in zip(logits.split(_POSITIONS, 1), wanted.split(_POSITIONS, 1), strict=True)  # type: ignore[no-untyped-call]
     ]
     return torch.stack(sums).sum()
 
 
-def _divergence_of_piece(found: Tensor, wanted: Tensor) -> Tensor:
-    found, wanted = (logits.float().log_softmax(-1) for logits in (found, wanted))
-    return F.kl_div(found, wanted, reduction="sum", log_target=True)
+def _divergence_of_piece(logits: Tensor, wanted: Tensor) -> Tensor:
+    of_pruned = logits.float().log_softmax(-1)
+    of_dense = wanted.float().log_softmax(-1)
+    return F.kl_div(of_pruned, of_dense, reduction="sum", log_target=True)
 
 
-class _Watch(TrainerCallback):  # type: ignore[misc]
+class _Supervisor(TrainerCallback):  # type: ignore[misc]
     """Shows progress. Where the held-out loss rises, the training goes back to the best weights,
     with a lower rate.
     """
@@ -558,7 +563,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        losses = _losses(state)
+        losses = _held_out_losses(state)
         if _rises(losses):
             self._go_back(state.best_global_step or 0, _CUT**2 if _rises(losses, 2.0) else _CUT)
         if _has_ended(state):
@@ -578,7 +583,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             group["lr"] /= cut
 
 
-def _losses(state: Any) -> list[float]:
+def _held_out_losses(state: Any) -> list[float]:
     """The held-out losses so far."""
     return list(_curve(state).values())
 
@@ -590,7 +595,7 @@ def _rises(losses: list[float], times: float = _RISE) -> bool:
 
 def _has_ended(state: Any) -> bool:
     """Whether the held-out loss rose so often in turn that a lower rate will not help."""
-    losses = _losses(state)
+    losses = _held_out_losses(state)
     return len(losses) > _PATIENCE and all(
         _rises(losses[: len(losses) - n]) for n in range(_PATIENCE)
     )
@@ -682,8 +687,8 @@ class _Adam(torch.optim.Optimizer):
 
 
 def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as its nearest values of bfloat16, and what its bits, as an integer, are
-    more than theirs, int16.
+    """The nearest bfloat16 values of a float32 tensor, and the difference of the bits, as integers:
+    int16.
     """
     bits = value.view(torch.int32)
     upper = (bits + (1 << 15)) >> 16
@@ -722,12 +727,7 @@ def healing_warnings(healing: HealingRecord) -> list[str]:
     ]
 
 
-def _held_out(sequences: int) -> int:
-    """The number of sequences that only measure."""
-    return max(1, sequences // _HELD_OUT)
-
-
-def _norms(model: nn.Module, architecture: Architecture) -> list[str]:
+def _norm_parameters(model: nn.Module, architecture: Architecture) -> list[str]:
     """The parameters of normalisations in the blocks of a model."""
     names = (
         (name, model.get_submodule(name.rpartition(".")[0])) for name in architecture.block_shapes
@@ -753,15 +753,15 @@ def _is_intact(folder: Path) -> bool:
         return False
 
 
-def _last(folder: Path) -> str | None:
+def _last_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint of an interrupted training that is intact, and whose best one is.
     Newer ones are deleted.
     """
     if folder.exists() and not folder.is_dir():
         folder.unlink()
     numbers = ((path.name.partition("-")[2], path) for path in folder.glob("checkpoint-*"))
-    found = {int(number): path for number, path in numbers if number.isdecimal()}
-    for step, path in sorted(found.items(), reverse=True):
+    checkpoints = {int(number): path for number, path in numbers if number.isdecimal()}
+    for step, path in sorted(checkpoints.items(), reverse=True):
         if _is_intact(path):
             best = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME)).best_global_step
             if best in (None, step) or _is_intact(_checkpoint(folder, best)):

@@ -4,13 +4,15 @@
     diag(g) Q values of a head  V <- R^T V     and what reads them  O <- O R
 
 Q turns the residual stream, R the values of a head; both are orthogonal. g are the weights of the
-RMSNorm in front of a reader, which become one. An RMSNorm without weights commutes with Q, so the
-model computes what it did. Q and R start from the eigenvectors of the inputs' second moments. Adam
-then lowers the mean of N_eff/N over all rows, of the scores |W| ||X||, on the parameters of Cayley
-transforms (I + A)^-1 (I - A) with A = -A^T.
+RMSNorm in front of a reader; they become one. An RMSNorm without weights commutes with Q, so the
+model still computes the same.
 
-For patterns N:M, the columns are put in an order afterwards in which large ones are spread over the
-groups. An order is a rotation too: of the stream, of each head's values, and of the neurons.
+Q and R start from the eigenvectors of the inputs' second moments. Then Adam lowers the mean of
+N_eff/N over all rows, for the scores |W| ||X||. It moves the entries of A = -A^T in the Cayley
+transforms (I + A)^-1 (I - A).
+
+For patterns N:M, the columns then get an order that spreads large ones over the groups. An order is
+a rotation too: of the stream, of each head's values, and of the neurons.
 """
 
 import time
@@ -43,30 +45,38 @@ _ROWS = 512  # of each matrix, drawn anew in each step
 _BLOCKS = 8  # in each step, drawn anew
 _ROWS_OF_ORDER = 2**16  # at most, of all matrices, to choose the order of columns
 _SWAPS = 300  # rounds; in each, every group of columns tries one swap
-_TINY = 1e-20  # the least sum of a row's squared scores, so that nothing is divided by zero
+_TINY = 1e-20  # the least sum of a row's squared scores: no division by zero
 _LIMIT = 1e-3  # of the difference of logits in float32, as a share of their norm
 # With weights rounded to what they are stored in.
 _LIMITS = {torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-@dataclass(frozen=True)
+# A turn of the stream, shape (width, width); and of each block one for every group of heads, shape
+# (groups, dim, dim), or None if its values cannot be turned.
+_Turns = tuple[Tensor, list[Tensor | None]]
+
+
+@dataclass
 class _Writer:
     """A matrix whose outputs are added to the residual stream, with its bias.
 
     Attributes:
-        inputs: the module whose inputs are its own; None for an expert of a stack.
+        module: has the same inputs; None for an expert of a stack.
         heads: number of heads that it reads, if their values can be turned; else 0.
         mates: matrices and biases whose outputs are its inputs.
+        moments: of its inputs: of each head, shape (heads, dim, dim), or their diagonal, shape
+            (inputs,). A number if it has no module, or no token reached it.
     """
 
     weight: Tensor
     bias: Tensor | None
-    inputs: nn.Module | None
+    module: nn.Module | None
     heads: int = 0
     mates: list[Tensor] = field(default_factory=list)
+    moments: Any = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Block:
     """The weights of a block as float32 views that change in place.
 
@@ -77,12 +87,14 @@ class _Block:
         values: of those, shape (groups, dim, width), and their bias, shape (groups, dim, 1); empty
             if there are none.
         writers: of the attention and the MLP.
+        moments: the second moments of the readers' inputs, for each norm, shape (width, width).
     """
 
     norms: list[nn.Module]
-    readers: tuple[list[Tensor], list[Tensor]]
-    values: list[Tensor]
-    writers: list[_Writer]
+    readers: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    values: list[Tensor] = field(default_factory=list)
+    writers: list[_Writer] = field(default_factory=list)
+    moments: list[Any] = field(default_factory=lambda: [0.0, 0.0])
 
 
 @dataclass(frozen=True)
@@ -135,12 +147,72 @@ def rotate_model(
         raise UserError(f"--steps must be a whole number of at least 0, got {steps!r}.")
     if pattern is not None:
         parse_pattern(pattern)
-    how = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise _refusal(f"{type(model).__name__} is no model of transformers with a head for tokens")
-    text = data_in_memory(data, tokenizer, how, model.config)
+    text = data_in_memory(data, tokenizer, options, model.config)
     if text is None:
         raise UserError("a rotation is found on text: give texts or token ids, not batches.")
+    _check_rotatable(model)
+    tokens = text.tokens
+    random = torch.Generator().manual_seed(seed)
+    dtype = model.dtype
+    dtypes = {values: values.dtype for values in [*model.parameters(), *model.buffers()]}
+    with (
+        torch.no_grad(),
+        in_evaluation_mode(model),
+        out_of_memory(lambda: "rotation: out of memory. Use a larger device."),
+    ):
+        try:
+            model.float()
+            before = _first_logits(model, tokens)
+            parameters = model.num_parameters()
+            if not bool(before.isfinite().all()):
+                raise _refusal(
+                    "its logits are NaN or infinite. Look for such weights, or for text "
+                    "that it cannot read"
+                )
+            stream = _stream_of(model)
+            _fold_norms(stream)
+            _add_moments(model, stream, tokens, batch_size)
+            n_eff_before = _mean_n_eff(stream, _no_turns(stream))
+            _turn(stream, _eigenvectors(stream, random))
+            _check(model, before, tokens)  # before the search, which takes longer
+            none = _no_turns(stream)
+            turns = _search(stream, steps, random) if steps else none
+            if _mean_n_eff(stream, turns) < _mean_n_eff(stream, none):
+                _turn(stream, turns)
+            if pattern is not None:
+                _turn(stream, _turns_for_pattern(stream, pattern, random))
+            n_eff_after = _mean_n_eff(stream, none)
+            difference = _check(model, before, tokens)
+            for name, values in [*model.named_parameters(), *model.named_buffers()]:
+                rounded = values.data.to(dtypes.get(values, dtype))
+                if bool((rounded.isinf() & values.data.isfinite()).any()):
+                    raise _refusal(
+                        f"once turned, {name} is beyond the range of {rounded.dtype}. "
+                        "Save it in bfloat16 first"
+                    )
+                values.data = rounded.float() if values.is_floating_point() else rounded
+            _check(model, before, tokens, _LIMITS.get(dtype, _LIMIT))  # of what is written
+        finally:
+            for values in [*model.parameters(), *model.buffers()]:
+                # The weight of a head that was tied is new.
+                values.data = values.data.to(dtypes.get(values, dtype))
+    return RotationRecord(
+        steps=steps,
+        pattern=pattern,
+        n_eff_before=n_eff_before,
+        n_eff_after=n_eff_after,
+        difference=difference,
+        parameters_before=parameters,
+        parameters_after=model.num_parameters(),
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _check_rotatable(model: PreTrainedModel) -> None:
+    """Raise UserError for a model whose weights are not all there as finite numbers."""
     if is_offloaded(model):
         raise UserError(
             "a rotation needs the model whole in memory in float32, and a part of it is offloaded."
@@ -151,63 +223,9 @@ def rotate_model(
         raise _refusal(
             "its weights are quantised. Rotate the original model, and quantise the result"
         )
-    for name, each in model.named_parameters():
-        if not bool(each.isfinite().all()):
+    for name, values in model.named_parameters():
+        if not bool(values.isfinite().all()):
             raise _refusal(f"{name} holds NaN or infinite values")
-    tokens = text.tokens
-    random = torch.Generator().manual_seed(seed)
-    own = model.dtype
-    dtypes = {each: each.dtype for each in [*model.parameters(), *model.buffers()]}
-    with (
-        torch.no_grad(),
-        in_evaluation_mode(model),
-        out_of_memory(lambda: "rotation: out of memory. Use a larger device."),
-    ):
-        try:
-            model.float()
-            before = _logits(model, tokens)
-            parameters = model.num_parameters()
-            if not bool(before.isfinite().all()):
-                raise _refusal(
-                    "its logits are NaN or infinite. Look for such weights, or for text "
-                    "that it cannot read"
-                )
-            stream = _stream_of(model)
-            _fold(stream)
-            moments = _moments(model, stream, tokens, batch_size)
-            n_eff = [_mean_n_eff(stream, moments)]
-            _turn(stream, moments, *_eigenvectors(stream, moments, random))
-            _check(model, before, tokens)  # before the search, which takes longer
-            found = _search(stream, moments, steps, random) if steps else _no_turns(stream)
-            if _mean_n_eff(stream, moments, *found) < _mean_n_eff(stream, moments):
-                _turn(stream, moments, *found)
-            if pattern is not None:
-                _turn(stream, moments, *_in_order(stream, moments, pattern, random))
-            n_eff.append(_mean_n_eff(stream, moments))
-            difference = _check(model, before, tokens)
-            for name, each in [*model.named_parameters(), *model.named_buffers()]:
-                rounded = each.data.to(dtypes.get(each, own))
-                if bool((rounded.isinf() & each.data.isfinite()).any()):
-                    raise _refusal(
-                        f"once turned, {name} is beyond the range of {rounded.dtype}. "
-                        "Save it in bfloat16 first"
-                    )
-                each.data = rounded.float() if each.is_floating_point() else rounded
-            _check(model, before, tokens, _LIMITS.get(own, _LIMIT))  # of what is written
-        finally:
-            for each in [*model.parameters(), *model.buffers()]:
-                # The weight of a head that was tied is new.
-                each.data = each.data.to(dtypes.get(each, own))
-    return RotationRecord(
-        steps=steps,
-        pattern=pattern,
-        n_eff_before=n_eff[0],
-        n_eff_after=n_eff[1],
-        difference=difference,
-        parameters_before=parameters,
-        parameters_after=model.num_parameters(),
-        seconds=round(time.perf_counter() - started, 1),
-    )
 
 
 # The weights by what they do.
@@ -234,7 +252,7 @@ def _stream_of(model: PreTrainedModel) -> _Stream:
             for layer in architecture.layers
             if layer.block == number and layer.name.startswith(f"{name}.")
         ]
-        blocks.append(_block_of(model, name, _norms_in(module), layers, width, config))
+        blocks.append(_read_block(model, name, _norms_in(module), layers, width))
     for norm in (last[0], *(norm for block in blocks for norm in block.norms)):
         _scales(norm)  # refuses other classes
     if head.weight is embeddings.weight:
@@ -245,13 +263,8 @@ def _stream_of(model: PreTrainedModel) -> _Stream:
     return _Stream([embeddings.weight.data, head.weight.data], last[0], blocks)
 
 
-def _block_of(
-    model: PreTrainedModel,
-    name: str,
-    norms: list[nn.Module],
-    layers: list[Layer],
-    width: int,
-    config: Any,
+def _read_block(
+    model: PreTrainedModel, name: str, norms: list[nn.Module], layers: list[Layer], width: int
 ) -> _Block:
     """The weights of a block, by the names and shapes of its layers."""
     if len(norms) != 2:
@@ -259,53 +272,30 @@ def _block_of(
         raise _refusal(
             f"{name} has {told}, and not one in front of the attention and one in front of the MLP"
         )
-    heads = config.num_attention_heads
-    block = _Block(norms, ([], []), [], [])
-    readers = {layer: weight_of(model, layer) for layer in layers if layer.leaf not in WRITERS}
+    block = _Block(norms)
+    weights = {layer: weight_of(model, layer) for layer in layers if layer.leaf not in WRITERS}
     # Others read readers.
-    readers = {layer: weight for layer, weight in readers.items() if weight.shape[1] == width}
+    readers = {layer: weight for layer, weight in weights.items() if weight.shape[1] == width}
     for layer in (layer for layer in layers if layer.leaf in WRITERS):
         weight = weight_of(model, layer)
-        bias = bias_of(model, layer)
-        parent = layer.name.rpartition(".")[0]
         if weight.shape[0] != width:
             raise _refusal(f"{layer.name} does not write to the residual stream")
+        module = model.get_submodule(layer.name) if layer.expert is None else None
+        writer = _Writer(weight, bias_of(model, layer), module)
+        block.writers.append(writer)
+        parent = layer.name.rpartition(".")[0]
         mates = {
-            each: own for each, own in readers.items() if each.name.rpartition(".")[0] == parent
+            reader: values
+            for reader, values in readers.items()
+            if reader.name.rpartition(".")[0] == parent
         }
         if layer.purpose == "attention":
-            # Queries are as many as the writer's inputs, unless a gate stands between values and
-            # writer.
-            sizes = {each.leaf: len(own) for each, own in mates.items()}
-            inputs = weight.shape[1]
-            value = next((each for each in mates if each.leaf in ("v_proj", "qkv_proj")), None)
-            rows = sizes.get("v_proj", (sizes.get("qkv_proj", 0) - inputs) // 2)
-            plain = (
-                inputs % heads == 0
-                and rows % (inputs // heads) == 0
-                and sizes.get("q_proj", inputs) == inputs
-            )
-            turns = value is not None and plain
-            turned = heads if turns else 0
-            block.writers.append(_Writer(weight, bias, model.get_submodule(layer.name), turned))
-            if value is not None and turns:
-                readers[value] = mates[value][:-rows]
-                values = mates[value][-rows:]
-                its_bias = bias_of(model, value)
-                block.values.append(values.view(-1, inputs // heads, width))
-                if its_bias is not None:
-                    block.values.append(its_bias[-rows:].view(*block.values[0].shape[:2], 1))
-        else:
-            whole = (
-                all(own.shape[0] % weight.shape[1] == 0 for own in mates.values())
-                and layer.expert is None
-            )
-            biases = [bias_of(model, each) for each in mates]
-            inside = (
-                [*mates.values(), *(each for each in biases if each is not None)] if whole else []
-            )
-            module = model.get_submodule(layer.name) if layer.expert is None else None
-            block.writers.append(_Writer(weight, bias, module, mates=inside))
+            readers |= _take_values(model, block, writer, mates)
+        elif layer.expert is None and all(
+            len(values) % weight.shape[1] == 0 for values in mates.values()
+        ):
+            biases = [bias_of(model, mate) for mate in mates]
+            writer.mates += [*mates.values(), *(bias for bias in biases if bias is not None)]
     if not block.writers:
         raise _refusal(
             f"{name} has no linear layer with a known name that writes to the residual stream"
@@ -324,6 +314,37 @@ def _block_of(
     return block
 
 
+def _take_values(
+    model: PreTrainedModel, block: _Block, writer: _Writer, mates: dict[Layer, Tensor]
+) -> dict[Layer, Tensor]:
+    """Put the values of an attention into its block, if they can be turned. Returns the layer that
+    makes them, with its other rows.
+
+    Args:
+        mates: the layers that make queries, keys and values.
+    """
+    heads = model.config.get_text_config().num_attention_heads
+    inputs = writer.weight.shape[1]
+    sizes = {mate.leaf: len(weight) for mate, weight in mates.items()}
+    rows = sizes.get("v_proj", (sizes.get("qkv_proj", 0) - inputs) // 2)
+    layer = next((mate for mate in mates if mate.leaf in ("v_proj", "qkv_proj")), None)
+    # Queries are as many as the writer's inputs, unless a gate stands between values and writer.
+    plain = (
+        inputs % heads == 0
+        and rows % (inputs // heads) == 0
+        and sizes.get("q_proj", inputs) == inputs
+    )
+    if layer is None or not plain:
+        return {}
+    writer.heads = heads
+    values = mates[layer][-rows:].view(-1, inputs // heads, mates[layer].shape[1])
+    block.values.append(values)
+    bias = bias_of(model, layer)
+    if bias is not None:
+        block.values.append(bias[-rows:].view(*values.shape[:2], 1))
+    return {layer: mates[layer][:-rows]}
+
+
 def _norms_in(module: nn.Module) -> list[nn.Module]:
     """The normalisations that are a module's own, in its order."""
     return [child for child in module.children() if "norm" in type(child).__name__.lower()]
@@ -336,7 +357,7 @@ def _refusal(why: str) -> UserError:
 # The function stays.
 
 
-def _fold(stream: _Stream) -> None:
+def _fold_norms(stream: _Stream) -> None:
     """Move the weights of the norms into the matrices that read their outputs."""
     _fold_norm(stream.norm, stream.outside[1:])
     for block in stream.blocks:
@@ -362,41 +383,43 @@ def _scales(norm: nn.Module) -> Tensor:
     weight: Any = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor):
         raise _refusal(f"{type(norm).__name__} has no weights")
-    some = (
-        torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device) + 1
-    )
-    some[2:] -= 2
-    some *= 100  # so that epsilon does not count
-    found: Tensor = norm(some) / (some * some.square().mean(-1, keepdim=True).rsqrt())
-    if not bool((found - found[0]).abs().max() <= 1e-4 * found.abs().max()):
+    x = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device) + 1
+    x[2:] -= 2
+    x *= 100  # so that epsilon does not count
+    scales: Tensor = norm(x) / (x * x.square().mean(-1, keepdim=True).rsqrt())
+    if not bool((scales - scales[0]).abs().max() <= 1e-4 * scales.abs().max()):
         raise _refusal(f"{type(norm).__name__} is no RMSNorm")
-    return found.mean(0)
+    return scales.mean(0)
 
 
-def _turn(
-    stream: _Stream, moments: list["_Moments"], q: Tensor, turns: list[Tensor | None]
-) -> None:
+def _turn(stream: _Stream, turns: _Turns) -> None:
     """Turn the weights of a model whose norms have none, and the moments of its inputs."""
+    q, by_block = turns
     for weight in stream.outside:
         weight.copy_(weight @ q.to(weight.device))
-    for block, own, turn in zip(stream.blocks, moments, turns, strict=True):
+    for block, turn in zip(stream.blocks, by_block, strict=True):
         q = q.to(block.writers[0].weight.device)
         for weight in (*block.readers[0], *block.readers[1], *block.values[:1]):
             weight.copy_(weight @ q)
-        own.stream = [q.T @ each @ q for each in own.stream]
+        block.moments = [q.T @ moments @ q for moments in block.moments]
         if turn is not None:
             for values in block.values:
                 values.copy_(turn.mT @ values)
-        for number, writer in enumerate(block.writers):
+        for writer in block.writers:
             weight = q.T @ writer.weight
             if writer.heads:
-                assert turn is not None
-                by_head = turn.repeat_interleave(writer.heads // len(turn), 0)
+                by_head = _of_heads(turn, writer)
                 weight = _by_heads(weight, by_head)
-                own.inputs[number] = by_head.mT @ own.inputs[number] @ by_head
+                writer.moments = by_head.mT @ writer.moments @ by_head
             writer.weight.copy_(weight)
             if writer.bias is not None:
                 writer.bias.copy_(q.T @ writer.bias)
+
+
+def _of_heads(turn: Tensor | None, writer: _Writer) -> Tensor:
+    """The turn of each head that a writer reads, shape (heads, dim, dim)."""
+    assert turn is not None
+    return turn.repeat_interleave(writer.heads // len(turn), 0)
 
 
 def _by_heads(weight: Tensor, turns: Tensor) -> Tensor:
@@ -406,8 +429,8 @@ def _by_heads(weight: Tensor, turns: Tensor) -> Tensor:
     return torch.einsum("ohd,hde->ohe", weight.view(len(weight), len(turns), -1), turns).flatten(1)
 
 
-def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """float32, shape (tokens, vocabulary), of the first sequence."""
+def _first_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The logits of the first sequence, float32, shape (tokens, vocabulary)."""
     logits: Tensor = model(tokens[:1, :512].to(input_device(model)), use_cache=False).logits
     return logits[0].float()
 
@@ -418,7 +441,7 @@ def _check(model: PreTrainedModel, before: Tensor, tokens: Tensor, limit: float 
     Raises:
         UserError: it is more than rounding.
     """
-    after = _logits(model, tokens)
+    after = _first_logits(model, tokens)
     difference = float(((after - before).norm(dim=1) / before.norm(dim=1)).median())
     if not difference <= limit:
         raise _refusal(
@@ -431,98 +454,87 @@ def _check(model: PreTrainedModel, before: Tensor, tokens: Tensor, limit: float 
 # The basis.
 
 
-@dataclass
-class _Moments:
-    """The second moments of the inputs in a block.
-
-    Attributes:
-        stream: of the readers of each norm, shape (width, width).
-        inputs: of each writer: shape (heads, dim, dim); its diagonal, shape (inputs,); or None for
-            an expert of a stack.
-    """
-
-    stream: list[Any]
-    inputs: list[Any]
-
-
-def _moments(
-    model: PreTrainedModel, stream: _Stream, tokens: Tensor, batch_size: int
-) -> list[_Moments]:
-    """The second moments over a text, of a model whose norms have no weights."""
-    moments = [_Moments([0.0, 0.0], [0.0] * len(block.writers)) for block in stream.blocks]
+def _add_moments(model: PreTrainedModel, stream: _Stream, tokens: Tensor, batch_size: int) -> None:
+    """Add up the second moments over a text, for a model whose norms have no weights."""
     with ExitStack() as hooks, closing(progress_bar(len(tokens), "moments", "seq")) as bar:
 
-        def watch(
-            module: nn.Module, sums: list[Any], number: int, heads: int, of_inputs: bool = True
-        ) -> None:
-            def add(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-                x = (given[0] if of_inputs else output).flatten(0, -2)
-                by_head = x.view(len(x), heads or 1, -1).transpose(0, 1)
-                found = by_head.mT @ by_head if heads else x.square().sum(0)
-                sums[number] = sums[number] + (found if of_inputs else found[0])
+        def watch_norm(block: _Block, number: int, norm: nn.Module) -> None:
+            def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                x = output.flatten(0, -2)[None]
+                block.moments[number] = block.moments[number] + (x.mT @ x)[0]
+
+            hooks.callback(norm.register_forward_hook(add).remove)
+
+        def watch_writer(writer: _Writer, module: nn.Module) -> None:
+            def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                x = inputs[0].flatten(0, -2)
+                if writer.heads:
+                    by_head = x.view(len(x), writer.heads, -1).transpose(0, 1)
+                    writer.moments = writer.moments + by_head.mT @ by_head
+                else:
+                    writer.moments = writer.moments + x.square().sum(0)
 
             hooks.callback(module.register_forward_hook(add).remove)
 
-        for own, block in zip(moments, stream.blocks, strict=True):
+        for block in stream.blocks:
             for number, norm in enumerate(block.norms):
-                watch(norm, own.stream, number, heads=1, of_inputs=False)
-            for number, writer in enumerate(block.writers):
-                if writer.inputs is not None:
-                    watch(writer.inputs, own.inputs, number, writer.heads)
+                watch_norm(block, number, norm)
+            for writer in block.writers:
+                if writer.module is not None:
+                    watch_writer(writer, writer.module)
         for batch in torch.split(tokens, batch_size):
             with enough_memory(lambda: ("rotation", input_device(model)), batch):
                 body_of(model)(batch.to(input_device(model)), use_cache=False)
             bar.update(len(batch))
-    if not all(
-        bool(torch.as_tensor(each).isfinite().all())
-        for own in moments
-        for each in [*own.stream, *own.inputs]
-    ):
+    moments = [
+        values
+        for block in stream.blocks
+        for values in [*block.moments, *(writer.moments for writer in block.writers)]
+    ]
+    if not all(bool(torch.as_tensor(values).isfinite().all()) for values in moments):
         raise _refusal(
             "the second moments of its inputs are not finite, so its weights or its "
             "text are too large"
         )
-    return moments
 
 
-def _no_turns(stream: _Stream) -> tuple[Tensor, list[Tensor | None]]:
-    """No turn: I, and an I for each group of heads, shape (groups, dim, dim), of a block whose
-    values can be turned.
-    """
+def _no_turns(stream: _Stream) -> _Turns:
+    """No turn: identity matrices."""
     q = torch.eye(stream.outside[0].shape[1], device=stream.outside[0].device)
-    return q, [
-        torch.eye(block.values[0].shape[1], device=block.values[0].device).repeat(
-            len(block.values[0]), 1, 1
-        )
-        if block.values
-        else None
-        for block in stream.blocks
-    ]
+    turns: list[Tensor | None] = []
+    for block in stream.blocks:
+        turn = None
+        if block.values:
+            groups, dim, _ = block.values[0].shape
+            turn = torch.eye(dim, device=block.values[0].device).repeat(groups, 1, 1)
+        turns.append(turn)
+    return q, turns
 
 
-def _eigenvectors(
-    stream: _Stream, moments: list[_Moments], random: torch.Generator
-) -> tuple[Tensor, list[Tensor | None]]:
+def _eigenvectors(stream: _Stream, random: torch.Generator) -> _Turns:
     """The eigenvectors of the mean second moments of the readers' inputs, and of the heads of
     each group; in a random order.
     """
     q, turns = _no_turns(stream)
-    total = sum((each / each.trace()).to(q.device) for own in moments for each in own.stream)
-    q = torch.linalg.eigh(total).eigenvectors[
-        :, torch.randperm(len(q), generator=random).to(q.device)
-    ]
-    for number, (block, own, turn) in enumerate(zip(stream.blocks, moments, turns, strict=True)):
-        for writer, moment in zip(block.writers, own.inputs, strict=True):
+    total = sum(
+        (moments / moments.trace()).to(q.device)
+        for block in stream.blocks
+        for moments in block.moments
+    )
+    order = torch.randperm(len(q), generator=random).to(q.device)
+    q = torch.linalg.eigh(total).eigenvectors[:, order]
+    for number, block in enumerate(stream.blocks):
+        for writer in block.writers:
+            turn = turns[number]
             if writer.heads and turn is not None:
                 order = torch.randperm(turn.shape[-1], generator=random).to(turn.device)
-                of_groups = moment.view(len(turn), -1, *turn.shape[1:]).sum(1)
+                of_groups = writer.moments.view(len(turn), -1, *turn.shape[1:]).sum(1)
                 turns[number] = torch.linalg.eigh(of_groups).eigenvectors[..., order]
     return q, turns
 
 
-def _scores(
+def _squared_scores(
     block: _Block,
-    own: _Moments,
     q: Tensor,
     turn: Tensor | None,
     rows: int | None = None,
@@ -532,37 +544,39 @@ def _scores(
     rows.
 
     Args:
+        q: on any device.
         rows: of each matrix, drawn at random; None: all.
 
     Yields:
         shape (rows, inputs), float32.
     """
 
-    def some(length: int) -> Tensor | slice:
-        return (
-            slice(None)
-            if rows is None or rows >= length
-            else torch.randperm(length, generator=random)[:rows]
-        )
+    def drawn(length: int) -> Tensor | slice:
+        if rows is None or rows >= length:
+            return slice(None)
+        return torch.randperm(length, generator=random)[:rows]
 
-    norms = [(q * (each @ q)).sum(0) for each in own.stream]
+    q = q.to(block.moments[0].device)
+    norms = [(q * (moments @ q)).sum(0) for moments in block.moments]
     for readers, norm in zip(block.readers, norms, strict=True):
         for weight in readers:
-            yield (weight[some(len(weight))] @ q).square() * norm, len(weight)
+            yield (weight[drawn(len(weight))] @ q).square() * norm, len(weight)
     if turn is not None:
         values = (turn.mT @ (block.values[0] @ q)).flatten(0, 1)
-        yield values[some(len(values))].square() * norms[0], len(values)
-    for writer, moment in zip(block.writers, own.inputs, strict=True):
-        if not isinstance(moment, Tensor):  # of an expert of a stack, or one that no token reached
-            continue
-        weight = q[:, some(len(q))].T @ writer.weight
-        norm = moment
+        yield values[drawn(len(values))].square() * norms[0], len(values)
+    for writer in _reached(block):
+        weight = q[:, drawn(len(q))].T @ writer.weight
+        norm = writer.moments
         if writer.heads:
-            assert turn is not None
-            by_head = turn.repeat_interleave(writer.heads // len(turn), 0)
+            by_head = _of_heads(turn, writer)
             weight = _by_heads(weight, by_head)
-            norm = (by_head * (moment @ by_head)).sum(1).flatten()
+            norm = (by_head * (norm @ by_head)).sum(1).flatten()
         yield weight.square() * norm, len(q)
+
+
+def _reached(block: _Block) -> list[_Writer]:
+    """The writers of a block whose inputs have moments."""
+    return [writer for writer in block.writers if isinstance(writer.moments, Tensor)]
 
 
 def _n_eff(scores: Tensor) -> Tensor:
@@ -571,59 +585,60 @@ def _n_eff(scores: Tensor) -> Tensor:
     return (scores + 1e-12 * total[:, None]).sqrt().sum(1).square() / total / scores.shape[1]
 
 
-def _mean_n_eff(
-    stream: _Stream,
-    moments: list[_Moments],
-    q: Tensor | None = None,
-    turns: list[Tensor | None] | None = None,
-) -> float:
-    """The mean of N_eff/N over all rows, if the model is turned, or as it is."""
-    if q is None or turns is None:
-        q, turns = _no_turns(stream)
+def _mean_n_eff(stream: _Stream, turns: _Turns) -> float:
+    """The mean of N_eff/N over all rows, if the model is turned."""
     total = rows = 0.0
-    for block, own, turn in zip(stream.blocks, moments, turns, strict=True):
-        for scores, number in _scores(block, own, q.to(own.stream[0].device), turn):
+    for block, turn in zip(stream.blocks, turns[1], strict=True):
+        for scores, number in _squared_scores(block, turns[0], turn):
             total = total + float(_n_eff(scores).sum())
             rows = rows + number
     return total / rows
 
 
-def _search(
-    stream: _Stream, moments: list[_Moments], steps: int, random: torch.Generator
-) -> tuple[Tensor, list[Tensor | None]]:
+def _search(stream: _Stream, steps: int, random: torch.Generator) -> _Turns:
     """The turn of least N_eff/N that Adam finds, from no turn."""
-    q, turns = _no_turns(stream)
-    free = [torch.zeros_like(each) for each in (q, *turns) if each is not None]
+    none, none_of_blocks = _no_turns(stream)
+    free = [torch.zeros_like(turn) for turn in (none, *none_of_blocks) if turn is not None]
     adam = torch.optim.Adam(
-        [{"params": [each.requires_grad_()], "lr": _RATE * each.shape[-1] ** -0.5} for each in free]
+        [
+            {"params": [entries.requires_grad_()], "lr": _RATE * entries.shape[-1] ** -0.5}
+            for entries in free
+        ]
     )
     rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, 2 * (1 - step / steps)))
 
-    def found() -> tuple[Tensor, list[Tensor | None]]:
+    def turns() -> _Turns:
         rest = iter(free[1:])
-        return _cayley(free[0]), [None if turn is None else _cayley(next(rest)) for turn in turns]
+        return _cayley(free[0]), [
+            None if turn is None else _cayley(next(rest)) for turn in none_of_blocks
+        ]
 
     with torch.enable_grad(), closing(progress_bar(steps, "rotate", "step")) as bar:
-        rows = sum(len(each) for block in stream.blocks for part in block.readers for each in part)
+        rows = sum(
+            len(weight)
+            for block in stream.blocks
+            for readers in block.readers
+            for weight in readers
+        )
         for _ in range(steps):
             adam.zero_grad()
-            q, now = found()
+            q, by_block = turns()
             leaf = q.detach().requires_grad_()  # so that memory holds the graph of one block
-            drawn = torch.randperm(len(now), generator=random)[:_BLOCKS].tolist()
-            for block, own, turn in (
-                (stream.blocks[number], moments[number], now[number]) for number in drawn
-            ):
-                there = leaf.to(own.stream[0].device)
-                parts = [
-                    number * _n_eff(scores).mean()
-                    for scores, number in _scores(block, own, there, turn, _ROWS, random)
+            for number in torch.randperm(len(by_block), generator=random)[:_BLOCKS].tolist():
+                block = stream.blocks[number]
+                sums = [
+                    rows_of_matrix * _n_eff(scores).mean()
+                    for scores, rows_of_matrix in _squared_scores(
+                        block, leaf, by_block[number], _ROWS, random
+                    )
                 ]
-                (sum(parts, torch.zeros((), device=there.device)) / rows).backward()  # type: ignore[no-untyped-call]
+                zero = torch.zeros((), device=block.moments[0].device)
+                (sum(sums, zero) / rows).backward()  # type: ignore[no-untyped-call]
             q.backward(leaf.grad)  # type: ignore[no-untyped-call]
             adam.step()
             rates.step()
             bar.update(1)
-    return found()
+    return turns()
 
 
 def _cayley(free: Tensor) -> Tensor:
@@ -639,50 +654,45 @@ def _cayley(free: Tensor) -> Tensor:
 # The order of the columns, for N:M.
 
 
-def _in_order(
-    stream: _Stream, moments: list[_Moments], pattern: str, random: torch.Generator
-) -> tuple[Tensor, list[Tensor | None]]:
+def _turns_for_pattern(stream: _Stream, pattern: str, random: torch.Generator) -> _Turns:
     """Put the neurons in an order for a pattern, and return turns that do the same with the
     stream and the values of heads.
     """
     asked = parse_pattern(pattern)
-    keep = asked.kept
-    of = asked.group
     q, turns = _no_turns(stream)
     rows: list[Tensor] = []
-    matrices = sum(len(part) for block in stream.blocks for part in block.readers)
-    some = max(1, min(_ROWS, _ROWS_OF_ORDER // matrices))
-    for number, (block, own, turn) in enumerate(zip(stream.blocks, moments, turns, strict=True)):
-        readers = sum(len(part) for part in block.readers) + len(block.values[:1])
-        found = [
-            scores
-            for scores, _ in _scores(block, own, q.to(own.stream[0].device), turn, some, random)
-        ]
-        found = [scores / scores.sum(1, keepdim=True).clamp(min=_TINY) for scores in found]
-        rows += [scores.to(q.device) for scores in found[:readers]]
-        reached = [index for index, moment in enumerate(own.inputs) if isinstance(moment, Tensor)]
-        for index, scores in zip(reached, found[readers:], strict=True):
-            writer = block.writers[index]
+    matrices = sum(len(readers) for block in stream.blocks for readers in block.readers)
+    drawn = max(1, min(_ROWS, _ROWS_OF_ORDER // matrices))
+
+    def order_of(scores: Tensor) -> Tensor:
+        return _column_order(scores, asked.kept, asked.group, random)
+
+    for number, (block, turn) in enumerate(zip(stream.blocks, turns, strict=True)):
+        squared = [scores for scores, _ in _squared_scores(block, q, turn, drawn, random)]
+        shares = [scores / scores.sum(1, keepdim=True).clamp(min=_TINY) for scores in squared]
+        readers = sum(len(of_norm) for of_norm in block.readers) + len(block.values[:1])
+        rows += [scores.to(q.device) for scores in shares[:readers]]
+        for writer, scores in zip(_reached(block), shares[readers:], strict=True):
             if writer.heads and turn is not None:
                 by_group = (
                     scores.view(len(scores), len(turn), -1, turn.shape[-1])
                     .transpose(0, 1)
                     .flatten(1, 2)
                 )
-                orders = [_order_of(each, keep, of, random) for each in by_group]
+                orders = [order_of(of_group) for of_group in by_group]
                 turns[number] = torch.stack(
-                    [each[:, order] for each, order in zip(turn, orders, strict=True)]
+                    [of_group[:, order] for of_group, order in zip(turn, orders, strict=True)]
                 )
             elif writer.mates:
-                order = _order_of(scores, keep, of, random)
-                own.inputs[index] = own.inputs[index][order]
+                order = order_of(scores)
+                writer.moments = writer.moments[order]
                 writer.weight.copy_(writer.weight[:, order])
                 for mate in writer.mates:
                     mate.copy_(mate.view(-1, len(order), *mate.shape[1:])[:, order].flatten(0, 1))
-    return q[:, _order_of(torch.cat(rows), keep, of, random)], turns
+    return q[:, order_of(torch.cat(rows))], turns
 
 
-def _order_of(shares: Tensor, keep: int, of: int, random: torch.Generator) -> Tensor:
+def _column_order(shares: Tensor, keep: int, of: int, random: torch.Generator) -> Tensor:
     """An order of columns in which pruning by N:M takes little away.
 
     Each group of M gets one column of each M-th by energy. Then random pairs of columns of two

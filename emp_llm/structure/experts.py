@@ -35,13 +35,13 @@ from emp_llm.common.errors import UserError, shortened_list
 from emp_llm.common.paths import EXPERTS_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target, within_block
-from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
+from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.modules import ExpertStack, find_blocks, find_stacks, weight_of
+from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, UnitsRecord
-from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import (
     Changes,
     Cuts,
@@ -50,13 +50,21 @@ from emp_llm.structure.units import (
     Squares,
     UnitModel,
     Units,
-    sums_of_ranks,
+    finite_sums_of_ranks,
 )
-from emp_llm.update.least_squares import add_product, output_error, refit_rows
-from emp_llm.update.update import Update
+from emp_llm.update.least_squares import add_product
+from emp_llm.update.update import Allowed, Moments, Update
 from emp_llm.walk.checks import MOMENT_BYTES
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.walk.update import is_added
+from emp_llm.walk.update import (
+    Block,
+    Sums,
+    add_to,
+    is_added,
+    output_errors,
+    solved,
+    sums_of_ranks,
+)
 
 logger = logging.getLogger(__name__)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -206,7 +214,7 @@ class Experts(Units):
                 ]
                 with _expert_hooks(runner.model, inside, see):
                     step.run()
-        return sums_of_ranks(sums, "the outputs of its experts")
+        return finite_sums_of_ranks(sums, "the outputs of its experts")
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         tokens, weighted, plain, _ = sums
@@ -699,141 +707,104 @@ def refit_experts(
         for step in walk.steps():
             step.run()
             experts = at_block.get(step.index)
-            if experts is None:
-                _advance(step, pruned, len(batches))
-                continue
-            targets = [experts.outputs[number] for number in kept[experts]]
-            if experts.shared is not None:
-                added = is_added(model, experts.shared, partial(step.output, 0, walk.hidden))
-                targets += [experts.shared] if all(ranks().gather(added)) else []
-            before = {target.name: weight_of(model, target.layer).clone() for target in targets}
-            with closed_routers(model, {experts: kept[experts]}):
+            targets = []
+            if experts is not None:
+                targets = [experts.outputs[number] for number in kept[experts]]
+                if experts.shared is not None:
+                    added = is_added(model, experts.shared, partial(step.output, 0, walk.hidden))
+                    targets += [experts.shared] if all(ranks().gather(added)) else []
+            block = Block(model, step, targets, walk, pruned)
+            closed = {} if experts is None else {experts: kept[experts]}
+            with closed_routers(model, closed):
                 if ranks().broadcast(moved.has(step.index)):
                     results = ranks().first(partial(moved.block, step.index))
                     for target in targets:
-                        weight = results[target.name].weight
-                        if weight is not None:
-                            weight_of(model, target.layer).copy_(weight)
-                else:
-                    results = _refit_block(
-                        model, experts, targets, step, walk, pruned, update, min_expert_tokens
-                    )
-                    moved.put(step.index, results)
-                _advance(step, pruned, len(batches))
-            for target in targets:
-                weight_of(model, target.layer).copy_(before[target.name])
-
-
-def _advance(step: Step, hidden: HiddenStates, batches: int) -> None:
-    """Pass the hidden states of all batches through a block."""
-    for number in range(batches):
-        hidden.put(number, step.output(number, hidden))
+                        block.change(target, None, results[target.name].weight)
+                elif experts is not None:
+                    moved.put(step.index, _refit_block(block, experts, update, min_expert_tokens))
+                for number in range(len(batches)):
+                    block.pass_pruned(number)
 
 
 def _refit_block(
-    model: PreTrainedModel,
-    experts: Experts,
-    targets: Sequence[Target],
-    step: Step,
-    walk: Walk,
-    pruned: HiddenStates,
-    update: Update,
-    min_expert_tokens: int,
+    block: Block, experts: Experts, update: Update, min_expert_tokens: int
 ) -> dict[str, Moved]:
-    """Move the last matrices of a block's kept experts, in the model too; returns what became of
-    them, by name.
-    """
-    dense = {
-        target.name: weight_of(model, target.layer).to(torch.float32, copy=True)
-        for target in targets
-    }
-    results = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
+    """Move the last matrices of a block's kept experts; returns what became of them, by name."""
+    moved = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     by_number = {
         _SHARED if target is experts.shared else experts.outputs.index(target): target
-        for target in targets
+        for target in block.targets
     }
     numbers = list(by_number)
-    together = max(1, MOMENT_BYTES // (8 * targets[0].matrix.columns ** 2))
+    together = max(1, MOMENT_BYTES // (8 * block.targets[0].matrix.columns ** 2))
     chunks = [numbers[first : first + together] for first in range(0, len(numbers), together)]
     for chunk in chunks * _SWEEPS:
-        sums: dict[int, list[Tensor]] = {}
-        for number in range(len(walk.batches)):
-            seen, output = _seen(model, experts, by_number.get(_SHARED), step, number, pruned)
-            wanted = walk.hidden.get(number, output.device)
-            missing = (wanted.float() - output.float()).flatten(0, -2)
-            squares = torch.zeros(len(missing), device=missing.device)
-            for of_expert in seen:
-                if of_expert.tokens is None:
-                    raise UserError(
-                        f"{experts.name}: its router scales the inputs of experts, so "
-                        "they cannot be refitted."
-                    )
-                squares.index_add_(0, of_expert.tokens, of_expert.gates.square())
-            for of_expert in seen:
-                if of_expert.number in chunk:
-                    weight = weight_of(model, by_number[of_expert.number].layer).float()
-                    summands = _moments(of_expert, weight, missing, squares)
-                    before = sums.get(of_expert.number)
-                    sums[of_expert.number] = (
-                        summands
-                        if before is None
-                        else [total + more for total, more in zip(before, summands, strict=True)]
-                    )
-        by_rank = ranks().gather(
-            {number: [total.cpu() for total in totals] for number, totals in sums.items()}
-        )
+        sums: dict[int, Sums] = {}
+        with block.pruned_weights():
+            for batch in range(len(block.walk.batches)):
+                _add_batch(sums, chunk, block, experts, by_number, batch)
+        sums = sums_of_ranks(sums, execution_device(block.step.block))
         for number in chunk:
             target = by_number[number]
-            held = [of_rank[number] for of_rank in by_rank if number in of_rank]
-            count = int(sum(totals[0] for totals in held))
-            if count < max(1, min_expert_tokens):
-                results[target.name] = Moved(None, FitRecord(tokens=count))
-                continue
-            weight = dense[target.name]
-            gram, right, energy = (
-                torch.stack([totals[place] for totals in held]).sum(0).to(weight.device)
-                for place in (1, 2, 3)
+            weight = block.weight(target)
+            result = _refitted(target, sums.get(number), weight, update, min_expert_tokens)
+            block.change(target, None, result.weight)
+            moved[target.name] = result
+    return moved
+
+
+def _refitted(
+    target: Target, sums: Sums | None, weight: Tensor, update: Update, min_expert_tokens: int
+) -> Moved:
+    """The last matrix of an expert, refitted.
+
+    Args:
+        sums: of `_summands`; None if it saw no token.
+        weight: the dense one, float32.
+    """
+    tokens = 0 if sums is None else int(sums["tokens"])
+    if sums is None or tokens < max(1, min_expert_tokens):
+        return Moved(None, FitRecord(tokens=tokens))
+    moments = Moments(sums["gram"], sums["right"], sums["energy"], tokens)
+    everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
+    solution = solved(target, update, weight, moments, everything)
+    before, after = output_errors(moments, weight, weight, solution.weight) or (0.0, 0.0)
+    record = FitRecord(
+        tokens=tokens, damping=solution.damping, error_before=before, error_after=after
+    )
+    return Moved(in_stored_dtype(solution.weight, target).cpu(), record)
+
+
+def _add_batch(
+    sums: dict[int, Sums],
+    chunk: Sequence[int],
+    block: Block,
+    experts: Experts,
+    by_number: Mapping[int, Target],
+    batch: int,
+) -> None:
+    """Add what some experts of a block did with a batch to their sums."""
+    seen, output = _seen(block, experts, by_number.get(_SHARED), batch)
+    wanted = block.dense.get(batch, output.device)
+    missing = (wanted.float() - output.float()).flatten(0, -2)
+    squares = torch.zeros(len(missing), device=missing.device)
+    for of_expert in seen:
+        if of_expert.tokens is None:
+            raise UserError(
+                f"{experts.name}: its router scales the inputs of experts, so "
+                "they cannot be refitted."
             )
-            damping = update.damping_of(target.matrix.columns, count)
-            try:
-                new = refit_rows(
-                    weight,
-                    torch.ones_like(weight, dtype=torch.bool),
-                    gram,
-                    right,
-                    damping=damping,
-                    energy=energy,
-                )
-            except NonFiniteError as error:
-                raise UserError(
-                    f"{target.name}: it cannot be fitted: {error}. Try --dtype float32."
-                ) from error
-            error_before, error_after = (
-                float(
-                    output_error(values, weight, gram, right, energy).sum()
-                    / energy.sum().clamp(min=1e-300)
-                )
-                for values in (weight, new.weight)
-            )
-            stored = in_stored_dtype(new.weight, target)
-            weight_of(model, target.layer).copy_(stored)
-            record = FitRecord(
-                tokens=count,
-                damping=new.damping,
-                error_before=max(0.0, error_before),
-                error_after=max(0.0, error_after),
-            )
-            results[target.name] = Moved(stored.cpu(), record)
-    return results
+        squares.index_add_(0, of_expert.tokens, of_expert.gates.square())
+    for of_expert in seen:
+        if of_expert.number in chunk:
+            weight = weight_of(block.model, by_number[of_expert.number].layer).float()
+            summands = _summands(of_expert, weight, missing, squares)
+            for name, summand in summands.items():
+                add_to(sums.setdefault(of_expert.number, {}), name, summand)
 
 
 def _seen(
-    model: PreTrainedModel,
-    experts: Experts,
-    shared: Target | None,
-    step: Step,
-    number: int,
-    pruned: HiddenStates,
+    block: Block, experts: Experts, shared: Target | None, batch: int
 ) -> tuple[list[Seen], Tensor]:
     """What the experts of a block did with a batch, with the one that all tokens reach if it is
     fitted; and the output of the block.
@@ -847,14 +818,16 @@ def _seen(
         seen.append(Seen(experts, _SHARED, tokens, gates, rows, outputs.flatten(0, -2)))
 
     of_shared = [] if shared is None else [shared.layer]
-    with layer_hooks(model, of_shared, see_shared), _expert_hooks(model, [experts], seen.append):
-        output = step.output(number, pruned)
+    with (
+        layer_hooks(block.model, of_shared, see_shared),
+        _expert_hooks(block.model, [experts], seen.append),
+    ):
+        output = block.step.output(batch, block.pruned)
     return seen, output
 
 
-def _moments(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> list[Tensor]:
-    """The number of tokens that an expert saw, and its summands of `gram`, `right` and `energy` of
-    `refit_rows`.
+def _summands(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> Sums:
+    """The number of tokens that an expert saw, and its summands of `Moments`.
 
     Args:
         weight: its last matrix, float32.
@@ -863,12 +836,12 @@ def _moments(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> li
     """
     assert seen.tokens is not None
     x = seen.inputs.float() * seen.gates[:, None]
-    sums = squares[seen.tokens].clamp(min=torch.finfo(torch.float32).tiny)
-    shares = seen.gates.square() / sums
+    of_token = squares[seen.tokens].clamp(min=torch.finfo(torch.float32).tiny)
+    shares = seen.gates.square() / of_token
     y = add_product(x, weight.T) + shares[:, None] * missing[seen.tokens]
-    return [
-        torch.tensor(float(len(x)), device=x.device),
-        add_product(x.T, x),
-        add_product(y.T, x),
-        y.square().sum(0).double(),
-    ]
+    return {
+        "tokens": torch.tensor(len(x)),
+        "gram": add_product(x.T, x),
+        "right": add_product(y.T, x),
+        "energy": y.square().sum(0).double(),
+    }

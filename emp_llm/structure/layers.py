@@ -24,7 +24,7 @@ from emp_llm.structure.units import (
     Scores,
     UnitModel,
     Units,
-    sums_of_ranks,
+    finite_sums_of_ranks,
 )
 
 
@@ -121,7 +121,7 @@ class Layers(Units):
                     sums[1, step.index] += change.numel()
                     walk.hidden.put(number, left)
                     walk.advance(batch)
-        return sums_of_ranks({layers.name: sums}, "its hidden states")
+        return finite_sums_of_ranks({layers.name: sums}, "its hidden states")
 
     def score_of_sums(self, criterion: str, sums: Scores) -> Scores:
         change, tokens = sums

@@ -23,7 +23,7 @@ from emp_llm.common.machine import enough_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
-from emp_llm.structure.units import Scores, Units, sums_of_ranks
+from emp_llm.structure.units import Scores, Units, finite_sums_of_ranks
 
 BY_WEIGHTS = ("magnitude", "wanda")  # scores that read weights; all others need `unit_sums`
 _CHUNK = 1 << 22  # weights read at a time
@@ -136,7 +136,7 @@ def taylor_sums(
                         walk.hidden.put(number, _backward(walk, index, number, state, names, sums))
                         bar.update(1 / len(batches))
     in_order = {name: sums[name] for name in read if name in sums}
-    return sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
+    return finite_sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
 
 
 def _gradient_of_loss(walk: Walk, number: int) -> Tensor:

@@ -425,7 +425,9 @@ def _shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def sums_of_ranks(sums: dict[str, Tensor], what: str, dtypes: str = "float32") -> dict[str, Tensor]:
+def finite_sums_of_ranks(
+    sums: dict[str, Tensor], what: str, dtypes: str = "float32"
+) -> dict[str, Tensor]:
     """The sums of all ranks, by name. A collective call.
 
     Args:

@@ -1,19 +1,27 @@
-"""ADMM: the mask and the weights of a layer, searched for together by the alternating direction
-method of multipliers.
+"""ADMM: the mask and the weights of a layer, found together by the alternating direction method
+of multipliers (Boza 2024, arXiv 2401.02938; Meng et al. 2024, arXiv 2406.07831).
 
-A row keeps k of its weights. Which ones, and at which values, so that the layer returns as much as
-possible of what it returned? The squared error of the outputs and the limit on the number of
-weights are split between two copies of the weights, which are drawn towards each other (Boza 2024,
-arXiv 2401.02938, and Meng et al. 2024, arXiv 2406.07831):
+The problem, for the dense weights W and the second moments G of the inputs:
 
-    Z <- the k largest of X + U by row, the others zero
+    minimise tr((V - W) G (V - W)^T) over all V with at most k weights other than zero in each row
+
+The trace is the squared error of the outputs. ADMM keeps two copies of the weights: X has a low
+error, Z keeps to the limit, and the dual U draws them together. A step is
+
+    Z <- the k largest of X + U in each row, the others zero
     U <- U + X - Z
-    X <- argmin of the error + rho |X - Z + U|^2 = C W (G + rho I)^-1 + (Z - U) rho (G + rho I)^-1
+    X <- argmin of the error of X + rho ||X - Z + U||^2 = (W G + rho (Z - U)) (G + rho I)^-1
 
-G are the second moments of the inputs. Each input is scaled so that its own is 1, which makes "the
-largest" mean: largest in the output. The penalty rho grows in stages. While it is small the mask
-moves freely. At 1 the search rests where no removed weight would take away more of the error, by
-its gradient, than the least of the kept weights is worth.
+The result is Z. Two things are added:
+
+- Inputs are scaled so that each has the second moment 1. Then the largest weights are those that
+  change the outputs most.
+- The penalty rho grows in stages, from 0.1 to 1. While it is small, the mask changes freely. At
+  rho = 1, it rests where no removed weight, restored alone, would lower the error by more than the
+  square of the row's smallest kept weight.
+
+The damping adds lambda ||V - W||^2 to the error. Where the layer shall return other outputs than W
+does, their products with the inputs (`right` of `admm`) take the place of W G.
 """
 
 from dataclasses import dataclass
@@ -38,13 +46,13 @@ from emp_llm.update.update import Allowed, Moments, Search
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
-_STEPS = 5  # of each stage
+_STEPS = 5  # in a stage
 _PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admm(Search):
-    """Mask and values by the alternating direction method of multipliers (`admm`)."""
+    """Mask and values by `admm`."""
 
     name = "admm"
     title = "masks and weights searched for together (ADMM)"
@@ -76,7 +84,7 @@ def admm(
 ) -> Solution:
     """Choose the kept weights of a layer, and their values, by ADMM.
 
-    The values come close to the least-squares optimum for the mask; `refit_rows` gets there.
+    The values are close to the least-squares optimum of the mask; `refit_rows` reaches it.
 
     Args:
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
@@ -125,7 +133,7 @@ def admm(
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)
-                mask = _largest(point, counts, pattern)
+                mask = _mask_of_largest(point, counts, pattern)
                 kept = point * mask
                 torch.sub(point, kept, out=dual)
                 torch.sub(kept, dual, out=point)
@@ -150,7 +158,9 @@ def _gram_of_lower(factor: Tensor) -> Tensor:
     return symmetric(gram)
 
 
-def _largest(values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Tensor:
+def _mask_of_largest(
+    values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None
+) -> Tensor:
     """The mask of the largest values of a matrix."""
     if pattern is not None:
         return pattern_mask(order_keys(values), *pattern)

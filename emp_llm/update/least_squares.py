@@ -1,17 +1,20 @@
 """Refit: the kept weights of each row at the least-squares optimum on the calibration tokens, for a
 given mask.
 
-Row r of the dense weights gives the output w_r . x_t on the dense inputs x_t. Its kept weights v_r
-shall give the same on the inputs xhat_t of the pruned model. They minimise, over the kept positions
-S of the row,
+Row w_r of the dense weights returns w_r . x_t for the dense input x_t. The kept weights v_r of the
+row, at the positions S, shall return the same for the input xhat_t of the pruned model. They
+minimise
 
-    F(v_r) = E(v_r) + lambda |v_r - (w_r)_S|^2,    E(v_r) = sum_t omega_t (v_r . xhat_t - w_r .
-    x_t)^2
+    F(v_r) = E(v_r) + lambda ||v_r - (w_r)_S||^2
+    E(v_r) = sum_t omega_t (v_r . xhat_t - w_r . x_t)^2
 
-The inputs enter only through the second moments G = sum_t omega_t xhat_t xhat_t^T and the cross
-moments C = sum_t omega_t xhat_t x_t^T: (G_SS + lambda I) v_r = (C w_r)_S + lambda (w_r)_S, a system
-of its own for each row. A masked direction times G, masked again, is a product with G_SS; so one
-matrix product serves the conjugate gradients of all rows.
+with the weights omega_t of the tokens. The inputs enter only through the second moments G = sum_t
+omega_t xhat_t xhat_t^T and the cross moments C = sum_t omega_t xhat_t x_t^T:
+
+    (G_SS + lambda I) v_r = (C w_r)_S + lambda (w_r)_S
+
+Each row has a system of its own, solved by conjugate gradients. A product with G_SS is one with G,
+of a row that is zero outside of S, and is masked afterwards. So one matrix product serves all rows.
 """
 
 from collections.abc import Iterator
@@ -292,14 +295,14 @@ def float32_products(precision: Literal["highest", "medium"]) -> Iterator[None]:
             torch.backends.cuda.matmul: "tf32",
             torch.backends.mkldnn.matmul: "bf16",  # type: ignore[attr-defined]
         }
-        each = [backend.fp32_precision for backend in backends]
+        precisions = [backend.fp32_precision for backend in backends]
         for backend, fast in backends.items():
             backend.fp32_precision = fast if precision == "medium" else "ieee"
         try:
             yield
         finally:
-            for backend, own in zip(backends, each, strict=True):
-                backend.fp32_precision = own
+            for backend, before in zip(backends, precisions, strict=True):
+                backend.fp32_precision = before
         return
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,15 +1,20 @@
-"""SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774): masks and weights of a layer in one pass
-over its columns.
+"""SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774): the mask and the weights of a layer, in
+one pass over its columns.
 
-H = G + lambda I is the Hessian of a row's squared output error. Let U be the upper triangular
-factor of its inverse, H^-1 = U^T U. Its row j, scaled, is row j of the inverse of the part of H
-that remains once the columns before j are fixed. Removing weight w_j of a row then costs (w_j /
-U_jj)^2 / 2 and is made up for by the weights to its right, as well as possible:
+The problem, for the dense weights W and the second moments G of the inputs:
+
+    minimise tr((V - W) G (V - W)^T) / 2 over all V with a number of weights other than zero
+
+This is half the squared error of the outputs. For each row, its Hessian is H = G + lambda I, with
+the damping lambda. The pass goes through the columns from left to right. At column j, the weights
+to its left are fixed, and those to its right can still change. Let U be the upper triangular factor
+of the inverse, H^-1 = U^T U. If weight w_j of a row is removed, and the weights to its right make
+up for it as well as possible, the error grows by (w_j / U_jj)^2 / 2, and the weights become
 
     w_i <- w_i - (w_j / U_jj) U_ji    for i >= j
 
-The columns are taken in blocks. Within a block, the mask is chosen first and the updates are made
-column by column; the columns behind it are updated once, by a matrix product.
+Columns are taken in blocks. The mask of a block is chosen by these errors. Then its columns change
+one by one, and the columns to its right once, by a matrix product.
 """
 
 from dataclasses import dataclass
@@ -29,14 +34,12 @@ from emp_llm.update.least_squares import (
 )
 from emp_llm.update.update import LEAST_DAMPING, Allowed, Moments, Search
 
-_BLOCK = 128  # columns of a block
+_BLOCK = 128  # columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGPT(Search):
-    """Mask and values in one pass over the columns (`sparsegpt`). It shares the kept weights of a
-    matrix among its rows itself.
-    """
+    """Mask and values by `sparsegpt`, which spreads the kept weights of a matrix over its rows."""
 
     name = "sparsegpt"
     title = "SparseGPT"
@@ -118,10 +121,10 @@ def sparsegpt(
 
 
 def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
-    """U with H^-1 = U^T U, and the damping that it took.
+    """U with H^-1 = U^T U, and the damping with which H is positive definite.
 
-    H = T T^T with T upper triangular is a Cholesky factorisation with the order of the columns
-    reversed, and U = T^-1. So the inverse itself is never formed.
+    U is the inverse of the upper triangular T with H = T T^T, which is the Cholesky factor of H
+    with rows and columns in reverse order. So H^-1 is never formed.
     """
     scale = float(gram.diagonal().double().mean()) or 1.0
     identity = torch.eye(len(gram), device=gram.device)
@@ -143,7 +146,8 @@ def _prune_block(
     on the way.
 
     Returns:
-        (w_j - w_j kept) / U_jj of each weight, when its column was reached; shape of the block.
+        w_j / U_jj of each removed weight when its column was reached, and 0 of a kept one; shape of
+        the block.
     """
     # a column of the block in one piece of memory
     columns = weight.t().contiguous()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from emp_llm.common.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from emp_llm.update.least_squares import Solution
@@ -58,6 +59,12 @@ class Allowed:
     mask: "Tensor | None" = None
     counts: "Tensor | None" = None
     pattern: Pattern | None = None
+
+    def to(self, device: "torch.device") -> "Allowed":
+        """The same on a device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        counts = None if self.counts is None else self.counts.to(device)
+        return Allowed(mask, counts, self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +202,8 @@ class Search(Update):
 def search_named(name: str) -> type[Search]:
     """The class of a search, by the name in `SEARCHES`."""
     module, _, class_name = SEARCHES[name].partition(":")
-    found: type[Search] = getattr(import_module(module), class_name)
-    return found
+    search: type[Search] = getattr(import_module(module), class_name)
+    return search
 
 
 def damping_for(inputs: int, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""What can be said of a walk before and after: its targets, memory and warnings."""
+"""What is known of a walk before and after it: its targets, memory and warnings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,11 @@ from emp_llm.records.run_report import FitRecord
 from emp_llm.update.update import Update
 
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
+
+
+def held_out(sequences: int) -> int:
+    """How many calibration sequences only measure: one of sixteen, and none of a single one."""
+    return 0 if sequences < 2 else max(1, sequences // 16)
 
 
 def updatable(targets: Sequence[Target]) -> list[Target]:
@@ -108,37 +113,35 @@ def update_warnings(
     """
     inputs = {target.name: target.matrix.columns for target in targets}
     total = len(records)
-    left = [name for name, each in records.items() if each.damping is None]
-    few = [
-        name for name, each in records.items() if name not in left and each.tokens < inputs[name]
-    ]
+    left = [name for name, fit in records.items() if fit.damping is None]
+    few = [name for name, fit in records.items() if name not in left and fit.tokens < inputs[name]]
     raised = {
-        name: each.damping
-        for name, each in records.items()
-        if each.damping is not None and each.damping > update.damping_of(inputs[name], each.tokens)
+        name: fit.damping
+        for name, fit in records.items()
+        if fit.damping is not None and fit.damping > update.damping_of(inputs[name], fit.tokens)
     }
     outside = [name for name in inputs if name not in records]
-    said = []
+    warnings = []
     if outside:
-        said.append(
+        warnings.append(
             f"{len(outside)} of {len(inputs)} matrices lie outside the decoder blocks and were not "
             f"fitted, such as {outside[0]}."
         )
     if left:
-        said.append(
+        warnings.append(
             f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their "
             f"weights, such as {left[0]}."
         )
     if few:
-        said.append(
+        warnings.append(
             f"{len(few)} of {total} matrices were fitted on fewer tokens than they have inputs, "
             f"such as {few[0]} ({records[few[0]].tokens} tokens, {inputs[few[0]]} inputs). Give "
             "more --samples."
         )
     if raised:
-        said.append(
+        warnings.append(
             f"the damping of {len(raised)} of {total} matrices was raised, up to "
             f"{max(raised.values()):g}, because their second moments are singular, such as "
             f"{next(iter(raised))}. Give more --samples, or a higher --refit-damping."
         )
-    return said
+    return warnings

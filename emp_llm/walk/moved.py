@@ -1,5 +1,5 @@
-"""Moved weights: what an update made of each target, in a file for each block or in memory. They
-are read by rows.
+"""Moved weights: what an update made of each target, in a file for each block or in memory, read by
+rows.
 """
 
 from collections.abc import Callable
@@ -89,11 +89,13 @@ class MovedWeights:
             self._blocks[block] = moved
             return
         weights = {
-            name: each.weight.contiguous()
-            for name, each in moved.items()
-            if each.weight is not None
+            name: of_target.weight.contiguous()
+            for name, of_target in moved.items()
+            if of_target.weight is not None
         }
-        about = {name: _About(each.record, each.kept_mass) for name, each in moved.items()}
+        about = {
+            name: _About(of_target.record, of_target.kept_mass) for name, of_target in moved.items()
+        }
         write_bytes(self._path(block), save(weights, {_KEY: msgspec.json.encode(about).decode()}))
         if self._on_put is not None:
             self._on_put(block)
@@ -116,11 +118,11 @@ class MovedWeights:
                     f"{path}: the fitted weights cannot be read ({reason(error)}). Delete "
                     f"{path.parents[1]}."
                 ) from error
-            found = {
-                name: Moved(weights.get(name), each.record, each.kept_mass)
-                for name, each in about.items()
+            moved = {
+                name: Moved(weights.get(name), of_target.record, of_target.kept_mass)
+                for name, of_target in about.items()
             }
-            self._blocks = {block: found}
+            self._blocks = {block: moved}
         return self._blocks[block]
 
     def records(self) -> dict[str, FitRecord]:
@@ -131,27 +133,31 @@ class MovedWeights:
                 int(path.stem.partition("-")[2])
                 for path in sorted(self.folder.glob("block-*.safetensors"))
             ]
-        return {name: each.record for block in blocks for name, each in self.block(block).items()}
+        return {name: moved.record for block in blocks for name, moved in self.block(block).items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that an update in memory moved, by the name of the target."""
-        moved = [
-            (name, each.weight) for block in self._blocks.values() for name, each in block.items()
-        ]
-        return {name: weight for name, weight in moved if weight is not None}
+        moved = {
+            name: of_target for block in self._blocks.values() for name, of_target in block.items()
+        }
+        return {
+            name: of_target.weight
+            for name, of_target in moved.items()
+            if of_target.weight is not None
+        }
 
     def rows(self, target: Target, first: int, last: int) -> Tensor | None:
         """Rows first to last - 1 of a target in the dtype in which it is stored; None if its
         kept weights did not move.
         """
         block = target.layer.block
-        moved = (
-            self.block(block).get(target.name) if block is not None and self.has(block) else None
-        )
+        if block is None or not self.has(block):
+            return None
+        moved = self.block(block).get(target.name)
         return None if moved is None or moved.weight is None else moved.weight[first:last]
 
     def replace(self, target: Target, first: int, words: Words, figures: RowFigures) -> RowFigures:
-        """Put the moved rows in the place of pruned rows, in memory.
+        """Put moved rows in the place of pruned rows.
 
         Args:
             target: of the rows. One whose kept weights did not move keeps its rows.
@@ -168,13 +174,11 @@ class MovedWeights:
             return figures
         words[:] = words_of(rows.contiguous())
         kept = np.count_nonzero(words, axis=1)
-        changed = figures._replace(zeros=words.shape[1] - kept)
+        figures = figures._replace(zeros=words.shape[1] - kept)
         share = self.block(target.layer.block)[target.name].kept_mass
-        return (
-            changed
-            if share is None
-            else changed._replace(kept=kept, kept_mass=share * figures.mass)
-        )
+        if share is None:
+            return figures
+        return figures._replace(kept=kept, kept_mass=share * figures.mass)
 
     def _path(self, block: int) -> Path:
         assert self.folder is not None

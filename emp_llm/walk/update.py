@@ -1,14 +1,18 @@
 """The update of a model: the calibration text passes through the dense and the pruned model side by
 side, block by block.
 
-Each target is updated so that, on the inputs which its pruned and moved predecessors give it, it
-returns what the dense layer returns on its dense inputs: min over What with the mask of sum_t w_t
-||What xhat_t - W x_t||^2. The targets of a block come level by level, in the order of their calls,
-  so that each sees what those before it really return.
+Each target is updated on the inputs xhat that it gets from its pruned and moved predecessors. It
+shall return there what the dense layer returns on its dense inputs x. With the weights w_t of the
+tokens:
 
-An update that reads no dense outputs needs one stream: its targets shall return what the dense
-weights return on the same inputs, those that the dense block gives them behind the pruned blocks
-(as in the code of SparseGPT's paper). All targets of a block are one level.
+    min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2
+
+The targets of a block come level by level, in the order of their calls, so that each sees what the
+levels before it really return.
+
+An update that reads no dense outputs needs one stream, as in the code of SparseGPT's paper: the
+targets of a block shall return what their dense weights return on the inputs that they have in the
+dense block, behind pruned blocks. They are one level.
 """
 
 from collections import Counter
@@ -16,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
+    Solution,
     add_moments,
     add_product,
     float32_products,
@@ -42,12 +47,12 @@ from emp_llm.update.least_squares import (
     symmetric,
 )
 from emp_llm.update.update import Allowed, Moments, Pattern, Update
-from emp_llm.walk.checks import MOMENT_BYTES, updatable
+from emp_llm.walk.checks import MOMENT_BYTES, held_out, updatable
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 
-_HELD_OUT = 16  # one sequence of this many
 _SAME = 0.01  # rounding of bfloat16, relative
 OfTarget = Callable[[Target], Tensor]
+Key = TypeVar("Key")
 
 
 def update_model(
@@ -90,13 +95,11 @@ def update_model(
     """
     targets = updatable(targets)
     runner = BlockwiseModel(model, blocks, hidden_states)
-    kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
-    batches = own_batches(tokens[:kept], batch_size)
-    rest = (
-        list(ranks().assigned(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
-    )
-    seen = range(len(batches))
-    held_out = range(len(batches), len(batches) + len(rest))
+    held = held_out(len(tokens))
+    batches = own_batches(tokens[: len(tokens) - held], batch_size)
+    rest = ranks().assigned(torch.split(tokens[-held:], batch_size)) if held else ()
+    fitting = range(len(batches))
+    measuring = range(len(batches), len(batches) + len(rest))
 
     def allowed_of(target: Target) -> Allowed:
         if pattern is not None or counts_of is None:
@@ -111,22 +114,21 @@ def update_model(
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
             if members and not ranks().broadcast(moved.has(step.index)):
-                found = _update_block(
-                    block, update, seen, held_out, mask_of, allowed_of, min_expert_tokens
+                updated = _update_block(
+                    block, update, fitting, measuring, mask_of, allowed_of, min_expert_tokens
                 )
-                moved.put(step.index, found)
+                moved.put(step.index, updated)
             else:
-                found = ranks().first(partial(moved.block, step.index)) if members else {}
+                updated = ranks().first(partial(moved.block, step.index)) if members else {}
                 for target in members:
-                    weight = found[target.name].weight
+                    weight = updated[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
                 if update.restores_dense:
                     step.run()
-            for number in (*seen, *held_out):
-                with block.pruned_weights():
-                    pruned.put(number, step.output(number, pruned))
+            for number, batch in enumerate(walk.batches):
+                block.pass_pruned(number)
                 if not update.restores_dense:
-                    walk.advance(walk.batches[number])
+                    walk.advance(batch)
 
 
 class Block:
@@ -185,6 +187,11 @@ class Block:
             if weight is not None:
                 values.copy_(weight)
 
+    def pass_pruned(self, number: int) -> None:
+        """Pass a batch of the pruned stream through the pruned block."""
+        with self.pruned_weights():
+            self.pruned.put(number, self.step.output(number, self.pruned))
+
     def calls(
         self, targets: list[Target], number: int, pruned: bool, whole: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
@@ -221,10 +228,12 @@ class Block:
                     output = self.step.output(number, self.pruned)
             else:
                 output = self.step.output(number, self.dense)
-        joined = [
-            {name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)
-        ]
-        return joined[0], joined[1], output
+        return _joined(inputs), _joined(outputs), output
+
+
+def _joined(calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The tokens of all calls of each layer, shape (tokens, features)."""
+    return {name: torch.cat(tokens) for name, tokens in calls.items()}
 
 
 class _AllSeen(Exception):
@@ -252,27 +261,25 @@ class _Level:
     def targets(self) -> list[Target]:
         return [target for targets in self.inputs.values() for target in targets]
 
-    def parts(self) -> list["_Level"]:
-        """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one
-        input.
-        """
-        parts: list[_Level] = []
+    def in_pieces(self) -> list["_Level"]:
+        """The level in pieces whose moments take at most MOMENT_BYTES, or belong to one input."""
+        pieces: list[_Level] = []
         held = 0
         for first, targets in self.inputs.items():
-            own = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
-            held += own
-            if not parts or held > MOMENT_BYTES:
-                parts.append(_Level(self.routed, {}, self.closing))
-                held = own
-            parts[-1].inputs[first] = targets
-        return parts
+            size = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
+            held += size
+            if not pieces or held > MOMENT_BYTES:
+                pieces.append(_Level(self.routed, {}, self.closing))
+                held = size
+            pieces[-1].inputs[first] = targets
+        return pieces
 
 
 def _update_block(
     block: Block,
     update: Update,
-    seen: Sequence[int],
-    held_out: Sequence[int],
+    fitting: Sequence[int],
+    measuring: Sequence[int],
     mask_of: OfTarget,
     allowed_of: Callable[[Target], Allowed],
     min_expert_tokens: int,
@@ -280,15 +287,15 @@ def _update_block(
     """Update the targets of a block, and return what became of them, by name.
 
     Args:
-        allowed_of: what a search may keep of a target.
-        seen, held_out: numbers of the batches that the weights are fitted to, and of those that
+        fitting, measuring: numbers of the batches that the weights are fitted to, and of those that
             only measure the error.
+        allowed_of: what a search may keep of a target.
     """
     if not update.searches:  # a level sees the block with all its masks
         for target in block.targets:
             block.change(target, mask_of(target), None)
-    levels = _levels(block, seen[0], update)
-    found = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
+    levels = _levels(block, fitting[0], update)
+    updated = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
     for target in block.targets:
         # The block uses the weight without calling the layer.
@@ -298,47 +305,44 @@ def _update_block(
         dense = None
         if update.restores_dense:
             dense = stack.enter_context(closing(_DenseCalls(block, levels, update.relative)))
-        for part in (part for level in levels for part in level.parts()):
-            moments = _moments(block, dense, part, seen, update.relative)
+        for level in [piece for whole in levels for piece in whole.in_pieces()]:
+            sums = _sums_of_level(block, dense, level, fitting, update.relative)
             pairs = [
-                (target, moments.get(first))
-                for first, targets in part.inputs.items()
+                (target, sums.get(first))
+                for first, targets in level.inputs.items()
                 for target in targets
             ]
             mine = {
-                target.name: _updated(block, target, each, update, allowed_of, min_expert_tokens)
-                for target, each in ranks().assigned(pairs)
+                target.name: _updated(
+                    block, target, of_inputs, update, allowed_of, min_expert_tokens
+                )
+                for target, of_inputs in ranks().assigned(pairs)
             }
             results = {
-                name: result for each in ranks().gather(mine) for name, result in each.items()
+                name: result for of_rank in ranks().gather(mine) for name, result in of_rank.items()
             }
-            for target in part.targets:
-                found[target.name], mask = results[target.name]
+            for target in level.targets:
+                updated[target.name], mask = results[target.name]
                 # It saw too few tokens for a search.
                 if mask is None and target.name not in block.masks:
                     mask = mask_of(target)
-                block.change(target, mask, found[target.name].weight)
-            del moments, pairs
-            for first, sums in _moments(block, dense, part, held_out, update.relative).items():
-                for target in part.inputs[first]:
-                    moved = found[target.name]
-                    right = _right(block.weight(target), sums)
-                    errors = _errors(
-                        block, target, block.masks[target.name], moved.weight, sums, right
-                    )
-                    moved.record.held_out_before, moved.record.held_out_after = errors or (
-                        None,
-                        None,
-                    )
-    return found
+                block.change(target, mask, updated[target.name].weight)
+            del sums, pairs
+            sums = _sums_of_level(block, dense, level, measuring, update.relative)
+            for first, of_inputs in sums.items():
+                for target in level.inputs[first]:
+                    moved = updated[target.name]
+                    errors = _errors(block, target, block.masks[target.name], moved, of_inputs)
+                    moved.record.held_out_before, moved.record.held_out_after = errors
+    return updated
 
 
 def _levels(block: Block, number: int, update: Update) -> list[_Level]:
-    """The levels of a block in the order of their calls, found by running a batch through it: one
-    level for an update that reads no dense outputs.
+    """The levels of a block in the order of their calls, which a batch shows. An update that reads
+    no dense outputs has one level.
     """
     by_name = {target.name: target for target in block.targets}
-    # Else each target has its own moments, because its outputs weight the tokens.
+    # Targets share the moments of their inputs, unless their outputs weight the tokens.
     shared = not update.relative
     levels: dict[str, _Level] = {}
     called: set[str] = set()
@@ -360,7 +364,7 @@ def _levels(block: Block, number: int, update: Update) -> list[_Level]:
 
     with layer_hooks(block.model, [target.layer for target in block.targets], observe):
         block.step.output(number, block.dense)
-    # expert's matrix in the model -> the first target that is a part of it.
+    # An expert's matrix in the model, which may hold gate and up -> its first target.
     first_of: dict[tuple[str, int], str] = {}
     # Experts in one order on all ranks, whichever of them this batch reached.
     for target in block.targets:
@@ -372,18 +376,19 @@ def _levels(block: Block, number: int, update: Update) -> list[_Level]:
             levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(
                 first_name, []
             ).append(target)
-    found = list(levels.values())
+    in_order = list(levels.values())
     if not update.restores_dense:
         together = _Level(False)
-        for level in found:
+        for level in in_order:
             together.inputs |= level.inputs
         return [together]
-    if found and update.restores_block:
-        end = found[-1].targets[0]
-        one = not found[-1].routed and len(found[-1].targets) == 1
-        added = one and is_added(block.model, end, lambda: block.step.output(number, block.dense))
-        found[-1].closing = all(ranks().gather(added))
-    return found
+    if in_order and update.restores_block:
+        last_level = in_order[-1]
+        end = last_level.targets[0]
+        alone = not last_level.routed and len(last_level.targets) == 1
+        added = alone and is_added(block.model, end, lambda: block.step.output(number, block.dense))
+        last_level.closing = all(ranks().gather(added))
+    return in_order
 
 
 def _stack(target: Target) -> str:
@@ -393,10 +398,8 @@ def _stack(target: Target) -> str:
 
 
 def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> bool:
-    """Whether a layer is called once in its block, and its output is added to the block's as it is.
-
-    It is found by a change of the layer's output in a batch, which must change the block's by as
-    much.
+    """Whether a layer is called once in its block, and its output is added to the block's as it is:
+    a change of the layer's output must change the block's by as much.
 
     Args:
         model: with the weights of the block.
@@ -427,31 +430,31 @@ def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> boo
     return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
 
 
-# Sums over the tokens t of a level, for the targets that share its inputs, by name. w_t are the
-# weights of the tokens.
-#   gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape
-#   (inputs, inputs). cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32;
-#   without it, the targets shall return W xhat_t. wanted: sum_t w_t y_t xhat_t^T with the wanted
-#   outputs y, float32, shape (outputs, inputs), in place of `cross`. tokens: their number.
+# Sums over the tokens t of a level, for the targets that share its inputs. w_t are the weights of
+# the tokens, xhat the inputs in the pruned model and x those in the dense one. By name:
+#   "gram": sum_t w_t xhat_t xhat_t^T, float32, shape (inputs, inputs).
+#   "cross": sum_t w_t xhat_t x_t^T, float32. Without it, the targets shall return W xhat_t.
+#   "wanted": sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in
+#   place of "cross".
+#   "tokens": their number.
 #   The name of a target: sum_t w_t y_tr^2 of each wanted output r, float64, shape (outputs,).
-_Sums = dict[str, Tensor]
+Sums = dict[str, Tensor]
 
 
 class _DenseCalls:
-    """What a block's targets see in the dense model, found in a pass that advances its hidden
-    states.
+    """What a block's targets see in the dense model: a pass that advances its hidden states.
 
-    Experts are left out, because other tokens may be routed to them there; and the inputs of the
+    Experts are left out, because other tokens may be routed to them there. So are the inputs of the
     closing level, because its target restores the outputs of the block.
 
     Attributes:
-        shares: by batch and target, the weights of the tokens; None if all are equal.
+        weights: by batch and target, those of the tokens; None if all are equal.
         energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape
             (outputs,).
     """
 
     def __init__(self, block: Block, levels: list[_Level], relative: bool) -> None:
-        self.shares: dict[tuple[int, str], Tensor | None] = {}
+        self.weights: dict[tuple[int, str], Tensor | None] = {}
         self.energy: dict[tuple[int, str], Tensor] = {}
         inner = [level for level in levels if not level.routed and not level.closing]
         self._firsts = [first for level in inner for first in level.inputs]
@@ -471,10 +474,10 @@ class _DenseCalls:
             for target in targets:
                 returned = outputs[target.name]
                 bias = bias_of(block.model, target.layer)
-                shares = _token_weights(returned) if relative else None
-                self.shares[number, target.name] = shares
+                weights = _token_weights(returned) if relative else None
+                self.weights[number, target.name] = weights
                 self.energy[number, target.name] = _energy(
-                    returned if bias is None else returned - bias, shares
+                    returned if bias is None else returned - bias, weights
                 )
             assert output is not None
             walk.hidden.put(number, output)
@@ -497,43 +500,23 @@ def _token_weights(outputs: Tensor) -> Tensor:
     return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
 
 
-def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
+def _energy(outputs: Tensor, weights: Tensor | None) -> Tensor:
     """sum_t w_t y_tr^2 of each output r, float64, shape (outputs,), for the weights w_t of the
     tokens; None: all 1.
     """
     squares = outputs.float().square()
-    return (squares if shares is None else squares * shares[:, None]).sum(0).double()
+    return (squares if weights is None else squares * weights[:, None]).sum(0).double()
 
 
-def _own_moments(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, _Sums]:
-    """The moments of the inputs that the dense block gives in the pruned stream, over some batches
-    of this rank.
-    """
-    found: dict[str, _Sums] = {}
-
-    def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
-        for name in (layer.name for layer in layers if layer.name in level.inputs):
-            x = given.detach().flatten(0, -2)
-            sums = found.setdefault(name, {})
-            _add(sums, "tokens", torch.tensor(len(x)))
-            sums["gram"] = add_moments(x, x, sums.get("gram"))
-
-    firsts = [targets[0].layer for targets in level.inputs.values()]
-    with layer_hooks(block.model, firsts, observe):
-        for number in numbers:
-            block.step.output(number, block.pruned)
-    return found
-
-
-def _moments(
+def _sums_of_level(
     block: Block,
     dense: _DenseCalls | None,
     level: _Level,
     numbers: Sequence[int],
     relative: bool,
-) -> dict[str, _Sums]:
-    """The moments of a level's inputs over some batches of all ranks, by the first target of each
-    input that saw a token.
+) -> dict[str, Sums]:
+    """The sums of a level over some batches of all ranks, by the first target of each input that
+    saw a token.
 
     Args:
         dense: None for an update that reads no dense outputs.
@@ -542,108 +525,125 @@ def _moments(
         UserError: a moment is not finite.
     """
     if dense is None:
-        found = _own_moments(block, level, numbers)
+        mine = _sums_of_one_stream(block, level, numbers)
     else:
-        found = _paired_moments(block, dense, level, numbers, relative)
-    if ranks().count > 1:
-        device = execution_device(block.step.block)
-        own = {
-            first: {key: value.cpu() for key, value in sums.items()}
-            for first, sums in found.items()
-        }
-        found = {}
-        for first, sums in (item for each in ranks().gather(own) for item in each.items()):
-            for key, value in sums.items():
-                _add(found.setdefault(first, {}), key, value)
-        found = {
-            first: {key: value.to(device) for key, value in sums.items()}
-            for first, sums in found.items()
-        }
-    for first, sums in found.items():
-        if not all(
-            bool(sums[key].isfinite().all()) for key in ("gram", "cross", "wanted") if key in sums
-        ):
+        mine = _sums_of_two_streams(block, dense, level, numbers, relative)
+    sums = sums_of_ranks(mine, execution_device(block.step.block))
+    for first, of_inputs in sums.items():
+        moments = (of_inputs[key] for key in ("gram", "cross", "wanted") if key in of_inputs)
+        if not all(bool(values.isfinite().all()) for values in moments):
             raise UserError(
                 f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be "
                 "fitted. Try --dtype float32, or prune without a fit."
             )
-        sums["gram"] = symmetric(sums["gram"])
-    if dense is None:
-        for first, sums in found.items():
-            for target in level.inputs[first]:
-                weight = block.weight(target)
-                with float32_products("highest"):
-                    returned = add_product(weight, sums["gram"])
-                sums[target.name] = torch.linalg.vecdot(weight, returned).double()
-    return found
+        of_inputs["gram"] = symmetric(of_inputs["gram"])
+        for target in level.inputs[first] if dense is None else ():
+            weight = block.weight(target)
+            with float32_products("highest"):
+                returned = add_product(weight, of_inputs["gram"])
+            of_inputs[target.name] = torch.linalg.vecdot(weight, returned).double()
+    return sums
 
 
-def _paired_moments(
+def sums_of_ranks(mine: dict[Key, Sums], device: torch.device) -> dict[Key, Sums]:
+    """The sums of all ranks, added up on a device. A collective call."""
+    if ranks().count == 1:
+        return mine
+    total: dict[Key, Sums] = {}
+    on_cpu = {
+        key: {name: value.cpu() for name, value in sums.items()} for key, sums in mine.items()
+    }
+    for of_rank in ranks().gather(on_cpu):
+        for key, sums in of_rank.items():
+            for name, value in sums.items():
+                add_to(total.setdefault(key, {}), name, value.to(device))
+    return total
+
+
+def add_to(sums: Sums, name: str, value: Tensor) -> None:
+    """Add a value to the sum of a name."""
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _sums_of_one_stream(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, Sums]:
+    """The sums over some batches of this rank, with the inputs that the dense block gives in the
+    pruned stream.
+    """
+    by_first: dict[str, Sums] = {}
+
+    def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
+        for name in (layer.name for layer in layers if layer.name in level.inputs):
+            x = given.detach().flatten(0, -2)
+            sums = by_first.setdefault(name, {})
+            add_to(sums, "tokens", torch.tensor(len(x)))
+            sums["gram"] = add_moments(x, x, sums.get("gram"))
+
+    firsts = [targets[0].layer for targets in level.inputs.values()]
+    with layer_hooks(block.model, firsts, observe):
+        for number in numbers:
+            block.step.output(number, block.pruned)
+    return by_first
+
+
+def _sums_of_two_streams(
     block: Block,
     dense: _DenseCalls,
     level: _Level,
     numbers: Sequence[int],
     relative: bool,
-) -> dict[str, _Sums]:
-    """The moments of a level's inputs in the pruned stream, and of what its targets shall return,
-    over some batches of this rank.
+) -> dict[str, Sums]:
+    """The sums over some batches of this rank, with the inputs in the pruned stream, and with what
+    the targets shall return.
     """
-    found: dict[str, _Sums] = {}
+    by_first: dict[str, Sums] = {}
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
         inputs, returned, output = block.calls(
             firsts, number, pruned=True, whole=level.routed or level.closing
         )
         for first, x in inputs.items():
-            sums = found.setdefault(first, {})
+            sums = by_first.setdefault(first, {})
             for target in level.inputs[first]:
                 name = target.name
                 y = None
                 if level.routed:  # other tokens may be routed to it in the dense model
                     y = add_product(x.float(), block.weight(target).T)
-                    shares = _token_weights(y) if relative else None
+                    weights = _token_weights(y) if relative else None
                 else:
-                    shares = dense.shares[number, name]
+                    weights = dense.weights[number, name]
                 if level.closing and output is not None:
                     missing = block.dense.get(number, output.device).float() - output.float()
                     bias = bias_of(block.model, target.layer)
                     y = missing.flatten(0, -2) + returned[first].float()
                     y = y if bias is None else y - bias.float()
                 if name == first:
-                    _add(sums, "tokens", torch.tensor(len(x)))
-                    left = x if shares is None else x.float() * shares[:, None]
+                    add_to(sums, "tokens", torch.tensor(len(x)))
+                    left = x if weights is None else x.float() * weights[:, None]
                     sums["gram"] = add_moments(left, x, sums.get("gram"))
                     if level.closing and y is not None:
-                        wanted = y if shares is None else y * shares[:, None]
+                        wanted = y if weights is None else y * weights[:, None]
                         sums["wanted"] = add_moments(wanted, x, sums.get("wanted"))
                     elif not level.routed:
-                        sums["cross"] = add_moments(
-                            left,
-                            dense.inputs(number, first, x.device),
-                            sums.get("cross"),
-                        )
-                _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
-    return found
+                        dense_x = dense.inputs(number, first, x.device)
+                        sums["cross"] = add_moments(left, dense_x, sums.get("cross"))
+                energy = dense.energy[number, name] if y is None else _energy(y, weights)
+                add_to(sums, name, energy)
+    return by_first
 
 
-def _add(sums: _Sums, key: str, value: Tensor) -> None:
-    sums[key] = sums[key] + value if key in sums else value
-
-
-def _right(weight: Tensor, sums: _Sums) -> Tensor | None:
-    """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the
-    weights on the same inputs.
-    """
-    if "cross" not in sums:
-        return sums.get("wanted")
-    with float32_products("highest"):
-        return add_product(weight, sums["cross"].T)
+def _moments_of(block: Block, target: Target, sums: Sums) -> Moments:
+    """What a target saw and shall return."""
+    right = sums.get("wanted")
+    if "cross" in sums:
+        with float32_products("highest"):
+            right = add_product(block.weight(target), sums["cross"].T)
+    return Moments(sums["gram"], right, sums[target.name], int(sums["tokens"]))
 
 
 def _updated(
     block: Block,
     target: Target,
-    sums: _Sums | None,
+    sums: Sums | None,
     update: Update,
     allowed_of: Callable[[Target], Allowed],
     min_expert_tokens: int,
@@ -663,71 +663,85 @@ def _updated(
             f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is "
             "damaged; download it again."
         )
-    damping = update.damping_of(target.matrix.columns, tokens)
-    moments = Moments(sums["gram"], _right(weight, sums), sums[target.name], tokens)
-    allowed = _on(
-        weight.device,
-        allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name]),
+    moments = _moments_of(block, target, sums)
+    allowed = allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name])
+    solution = solved(target, update, weight, moments, allowed)
+    mask = solution.mask
+    stored = in_stored_dtype(solution.weight, target).masked_fill_(~mask, 0).cpu()  # not -0.0
+    errors = output_errors(moments, weight, weight * mask, stored) or (0.0, 0.0)
+    record = FitRecord(
+        tokens=tokens, damping=solution.damping, error_before=errors[0], error_after=errors[1]
     )
-    kept_mass = None
-    searched = None
+    if not update.searches:
+        return Moved(stored, record), None
+    return Moved(stored, record, _kept_mass(weight, mask)), mask.cpu()
+
+
+def solved(
+    target: Target, update: Update, weight: Tensor, moments: Moments, allowed: Allowed
+) -> Solution:
+    """The new values of a target, after a search with those of its refit.
+
+    Args:
+        weight: the dense one, float32, shape (outputs, inputs).
+        allowed: a mask, or what a search may keep; on any device.
+
+    Raises:
+        UserError: a product is not finite.
+    """
+    damping = update.damping_of(target.matrix.columns, moments.tokens)
     try:
-        found = update.solve(weight, moments, allowed, damping)
-        if update.searches:
-            searched = found.mask.cpu()
-            # summed by rows: a sum of all depends on the threads
-            magnitudes = weight.abs()
-            total, kept = (
-                float(each.sum(1, dtype=torch.float64).sum())
-                for each in (magnitudes, magnitudes * found.mask)
-            )
-            kept_mass = kept / total if total else 1.0
-            if update.refit is not None:
-                found = update.refit.solve(
-                    weight, moments, Allowed(mask=found.mask), damping, found.weight
-                )
+        solution = update.solve(weight, moments, allowed.to(weight.device), damping)
+        if update.searches and update.refit is not None:
+            of_search = Allowed(mask=solution.mask)
+            solution = update.refit.solve(weight, moments, of_search, damping, solution.weight)
     except NonFiniteError as error:
         raise UserError(
             f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or "
             "prune without a fit."
         ) from error
-    stored = in_stored_dtype(found.weight, target).masked_fill_(~found.mask, 0).cpu()  # not -0.0
-    before, after = _errors(block, target, found.mask, stored, sums, moments.right) or (
-        0.0,
-        0.0,
-    )
-    record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
-    return Moved(stored, record, kept_mass), searched
+    return solution
 
 
-def _on(device: torch.device, allowed: Allowed) -> Allowed:
-    """What may stay, on a device."""
-    mask = None if allowed.mask is None else allowed.mask.to(device)
-    counts = None if allowed.counts is None else allowed.counts.to(device)
-    return Allowed(mask, counts, allowed.pattern)
+def _kept_mass(weight: Tensor, mask: Tensor) -> float:
+    """The share of sum |W| in the kept weights; 1 for a matrix of zeros. Summed by rows: a sum of
+    all depends on the threads.
+    """
+    magnitudes = weight.abs()
+    kept = float((magnitudes * mask).sum(1, dtype=torch.float64).sum())
+    total = float(magnitudes.sum(1, dtype=torch.float64).sum())
+    return kept / total if total else 1.0
 
 
 def _errors(
-    block: Block,
-    target: Target,
-    mask: Tensor,
-    moved: Tensor | None,
-    sums: _Sums,
-    right: Tensor | None,
-) -> tuple[float, float] | None:
-    """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None
-    where all y are 0.
-
-    Args:
-        right: `_right` of the weights and sums.
+    block: Block, target: Target, mask: Tensor, moved: Moved, sums: Sums
+) -> tuple[float | None, float | None]:
+    """The errors of the masked and of the moved weights of a target; None where all wanted outputs
+    are 0.
     """
     weight = block.weight(target)
-    energy = sums[target.name]
-    total = float(energy.sum())
+    masked = weight * mask.to(weight.device)
+    new = masked if moved.weight is None else moved.weight
+    return output_errors(_moments_of(block, target, sums), weight, masked, new) or (None, None)
+
+
+def output_errors(
+    moments: Moments, dense: Tensor, before: Tensor, after: Tensor
+) -> tuple[float, float] | None:
+    """sum_t w_t ||V xhat_t - y_t||^2 / sum_t w_t ||y_t||^2 for the weights V before and after an
+    update; None where all y are 0.
+
+    Args:
+        dense: weights, as the others of shape (outputs, inputs).
+    """
+    total = float(moments.energy.sum())
     if total <= 0:
         return None
-    masked = weight * mask.to(weight.device)
-    new = masked if moved is None else moved.to(weight.device).float()
-    errors = (output_error(each, weight, sums["gram"], right, energy) for each in (masked, new))
-    before, after = (max(0.0, float(each.sum()) / total) for each in errors)
-    return before, after
+
+    def error(weight: Tensor) -> float:
+        by_row = output_error(
+            weight.to(dense.device).float(), dense, moments.gram, moments.right, moments.energy
+        )
+        return max(0.0, float(by_row.sum()) / total)
+
+    return error(before), error(after)
