@@ -380,7 +380,7 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ),
         ({"memory": "100kB", "parameters": "6e9"}, "--parameters and --memory both set the size"),
         ({"structure": "layers", "refit": True}, "--refit moves weights within layers"),
-        ({"structure": "layers", "keep_shapes": True}, "no shape is left to keep"),
+        ({"structure": "layers", "keep_shapes": True}, "--keep-shapes keeps them"),
         ({"structure": "experts", "width_multiple": 8}, "--width-multiple is for neurons"),
         ({"method": "taylor"}, "--method taylor does not score experts"),
         (
