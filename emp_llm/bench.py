@@ -118,7 +118,7 @@ def bench(options: BenchOptions) -> Bench:
         start = time.perf_counter()
         network = load_one()
         seconds = time.perf_counter() - start
-        _run(network, prompts[: batch_sizes[0]], options.new_tokens)
+        _timed_run(network, prompts[: batch_sizes[0]], options.new_tokens)
         weights = list(network.parameters())
         for layer in sparse_layers(network).values():
             weights.extend(layer.buffers())
@@ -184,7 +184,7 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-class _Run(NamedTuple):
+class _TimedRun(NamedTuple):
     """One prefill and decoding.
 
     Attributes:
@@ -197,7 +197,7 @@ class _Run(NamedTuple):
     tokens: "torch.Tensor"
 
 
-def _run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> _Run:
+def _timed_run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> _TimedRun:
     """Prefill prompts, int64, shape (sequences, tokens), and decode greedily."""
     import torch
 
@@ -210,7 +210,7 @@ def _run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: int) -> 
             output = model(tokens[-1], past_key_values=output.past_key_values, use_cache=True)
             tokens.append(output.logits[:, -1:].argmax(-1))
         end = _now(prompts)
-    return _Run(middle - start, end - middle, torch.cat(tokens, dim=1))
+    return _TimedRun(middle - start, end - middle, torch.cat(tokens, dim=1))
 
 
 def _measured(
@@ -224,10 +224,10 @@ def _measured(
     runs = []
     for number in range(options.repeats + 1):
         if number % 2:  # the other model begins
-            sparse = _run(sparse_model, prompts, options.new_tokens)
-        dense = _run(dense_model, prompts, options.new_tokens)
+            sparse = _timed_run(sparse_model, prompts, options.new_tokens)
+        dense = _timed_run(dense_model, prompts, options.new_tokens)
         if not number % 2:
-            sparse = _run(sparse_model, prompts, options.new_tokens)
+            sparse = _timed_run(sparse_model, prompts, options.new_tokens)
         runs.append((dense, sparse))
         bar.update(1)
     (dense, sparse), *rounds = runs

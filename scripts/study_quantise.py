@@ -384,7 +384,7 @@ def speed(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Seconds of the new tokens of each way, in rounds."""
     from bench_helpers import hardware
 
-    from emp_llm.bench import _run
+    from emp_llm.bench import _timed_run
     from emp_llm.common.errors import count_of
 
     models = {name: make()[0] for name, make in ways(options, folder).items()}
@@ -392,7 +392,7 @@ def speed(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(options.repeats + 1):
         for name, model in models.items():
-            seconds = _run(model, prompt, options.new_tokens).decode
+            seconds = _timed_run(model, prompt, options.new_tokens).decode
             if number:  # the first round warms up
                 times[name].append(seconds)
     machine = f"{hardware('cpu')}; {count_of(torch.get_num_threads(), 'thread')}"

@@ -44,7 +44,7 @@ from emp_llm.runtime.cpu_kernel import (
     instructions_for,
     product_module,
 )
-from emp_llm.runtime.loader import sparse_layers
+from emp_llm.runtime.loader import NEVER, sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 from emp_llm.runtime.sparse_linear import products_of
 
@@ -484,6 +484,14 @@ def test_generate_from_python(sparse_models: Models) -> None:
     pieces.close()  # as Ctrl-C does
     assert not any(thread.name == "emp-llm-generate" for thread in threading.enumerate())
     assert abandoned.figures is None
+    text = abandoned.text  # from the beginning
+    assert abandoned.text == text
+
+
+def test_a_dense_load_packs_nothing(sparse_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emp_llm.runtime.loader.pack_words", None)
+    model = load(sparse_models("llama"), least_zeros=NEVER)
+    assert not sparse_layers(model)
 
 
 def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
@@ -725,7 +733,7 @@ def test_a_bench_on_a_failing_disk(
         "--device",
         "cpu",
     )
-    run = emp_llm.bench._run
+    run = emp_llm.bench._timed_run
 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -733,10 +741,10 @@ def test_a_bench_on_a_failing_disk(
     for moment in ("before", "after"):
         if moment == "before":
             monkeypatch.setattr("emp_llm.bench.write_bytes", fail)
-            monkeypatch.setattr(emp_llm.bench, "_run", None)
+            monkeypatch.setattr(emp_llm.bench, "_timed_run", None)
         else:
             monkeypatch.undo()
-            assert emp_llm.bench._run is run
+            assert emp_llm.bench._timed_run is run
             monkeypatch.setattr(Bench, "save", fail)
         done = command("bench", *line, "--output", output, code=2)
         assert (

@@ -153,26 +153,20 @@ class CpuProducts:
         result = x.new_empty(tokens, rows)
         tiles = tokens > _MOST_VECTORS
         inputs[:, : x.shape[1]] = x
-        height = max(
-            12,
-            min(_CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12, rows // (4 * threads)),
-        )
+        cached_rows = _CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12
+        height = max(12, min(cached_rows, rows // (4 * threads)))
         tile = self._room(threads * height if tiles else 0, instructions)
         sums = torch.empty(min(_FEW, tokens), rows)
         for first in range(0, tokens if rows else 0, _FEW):
-            some = inputs[first : first + _FEW]
+            some_inputs = inputs[first : first + _FEW]
             some_sums = sums[: tokens - first]
-            vectors = -(-some.shape[0] // -(-some.shape[0] // _MOST_VECTORS))
-            self._run(
-                _compiled(product_module, self._dtype, instructions, vectors, tiles),
-                0,
-                rows,
-                height,
-                tile,
-                some,
-                some_sums,
-            )
-            result[first : first + _FEW] = some_sums if bias is None else some_sums.add_(bias)
+            passes = -(-some_inputs.shape[0] // _MOST_VECTORS)
+            vectors = -(-some_inputs.shape[0] // passes)
+            product = _compiled(product_module, self._dtype, instructions, vectors, tiles)
+            self._run(product, 0, rows, height, tile, some_inputs, some_sums)
+            if bias is not None:
+                some_sums.add_(bias)
+            result[first : first + _FEW] = some_sums
         return result
 
     def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
@@ -296,12 +290,13 @@ def product_module(dtype: str, instructions: Instructions, vectors: int, tiles: 
     )
     # Rows that share their loads of the inputs.
     shared = min(4, instructions.sums // vectors) if vectors > 1 else 1
-    # Two sums for one product, or each addition would wait for the last.
-    many = 2 if vectors == 1 else 1
+    # A single result has two sums, or each addition would wait for the one before.
+    parallel = 2 if vectors == 1 else 1
 
     def product(
         b: Any, task: dict[str, Any], tile: Any, token: Any, row: Any, together: int
     ) -> None:
+        """The results of `vectors` tokens from `token` on and `together` rows from `row` on."""
         rows = [b.add(row, number(i)) for i in range(together)]
         tokens = [b.add(token, number(j)) for j in range(vectors)]
         inputs = [b.mul(each, task["inputs_stride"]) for each in tokens]
@@ -314,42 +309,31 @@ def product_module(dtype: str, instructions: Instructions, vectors: int, tiles: 
                 for j in range(vectors):
                     x = fetch(b, task["inputs"], b.add(column, inputs[j]), word)
                     for i in range(together):
-                        k = (i * vectors + j) * many + chunk % many
+                        k = (i * vectors + j) * parallel + chunk % parallel
                         sums[k] = _multiply_add(b, sums[k], factors[i], x)
             return sums
 
         def add_dense(at: Any, sums: list[Any]) -> list[Any]:
-            return add_word(
-                at,
-                lambda i, chunk: fetch(
-                    b, task["tile"], b.add(dense[i], _column(b, instructions, at, chunk)), word
-                ),
-                sums,
-            )
+            def weights(i: int, chunk: int) -> Any:
+                column = _column(b, instructions, at, chunk)
+                return fetch(b, task["tile"], b.add(dense[i], column), word)
 
-        sums = [ir.Constant(sum_type, None)] * (together * vectors * many)
+            return add_word(at, weights, sums)
+
+        sums = [ir.Constant(sum_type, None)] * (together * vectors * parallel)
         if tiles:
             sums = _for_range(b, number(0), task["words"], 1, sums, add_dense)
         else:
             sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word)
         for i in range(together):
             for j in range(vectors):
-                lanes = sums[(i * vectors + j) * many]
-                lanes = lanes if many == 1 else b.fadd(lanes, sums[1])
-                zero = ir.Constant(FLOAT, -0.0)
-                total = intrinsic(
-                    b,
-                    f"llvm.vector.reduce.fadd.v{sum_type.count}f32",
-                    FLOAT,
-                    [zero, lanes],
-                    ("reassoc",),
-                )
-                store(
-                    b,
-                    total,
-                    task["results"],
-                    b.add(rows[i], b.mul(task["results_stride"], tokens[j])),
-                )
+                lanes = sums[(i * vectors + j) * parallel]
+                if parallel == 2:
+                    lanes = b.fadd(lanes, sums[1])
+                name = f"llvm.vector.reduce.fadd.v{sum_type.count}f32"
+                total = intrinsic(b, name, FLOAT, [ir.Constant(FLOAT, -0.0), lanes], ("reassoc",))
+                place = b.add(rows[i], b.mul(task["results_stride"], tokens[j]))
+                store(b, total, task["results"], place)
 
     def multiply_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
         # The place of a row in the tile, less its number.
@@ -509,12 +493,8 @@ def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
     """The words of a chunk as float32 numbers."""
     floats = ir.VectorType(FLOAT, lanes)
     if dtype == "F16":
-        return b.fpext(
-            b.bitcast(
-                b.trunc(words, ir.VectorType(I16, lanes)), ir.VectorType(ir.HalfType(), lanes)
-            ),
-            floats,
-        )
+        halves = b.trunc(words, ir.VectorType(I16, lanes))
+        return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), lanes)), floats)
     if dtype == "BF16":
         words = b.shl(words, ir.Constant(words.type, [16] * lanes))
     return b.bitcast(words, floats)
@@ -528,18 +508,20 @@ def _next_values(b: Any, values: Any, at: Any, lanes: int, dtype: str) -> Any:
 
 def _expand(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     """Spread values by vpexpandd."""
-    words = _next_values(b, values, at, 16, dtype)
-    lanes = b.bitcast(b.trunc(bits, I16), ir.VectorType(I1, 16))
-    arguments = [words, ir.Constant(words.type, None), lanes]
-    return intrinsic(b, "llvm.x86.avx512.mask.expand.v16i32", words.type, arguments)
+    return _expand_vector(b, _next_values(b, values, at, 16, dtype), bits)
 
 
 def _expand_words(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     """Spread values by vpexpandw."""
-    words = fetch(b, values, at, ir.VectorType(I16, 32))
-    lanes = b.bitcast(b.trunc(bits, I32), ir.VectorType(I1, 32))
-    arguments = [words, ir.Constant(words.type, None), lanes]
-    return intrinsic(b, "llvm.x86.avx512.mask.expand.v32i16", words.type, arguments)
+    return _expand_vector(b, fetch(b, values, at, ir.VectorType(I16, 32)), bits)
+
+
+def _expand_vector(b: Any, words: Any, bits: Any) -> Any:
+    """The words in turn in the lanes whose bits are set, and zero in the others."""
+    count = words.type.count
+    lanes = b.bitcast(b.trunc(bits, ir.IntType(count)), ir.VectorType(I1, count))
+    name = f"llvm.x86.avx512.mask.expand.v{count}i{words.type.element.width}"
+    return intrinsic(b, name, words.type, [words, ir.Constant(words.type, None), lanes])
 
 
 def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
