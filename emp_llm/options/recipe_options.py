@@ -4,6 +4,7 @@ A field is an option and a key. `RecipeOptions.tree` is the recipe that they mea
 `RecipeOptions.of` gives the options of a recipe.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -272,7 +273,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def custom_scores(self) -> dict[str, Any]:
-        """The fields of a criterion or scores of the user's own."""
+        """The fields of a custom criterion, or of given scores."""
         names = ("criterion", "criterion_source", "scores", "scores_digest")
         return {name: getattr(self, name) for name in names}
 
@@ -283,22 +284,13 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         options |= _options_of_score(recipe.score) | _options_of_counts(recipe.counts)
         if isinstance(recipe.score, Relative) and isinstance(recipe.counts, Effective):
             options["count_by"] = recipe.counts.count_by  # its default is another
-        options |= {name: getattr(recipe.targets, name) for name in TARGET_FIELDS[1:]}
-        options |= {"targets": recipe.targets.layers, "structure": recipe.structure}
+        targets = dict(vars(recipe.targets))
+        options |= {"targets": targets.pop("layers"), **targets, "structure": recipe.structure}
         refit = None if recipe.update is None else recipe.update.refit
-        if refit is not None:
-            options |= {
-                "refit": True,
-                "refit_weighting": refit.weighting,
-                "refit_target": refit.target,
-                "refit_damping": refit.damping,
-            }
-        if recipe.heal is not None:
-            options |= {
-                "heal": True,
-                "heal_steps": recipe.heal.steps,
-                "heal_weights": recipe.heal.weights,
-            }
+        for name, node in (("refit", refit), ("heal", recipe.heal)):
+            if node is not None:
+                options[name] = True
+                options |= {f"{name}_{field}": value for field, value in vars(node).items()}
         return cls(**options)
 
     @property
@@ -306,7 +298,6 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """The recipe that the options mean; UserError for a value that is out of range, or for
         values that do not go together.
         """
-        heal = Heal(**_without_none(steps=self.heal_steps, weights=self.heal_weights))
         return Recipe(
             score=self._score(),
             counts=self._counts(),
@@ -320,7 +311,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 self.allow_partial,
             ),
             update=self._update(),
-            heal=heal if self.heal else None,
+            heal=Heal(**self._given(Heal, "heal_")) if self.heal else None,
             structure=self.structure,
         )
 
@@ -338,30 +329,26 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def _counts(self) -> Counts:
         if self.adaptive:
-            names = ("beta", "order", "neff_dtype", "count_by", "sparsity")
-            return Effective(**_without_none(**{name: getattr(self, name) for name in names}))
+            return Effective(**self._given(Effective))
         if self.pattern is not None:
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):
-            return Match(**_without_none(run=self.match, by=self.match_by, removed=self.removed))
+            return Match(self.match or Match.run, self.match_by or Match.by, self.removed)
         shares: Owl | ByCost | None = None
         if self.shares == "cost":
             shares = ByCost(None if isinstance(self.removed, int) else self.removed)
         if self.shares == "owl":
-            shares = Owl(**_without_none(owl_lambda=self.owl_lambda, owl_m=self.owl_m))
-        return Share(**_without_none(sparsity=self.sparsity, shares=shares))
+            shares = Owl(**self._given(Owl))
+        return Share(Share.sparsity if self.sparsity is None else self.sparsity, shares)
 
     def _update(self) -> Update | None:
-        refit = None
-        if self.refit:
-            refit = Refit(
-                **_without_none(
-                    weighting=self.refit_weighting,
-                    target=self.refit_target,
-                    damping=self.refit_damping,
-                )
-            )
+        refit = Refit(**self._given(Refit, "refit_")) if self.refit else None
         return search_named(self.name)(refit=refit) if self.name in SEARCHES else refit
+
+    def _given(self, node: type[Any], prefix: str = "") -> dict[str, Any]:
+        """The values for the fields of a node; it has defaults for those that are None."""
+        values = {field.name: getattr(self, prefix + field.name) for field in fields(node)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def but(self, **changes: Any) -> "RecipeOptions":
         """The recipe with other values in some fields."""
@@ -487,11 +474,6 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )
 
 
-def _without_none(**values: Any) -> dict[str, Any]:
-    """The values that are given; for the others, a node of the recipe has its defaults."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _score_class(name: str) -> type[Score] | None:
     """The scores of a built-in method without "emp-"; None for any other."""
     return Magnitude if name in SEARCHES else METHODS.get(name)
@@ -537,13 +519,7 @@ def _options_of_score(score: Score) -> dict[str, Any]:
 
 def _options_of_counts(counts: Counts) -> dict[str, Any]:
     if isinstance(counts, Effective):
-        return {
-            "beta": counts.beta,
-            "order": counts.order,
-            "neff_dtype": counts.neff_dtype,
-            "count_by": None if counts.count_by == "own" else counts.count_by,
-            "sparsity": counts.sparsity,
-        }
+        return vars(counts) | {"count_by": None if counts.count_by == "own" else counts.count_by}
     if isinstance(counts, Pattern):
         return {"pattern": f"{counts.kept}:{counts.group}"}
     if isinstance(counts, Match):
@@ -557,11 +533,7 @@ def _options_of_counts(counts: Counts) -> dict[str, Any]:
     if isinstance(counts.shares, ByCost):
         options |= {"shares": "cost", "removed": counts.shares.removed}
     elif counts.shares is not None:
-        options |= {
-            "shares": "owl",
-            "owl_lambda": counts.shares.owl_lambda,
-            "owl_m": counts.shares.owl_m,
-        }
+        options |= {"shares": "owl"} | vars(counts.shares)
     return options
 
 
