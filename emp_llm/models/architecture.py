@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -534,13 +533,61 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         blocks: name of the list of decoder blocks, if given by the user.
     """
     config = checkpoint.config
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    classes = config.get("architectures")
-    if not (
-        isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
-    ):
+    shape_of = _llama_shapes(config)
+    if shape_of is None or blocks not in (None, LLAMA_BLOCKS):
         return None
-    if "auto_map" in config or "model_type" not in config or blocks not in (None, LLAMA_BLOCKS):
+    number = config["num_hidden_layers"]
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    roles: list[str] = []
+    for variants in (LLAMA_ATTENTION, LLAMA_MLP):
+        for names in variants:
+            if all(f"{LLAMA_BLOCKS}.0.{name}.weight" in shapes for name in names):
+                roles += names
+                break
+    layers = [Layer(LLAMA_EMBEDDING, "embedding", None)]
+    for block in range(number):
+        for role in roles:
+            purpose: Purpose = "mlp" if role.startswith("mlp.") else "attention"
+            layers.append(Layer(f"{LLAMA_BLOCKS}.{block}.{role}", purpose, block))
+    layers.append(Layer(LLAMA_HEAD, "head", None))
+    head = f"{LLAMA_HEAD}.weight"
+    tied = config.get("tie_word_embeddings") is True and head not in shapes
+    matrices = {
+        layer.parameter: shape_of[layer.leaf]
+        for layer in layers
+        if layer.purpose != "head" or not tied
+    }
+    norm = f"{LLAMA_NORM}.weight"
+    if norm not in shapes or not matrices.items() <= shapes.items():
+        return None
+    # The other tensors are norms and biases, one of each in every block.
+    others = Counter(
+        re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {norm}
+    )
+    in_block = f"{LLAMA_BLOCKS}.*"
+    norms = {f"{in_block}.{name}.weight" for name in LLAMA_NORMS}
+    more_norms = {f"{in_block}.{name}.weight" for name in LLAMA_MORE_NORMS}
+    biases = {f"{in_block}.{role}.bias" for role in roles}
+    known = norms <= others.keys() <= norms | more_norms | biases
+    if not known or set(others.values()) != {number}:
+        return None
+    stored_names = {head: f"{LLAMA_EMBEDDING}.weight"} | {name: name for name in shapes}
+    block_shapes = {
+        name: shape for name, shape in shapes.items() if name.startswith(f"{LLAMA_BLOCKS}.")
+    }
+    return Architecture(checkpoint, layers, stored_names, block_shapes)
+
+
+def _llama_shapes(config: dict[str, Any]) -> dict[str, Shape] | None:
+    """Leaf of a layer -> shape of its weight, by a config.json with the fields of Llama; None for
+    any other, and for code of the repository's own.
+    """
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1:
+        return None
+    if not str(classes[0]).endswith("ForCausalLM"):
+        return None
+    if "auto_map" in config or "model_type" not in config:
         return None
     keys = (
         "vocab_size",
@@ -553,13 +600,13 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     sizes.append(config.get("num_key_value_heads") or sizes[-1])
     if not all(type(size) is int and size > 0 for size in sizes):
         return None
-    vocabulary, hidden, inner, number, heads, groups = sizes
+    vocabulary, hidden, inner, _, heads, groups = sizes
     head = config.get("head_dim") or hidden // heads
     if type(head) is not int:
         return None
     queries = heads * head
     values = groups * head
-    shape_of = {
+    return {
         "q_proj": (queries, hidden),
         "k_proj": (values, hidden),
         "v_proj": (values, hidden),
@@ -572,51 +619,6 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
         "embed_tokens": (vocabulary, hidden),
         "lm_head": (vocabulary, hidden),
     }
-    head_weight = f"{LLAMA_HEAD}.weight"
-    norm = f"{LLAMA_NORM}.weight"
-    in_block = f"{LLAMA_BLOCKS}.*"
-    norms = {f"{in_block}.{name}.weight" for name in LLAMA_NORMS}
-    more_norms = {f"{in_block}.{name}.weight" for name in LLAMA_MORE_NORMS}
-    tied = config.get("tie_word_embeddings") is True and head_weight not in shapes
-    for attention, mlp in product(LLAMA_ATTENTION, LLAMA_MLP):
-        roles: list[tuple[str, Purpose]] = [
-            (f"self_attn.{leaf}", "attention") for leaf in attention
-        ]
-        roles += [(f"mlp.{leaf}", "mlp") for leaf in mlp]
-        inside = [
-            Layer(f"{LLAMA_BLOCKS}.{block}.{role}", purpose, block)
-            for block in range(number)
-            for role, purpose in roles
-        ]
-        layers = [
-            Layer(LLAMA_EMBEDDING, "embedding", None),
-            *inside,
-            Layer(LLAMA_HEAD, "head", None),
-        ]
-        matrices = {
-            layer.parameter: shape_of[layer.leaf]
-            for layer in layers
-            if layer.purpose != "head" or not tied
-        }
-        if not matrices.items() <= shapes.items():
-            continue
-        others = Counter(
-            re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {norm}
-        )
-        biases = {f"{in_block}.{role}.bias" for role, _ in roles}
-        if (
-            norm in shapes
-            and norms <= others.keys() <= norms | more_norms | biases
-            and set(others.values()) == {number}
-        ):
-            stored_names = {head_weight: f"{LLAMA_EMBEDDING}.weight"} | {
-                name: name for name in shapes
-            }
-            in_blocks = {
-                name: shape for name, shape in shapes.items() if name.startswith(f"{LLAMA_BLOCKS}.")
-            }
-            return Architecture(checkpoint, layers, stored_names, in_blocks)
-    return None
 
 
 def by_names(checkpoint: Checkpoint) -> Architecture:

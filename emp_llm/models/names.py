@@ -52,6 +52,12 @@ LLAMA_MORE_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-# Joined or apart, in the order of the modules.
-LLAMA_ATTENTION = ((*QUERY_KEY_VALUE, "o_proj"), ("o_proj", "qkv_proj"))
-LLAMA_MLP = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+# Apart or joined, in the order of the modules.
+LLAMA_ATTENTION = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    ("self_attn.o_proj", "self_attn.qkv_proj"),
+)
+LLAMA_MLP = (
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ("mlp.gate_up_proj", "mlp.down_proj"),
+)
