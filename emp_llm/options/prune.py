@@ -6,7 +6,7 @@ from typing import Annotated
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import GivenOptions, Opt, options_of
+from emp_llm.options.base import GivenOptions, Opt, flag_of, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import UNIT_CRITERIA, UNIT_KINDS, StructureRecipe
@@ -119,9 +119,8 @@ def check_options(
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:
-                flag = options_of(RecipeOptions)[name].flag
                 raise UserError(
-                    f"--parameters and --memory set the sparsity; leave out {flag}, or "
+                    f"--parameters and --memory set the sparsity; leave out {flag_of(name)}, or "
                     "both of them."
                 )
         if structure.keep_shapes:
@@ -203,8 +202,7 @@ def _check_loss(
     """Raise UserError for what does not go with --loss."""
     for name in ("sparsity", "match", "beta", "neff_dtype", "shares"):
         if name in given:
-            flag = options_of(RecipeOptions)[name].flag
-            raise UserError(f"--loss finds the sparsity; leave out {flag}, or --loss.")
+            raise UserError(f"--loss finds the sparsity; leave out {flag_of(name)}, or --loss.")
     for name in ("parameters", "memory"):
         if name in given:
             raise UserError(f"--loss and --{name} both set the sparsity; give only one.")
