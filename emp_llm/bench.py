@@ -139,7 +139,7 @@ def bench(options: BenchOptions) -> Bench:
         dense_model, dense = loaded(load_dense, other, "dense")
         bar.update(1)
         for size in batch_sizes:
-            batches.append(_measured(dense_model, sparse_model, prompts[:size], options, bar))
+            batches.append(_timed_batch(dense_model, sparse_model, prompts[:size], options, bar))
     layers = [layer.rows for layer in sparse_layers(sparse_model).values()]
     stored = sum(rows.values.numel() for rows in layers)
     record = Bench(
@@ -213,7 +213,7 @@ def _timed_run(model: "PreTrainedModel", prompts: "torch.Tensor", new_tokens: in
     return _TimedRun(middle - start, end - middle, torch.cat(tokens, dim=1))
 
 
-def _measured(
+def _timed_batch(
     dense_model: "PreTrainedModel",
     sparse_model: "PreTrainedModel",
     prompts: "torch.Tensor",
