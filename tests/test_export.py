@@ -116,8 +116,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def folder(name: str) -> Path:
         if name not in made:
-            kind, values = MODELS[name]
-            config = getattr(transformers, kind)(**(BASE | values))
+            config_class, values = MODELS[name]
+            config = getattr(transformers, config_class)(**(BASE | values))
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():
@@ -194,16 +194,16 @@ def test_llama_cpp_reads_the_tokenizer_and_writes_the_same_text(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_every_type(kind: str, make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_name", TYPES)
+def test_every_type(type_name: str, make: Make, tmp_path: Path) -> None:
     """Matrices have the type; norms are exact; in four bits, embeddings have eight."""
     folder = make("llama")
     path = tmp_path / "model.gguf"
-    export(str(folder), type=kind, output=path)  # type: ignore[arg-type]
+    export(str(folder), type=type_name, output=path)  # type: ignore[arg-type]
     weights = load(folder).state_dict()
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert tensors["blk.0.ffn_down.weight"].tensor_type.name == kind.upper()
-    embeddings = "Q8_0" if kind.startswith("q4") else kind.upper()
+    assert tensors["blk.0.ffn_down.weight"].tensor_type.name == type_name.upper()
+    embeddings = "Q8_0" if type_name.startswith("q4") else type_name.upper()
     assert tensors["token_embd.weight"].tensor_type.name == embeddings
     norm = tensors["blk.1.attn_norm.weight"]
     assert norm.tensor_type.name == "F32"
@@ -212,7 +212,7 @@ def test_every_type(kind: str, make: Make, tmp_path: Path) -> None:
     read = torch.tensor(gguf.quants.dequantize(down.data, down.tensor_type))
     stored = weights["model.layers.2.mlp.down_proj.weight"]
     error = {"f32": 0.0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.15, "q4_1": 0.15}
-    assert (read - stored).norm() <= error[kind] * stored.norm()
+    assert (read - stored).norm() <= error[type_name] * stored.norm()
 
 
 def test_a_window_bounds_the_context(tmp_path: Path, make: Make) -> None:
@@ -252,9 +252,9 @@ def test_a_pruned_model_says_where_it_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["heads", "neurons", "both"])
-def own_widths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def per_layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model whose layers have their own numbers of heads or neurons."""
-    how = {"heads": {"sparsity": 0.3}, "both": {"sparsity": 0.4}}.get(request.param, {})
+    options = {"heads": {"sparsity": 0.3}, "both": {"sparsity": 0.4}}.get(request.param, {})
     folder = tmp_path_factory.mktemp("own") / request.param
     prune(
         model=DEMO,
@@ -262,31 +262,31 @@ def own_widths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         structure=request.param,
         per_layer=True,
         structure_group="all",
-        method="magnitude" if how else "emp-magnitude",
+        method="magnitude" if options else "emp-magnitude",
         **({} if request.param == "heads" else {"width_multiple": 8}),
-        **how,
+        **options,
     )
     return folder
 
 
-def test_own_widths_of_each_layer(own_widths: Path, command: Run, tmp_path: Path) -> None:
+def test_own_widths_of_each_layer(per_layer: Path, command: Run, tmp_path: Path) -> None:
     """emp-llm loads, verifies, evaluates, prunes and exports such a model."""
-    config = json.loads((own_widths / "config.json").read_text())
+    config = json.loads((per_layer / "config.json").read_text())
     widths = config["per_layer_config"]
     assert len({json.dumps(each) for each in widths.values()}) > 1
-    report = json.loads((own_widths / "emp_report.json").read_text())
+    report = json.loads((per_layer / "emp_report.json").read_text())
     assert any("transformers' own classes do not load that yet" in w for w in report["warnings"])
-    command("verify", own_widths)
+    command("verify", per_layer)
     suite = f"perplexity,file={DEMO.parents[2] / 'eval' / 'demo' / 'heldout.txt'},seqlen=128"
-    command("evaluate", "--model", own_widths, "--suite", suite, "--limit", 2, "--output", "e.json")
+    command("evaluate", "--model", per_layer, "--suite", suite, "--limit", 2, "--output", "e.json")
     zeros = tmp_path / "zeros"
-    prune(model=own_widths, output=zeros, method="magnitude", targets="all-linear")
+    prune(model=per_layer, output=zeros, method="magnitude", targets="all-linear")
     assert json.loads((zeros / "config.json").read_text()) == config
     again = command(
-        "prune", "--model", own_widths, "--structure", "neurons", "--output", "x", code=2
+        "prune", "--model", per_layer, "--structure", "neurons", "--output", "x", code=2
     )
     assert "its layers differ in width already" in again.stderr
-    command("export", own_widths, "--output", "own.gguf")
+    command("export", per_layer, "--output", "own.gguf")
     fields = gguf.GGUFReader(tmp_path / "own.gguf").fields
     assert fields["general.architecture"].contents() == "deci"
     name, field = next(
@@ -301,8 +301,8 @@ def test_own_widths_of_each_layer(own_widths: Path, command: Run, tmp_path: Path
     assert fields[f"deci.{name}"].contents() == wanted
 
 
-def test_the_card_says_what_loads_own_widths(own_widths: Path) -> None:
-    report = read_record(own_widths / "emp_report.json", RunReport)
+def test_the_card_says_what_loads_own_widths(per_layer: Path) -> None:
+    report = read_record(per_layer / "emp_report.json", RunReport)
     origin = find_origin(report.source)
     card = card_text("me/own", None, report, origin, [], None, [], [], [])
     assert "Its layers differ in width (`per_layer_config`)" in card
@@ -310,9 +310,9 @@ def test_the_card_says_what_loads_own_widths(own_widths: Path) -> None:
     assert "AutoModelForCausalLM" not in card
 
 
-def test_llama_cpp_computes_layers_of_their_own_widths(own_widths: Path, tmp_path: Path) -> None:
-    export(str(own_widths), type="f32", output=tmp_path / "own.gguf")
-    wanted = logits_of(runtime.load(own_widths, dtype="float32"), TOKENS)
+def test_llama_cpp_computes_layers_of_their_own_widths(per_layer: Path, tmp_path: Path) -> None:
+    export(str(per_layer), type="f32", output=tmp_path / "own.gguf")
+    wanted = logits_of(runtime.load(per_layer, dtype="float32"), TOKENS)
     found = logits_in_llama_cpp(tmp_path / "own.gguf")
     torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
 
@@ -320,8 +320,8 @@ def test_llama_cpp_computes_layers_of_their_own_widths(own_widths: Path, tmp_pat
 def test_layers_of_their_own_widths_heal(tmp_path: Path) -> None:
     pruned = tmp_path / "pruned"
     text = {"calibration": "demo", "samples": 16, "seqlen": 32}
-    how = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8, "refit": True}
-    prune(model=DEMO, output=pruned, per_layer=True, **how, **text)
+    options = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8, "refit": True}
+    prune(model=DEMO, output=pruned, per_layer=True, **options, **text)
     report = heal(pruned, dense=DEMO, output=tmp_path / "healed", heal_steps=2, **text)
     assert report.healing is not None
     assert report.healing.steps == 2
@@ -441,12 +441,12 @@ def test_an_interrupted_export_resumes(
             raise OSError(28, "No space left on device")
         return read(tensor, files)
 
-    def interrupted(**how: Any) -> None:
+    def interrupted(**options: Any) -> None:
         names.clear()
         with monkeypatch.context() as patch:
             patch.setattr(gguf_file.GGUFTensor, "read", full_at_the_fifth)
             with pytest.raises(UserError, match=r"x\.gguf"):
-                export(str(folder), output=output, **how)
+                export(str(folder), output=output, **options)
         assert not output.exists()
         names.clear()
 

@@ -418,8 +418,10 @@ class TestPacked:
         self, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
     ) -> Path:
         folder = tmp_path_factory.mktemp("packed")
-        how: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
-        prune(models("llama"), method="magnitude", sparsity=0.5, output=folder / "pruned", **how)
+        options: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
+        prune(
+            models("llama"), method="magnitude", sparsity=0.5, output=folder / "pruned", **options
+        )
         pack(folder / "pruned", folder / "packed")
         return folder / "packed"
 

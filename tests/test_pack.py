@@ -231,17 +231,17 @@ def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}]
+    "options", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}]
 )
 def test_damage_is_refused_and_leaves_nothing(
-    pruned: Callable[[str], Path], models: Models, tmp_path: Path, how: dict[str, bool]
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path, options: dict[str, bool]
 ) -> None:
     """A flipped bit is refused, or has no effect (in the padding of a header): the output is
     right, or there is none.
     """
     packed = tmp_path / "packed"
-    pack(pruned("llama"), packed, **how)
-    base = str(models("llama")) if "mask_only" in how else None
+    pack(pruned("llama"), packed, **options)
+    base = str(models("llama")) if "mask_only" in options else None
     wanted = contents(pruned("llama"))
     rng = np.random.default_rng(0)
     refused = 0

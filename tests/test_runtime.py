@@ -70,14 +70,14 @@ def sparse_matrix(
     return torch.where(kept, torch.randn(rows, columns, generator=generator), 0).to(dtype)
 
 
-def check_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
+def check_product(product: Tensor, x: Tensor, weight: Tensor) -> None:
     """Each product is the exact one, but for sums in float32 and one rounding."""
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
-    assert found.dtype == x.dtype
-    assert found.shape == exact.shape
+    assert product.dtype == x.dtype
+    assert product.shape == exact.shape
     assert (
-        (found.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30
+        (product.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30
     ).all()
 
 
@@ -274,8 +274,8 @@ def test_without_a_compiler(
 
 def half(model: Path, output: Path) -> None:
     """Remove half of all linear layers."""
-    how: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
-    emp_llm.prune(model, method="magnitude", sparsity=0.5, output=output, **how)
+    options: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
+    emp_llm.prune(model, method="magnitude", sparsity=0.5, output=output, **options)
 
 
 @pytest.fixture(scope="module")
@@ -322,13 +322,15 @@ def test_every_family(family: str, sparse_models: Models, tmp_path: Path) -> Non
         assert (packed(ids).logits - expected).abs().max() <= 2 * (
             dense(ids).logits - expected
         ).abs().max() + 1e-3
-    how = {
+    options = {
         "max_new_tokens": 6,
         "do_sample": False,
         "attention_mask": torch.ones_like(ids[:, :5]),
         "pad_token_id": 2,
     }
-    assert torch.equal(packed.generate(ids[:, :5], **how), dense.generate(ids[:, :5], **how))
+    assert torch.equal(
+        packed.generate(ids[:, :5], **options), dense.generate(ids[:, :5], **options)
+    )
     packed.save_pretrained(tmp_path / "again")
     again = dense_of(tmp_path / "again")
     assert all(
@@ -499,26 +501,26 @@ def test_evaluate(sparse_models: Models, text: Path, tmp_path: Path) -> None:
     execution.
     """
     folder = sparse_models("llama")
-    found = {}
+    results = {}
     for name, model, runtime in (
         ("dense", folder, "dense"),
         ("packed", f"{folder}-packed", "sparse"),
     ):
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "suite": f"perplexity,file={text},seqlen=64",
             "limit": 20,
             "dtype": "float32",
             "quiet": True,
         }
         emp_llm.evaluate(
-            str(model), runtime=runtime, output=tmp_path / name, device_map="cpu", **how
+            str(model), runtime=runtime, output=tmp_path / name, device_map="cpu", **options
         )
-        found[name] = read_record(tmp_path / name, Results)
-    values = [record.perplexity.perplexity for record in found.values()]
+        results[name] = read_record(tmp_path / name, Results)
+    values = [record.perplexity.perplexity for record in results.values()]
     assert values[1] == pytest.approx(values[0], rel=1e-5)
-    assert found["packed"].made_by.model == found["dense"].made_by.model
-    assert found["packed"].pruned == found["dense"].pruned
-    assert [each.made_by.runtime for each in found.values()] == [None, "sparse"]
+    assert results["packed"].made_by.model == results["dense"].made_by.model
+    assert results["packed"].pruned == results["dense"].pruned
+    assert [each.made_by.runtime for each in results.values()] == [None, "sparse"]
 
 
 def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:

@@ -177,11 +177,11 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
-    for runs, kind in ((True, "CudaProducts"), (False, "partial")):
+    for runs, name in ((True, "CudaProducts"), (False, "partial")):
         monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
-        assert type(layer._products).__name__ == kind
+        assert type(layer._products).__name__ == name
         assert torch.equal(layer.state_dict()["weight"].cpu(), weight)
 
 
