@@ -43,9 +43,9 @@ class Masks(Mapping[str, Tensor]):
         check_type("masks", masks, Mapping, NoneType)
         for name, mask in (masks or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
                 raise UserError(
-                    f"the mask of {name} is {kind}; a mask is a boolean tensor, true "
+                    f"the mask of {name} is {given}; a mask is a boolean tensor, true "
                     "where a weight stays."
                 )
             self.put(name, mask.detach().cpu().numpy())

@@ -59,10 +59,10 @@ class ModelWeights(Checkpoint):
         self._versions = {name: values._version for name, values in self._values.items()}
         self._places: dict[Path, Callable[[], Tensor]] = {}
         self.tensors = {}
-        for name, like in _stored_like(model, self._values).items():
-            dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
+        for name, tensor in _as_saved(model, self._values).items():
+            dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             self.tensors[name] = StoredTensor(
-                name, Path(name), dtype, tuple(like.shape), 0, like.nbytes
+                name, Path(name), dtype, tuple(tensor.shape), 0, tensor.nbytes
             )
 
     def locate(self, structure: Architecture) -> None:
@@ -128,26 +128,25 @@ def architecture_of(
 
 
 def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None) -> Architecture:
-    """The structure of any module."""
+    """The structure of any module. All of it is its language tower."""
     try:
         layers = [
             replace(layer, tower="language")
             for layer in model_layers(model, block_lists(model, blocks))
-        ]  # all of it is the user's model
+        ]
     except UserError:
         if blocks is not None:
             raise
-        layers = [_of_named_kind(layer) for layer in model_layers(model, Towers((), "", {}))]
+        layers = [_with_purpose(layer) for layer in model_layers(model, Towers((), "", {}))]
     layers = _with_convolutions(model, weights, layers)
     names = {name: name for name in weights.tensors}
-    in_block = [layer.parameter for layer in layers if layer.block is not None]
+    in_blocks = {layer.parameter for layer in layers if layer.block is not None}
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
-    return Architecture(
-        weights, layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes
-    )
+    block_shapes = {name: shape for name, shape in shapes.items() if name in in_blocks}
+    return Architecture(weights, layers, names, block_shapes, shapes)
 
 
-def _of_named_kind(layer: Layer) -> Layer:
+def _with_purpose(layer: Layer) -> Layer:
     """A layer of a module without blocks: attention if its name says that it mixes tokens, else
     MLP.
     """
@@ -161,15 +160,15 @@ def _with_convolutions(model: nn.Module, weights: ModelWeights, layers: list[Lay
     """Layers and the convolutions of a module, in its order. A convolution's weight becomes a
     matrix, a row for each filter.
     """
-    found = {layer.name: layer for layer in layers}
+    by_name = {layer.name: layer for layer in layers}
     for name, module in model.named_modules():
         stored = weights.tensors.get(f"{name}.weight")
         if isinstance(module, _CONVOLUTIONS) and stored is not None:
-            found[name] = Layer(name, "mlp", None)
+            by_name[name] = Layer(name, "mlp", None)
             weights.tensors[stored.name] = replace(
                 stored, shape=(stored.shape[0], math.prod(stored.shape[1:]))
             )
-    return [found[name] for name, _ in model.named_modules() if name in found]
+    return [by_name[name] for name, _ in model.named_modules() if name in by_name]
 
 
 def _values_of(model: nn.Module, name: str) -> Tensor:
@@ -187,23 +186,20 @@ def _values_of(model: nn.Module, name: str) -> Tensor:
     return values
 
 
-def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_saved(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stored name -> meta tensor of its shape and dtype, as `save_pretrained` would write them."""
-    own = {
+    parameters = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         for name, value in values.items()
     }
-    if (
-        not isinstance(model, PreTrainedModel)
-        or getattr(model.config, "quantization_config", None) is not None
-    ):
-        return own
-    stored: dict[str, Tensor] = revert_weight_conversion(model, own)
-    converted = {tensor.dtype for tensor in stored.values()} - {
-        tensor.dtype for tensor in own.values()
-    }
+    if not isinstance(model, PreTrainedModel):
+        return parameters
+    if getattr(model.config, "quantization_config", None) is not None:
+        return parameters
+    saved: dict[str, Tensor] = revert_weight_conversion(model, parameters)
+    dtypes = {tensor.dtype for tensor in parameters.values()}
     # A model dequantised while loading would be quantised again.
-    return own if converted else stored
+    return saved if all(tensor.dtype in dtypes for tensor in saved.values()) else parameters
 
 
 def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:

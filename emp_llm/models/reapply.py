@@ -137,9 +137,8 @@ def reapply_mask(
             `masks_in` says.
         masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors
             by parameter name, true where a weight stays.
-        targets: for a folder: names of layers (see `masks_in`); None: those of the run that pruned
-            it.
-        blocks: for a folder: name of the list of decoder blocks; None: that of the run.
+        targets: with a folder, the layers (see `masks_in`); None: those of the run that pruned it.
+        blocks: with a folder, the name of the list of decoder blocks; None: that of the run.
 
     Returns:
         The number of these weights that were not zero before.
@@ -148,9 +147,9 @@ def reapply_mask(
         UserError: the masks cannot be read or are of another model, or a weight is not whole.
             Nothing is changed.
     """
-    found = find_masks(masks, model, targets, blocks)
-    broken = found.broken(model)
-    found.apply(model)
+    of_model = find_masks(masks, model, targets, blocks)
+    broken = of_model.broken(model)
+    of_model.apply(model)
     return broken
 
 
