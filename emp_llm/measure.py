@@ -85,12 +85,8 @@ def measure(
 
     budgets = []
     if loss is not None:
-        from emp_llm.evaluation.loss_budget import (
-            LossBudget,
-            LossCurve,
-            divided,
-            within_budgets,
-        )
+        from emp_llm.evaluation.loss_budget import LossBudget, LossCurve, within_budgets
+        from emp_llm.evaluation.prune_run import split_held_out
 
         budgets = [LossBudget.of(each) for each in parse_list(loss, "--loss")]
     if ranks().count > 1:
@@ -122,7 +118,7 @@ def measure(
             text, chosen.architecture, models, further=HELD_OUT if budgets else 0
         )
         if budgets:
-            held_out, _ = divided(data.further, text.text_name)
+            held_out, _ = split_held_out(data.further, text.text_name)
     with OutputFile(path) as out:
         if calibrates and data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin

@@ -18,8 +18,7 @@ from emp_llm.records.run_report import RunReport
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.evaluation.loss_budget import Judged
-    from emp_llm.evaluation.prune_run import PruneRun
+    from emp_llm.evaluation.prune_run import Judged, PruneRun
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.pruning.masks import Pruner

@@ -36,8 +36,9 @@ from emp_llm.evaluation.block_shares import (
     shares_by_cost,
 )
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
-from emp_llm.evaluation.loss_budget import LossCurve, divided
+from emp_llm.evaluation.loss_budget import LossCurve
 from emp_llm.evaluation.perplexity import text_tokens
+from emp_llm.evaluation.prune_run import split_held_out
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
@@ -92,7 +93,7 @@ class ModelStudy:
         length = suite.seqlen or 512
         number = min(model.limit, len(tokens) // length)
         test = tokens[: number * length].view(number, length)
-        texts = (divided(data.further, model.text)[0], test)
+        texts = (split_held_out(data.further, model.text)[0], test)
         self.curves = [self.curve(model, each, scratch) for each in texts]
         self.blocks = sorted(
             {each.layer.block for each in self.chosen.targets if each.layer.block is not None}

@@ -29,21 +29,20 @@ import msgspec
 from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import HELD_OUT, calibration_data
 from emp_llm.calibration.given_norms import given_norms
-from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
+from emp_llm.calibration.passes import calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import OutputFolder, check_own
+from emp_llm.checkpoint.output import check_own
 from emp_llm.common.errors import NothingRemovedError, UserError
-from emp_llm.common.machine import Stopwatch, machine_name
+from emp_llm.common.machine import machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
+from emp_llm.evaluation.prune_run import Judged, PruneRun
 from emp_llm.healing.checks import check_healable
-from emp_llm.hub.local_model import find_model
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
 from emp_llm.models.one_model import OneModel
@@ -51,23 +50,21 @@ from emp_llm.options.base import GivenOptions
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Wanda
-from emp_llm.pruning.chosen import targets_of_folder
-from emp_llm.pruning.counts import Numbers, check_groups, counts_of
+from emp_llm.pruning.chosen import scores_of, targets_of_folder
+from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes, sizes_record
 from emp_llm.pruning.scores import Scores
-from emp_llm.pruning.writing import run_signature, write_checkpoint
+from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
-from emp_llm.walk.checks import check_apart, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-_LEAST = 6  # of them
 _POINTS = 8  # of the curve, for one share
 _CHANCE = 0.02  # of the budget
 _NEAR = 0.01  # the curve ends when the sparsity is known within this
@@ -112,21 +109,6 @@ class LossBudget:
         return cls(f"--loss {text}", nats)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What a run that keeps to a budget needs beside its options.
-
-    Attributes:
-        tokens: the sequences that judge, int64, shape (sequences, length).
-        norms: of the calibration; None if the recipe needs none.
-        record: the curve, for the report.
-    """
-
-    tokens: Tensor
-    norms: Activations | None
-    record: LossRecord
-
-
 Run = Callable[[Recipe, PruneOptions, GivenOptions, Judged], RunReport]
 
 
@@ -141,35 +123,18 @@ def prune_to_loss(
     Raises:
         UserError: the text is too short, or even the least sparsity goes beyond the budget.
     """
-    source = find_model(options.model, options.revision, options.trust_remote_code)
-    units = recipe.structure
-    name = recipe.method if units is None else f"{units.structure}-{recipe.method}"
-    path = options.output or Path(f"{source.short_name}-{name}")
-    work = _work_of(path)
-    with locked(work, f"--output {path}"):
-        search = _Search(recipe, options, given, source.folder, path, budget)
-        sparsities = sparsities_of(recipe)
-        if units is not None and units.structure == "layers":
-            layers = len({target.layer.block for target in search.targets} - {None})
-            sparsities = [number / layers for number in range(1, layers)]
-        if units is not None:
-            report = search.by_units(sparsities, run)
+    pruning = PruneRun.of(recipe, options, given)
+    work = pruning.path.with_name(f".{pruning.path.name}.loss")
+    with locked(work, f"--output {pruning.path}"):
+        search = _Search(pruning, budget, work, run)
+        if recipe.structure is not None:
+            report = search.by_units()
         elif not recipe.moves and options.propagate == "dense":
-            taken = search.largest(sparsities, budget.nats)
-            if taken is None:
-                raise search.nothing()
-            final = recipe.at(taken)
-            search.models.free()
-            report = run(final, replace(options, loss=None), given, search.judged(taken))
+            report = search.by_masks()
         else:
-            report = search.by_runs(sparsities, run)
+            report = search.by_runs()
         shutil.rmtree(work)
     return report
-
-
-def _work_of(path: Path) -> Path:
-    """The folder of unfinished work, beside the output."""
-    return path.with_name(f".{path.name}.loss")
 
 
 def sparsities_of(recipe: Recipe) -> list[float]:
@@ -180,25 +145,6 @@ def sparsities_of(recipe: Recipe) -> list[float]:
         group = recipe.n_of_m[1]
         return [removed / group for removed in range(1, group)]
     return [number / 1000 for number in range(10, 991)]
-
-
-def divided(further: Tensor | None, text: str, flag: str = "--loss") -> tuple[Tensor, Tensor]:
-    """The held-out sequences that decide, and every third one, which judges.
-
-    Args:
-        text: its name.
-        flag: what needs them.
-
-    Raises:
-        UserError: there are too few.
-    """
-    if further is None or len(further) < _LEAST:
-        has = 0 if further is None else len(further)
-        raise UserError(
-            f"{flag} needs at least {_LEAST} sequences of text behind those of the "
-            f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
-        )
-    return further[[number for number in range(len(further)) if number % 3 != 2]], further[2::3]
 
 
 def next_point(
@@ -407,78 +353,58 @@ def within_budgets(
 
 
 class _Search:
-    """The curve of a model, and what its points are measured with."""
+    """The curve of a model, and what its points are measured with.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        options: PruneOptions,
-        given: GivenOptions,
-        source: Path,
-        path: Path,
-        budget: LossBudget,
-    ) -> None:
-        self._recipe = recipe
-        update = recipe.update
+    Args:
+        pruning: a run with --loss.
+        work: folder of unfinished work, beside the output.
+        run: `prune` for a recipe with a sparsity.
+    """
+
+    def __init__(self, pruning: PruneRun, budget: LossBudget, work: Path, run: Run) -> None:
+        recipe = pruning.recipe
+        options = pruning.options
+        source = pruning.source
+        self._pruning = pruning
+        self._budget = budget
+        self._work = work
+        self._run = run
         self._masks = replace(recipe, update=None, heal=None)
-        if update is not None and update.searches:
+        if recipe.update is not None and recipe.update.searches:
             # Its masks are like those of Wanda. Its counts stay those of the magnitudes.
             counts = recipe.counts
             if isinstance(counts, Effective):
                 counts = replace(counts, count_by="magnitude")
             self._masks = replace(self._masks, score=Wanda(), counts=counts)
-        self._options = options
-        self._source = source
-        self._work = _work_of(path)
-        self._budget = budget
-        self._chosen = targets_of_folder(source, str(source), recipe, options.trust_remote_code)
-        self.checkpoint = self._chosen.checkpoint
-        self.targets = self._chosen.targets
-        self._path = path
-        self._output()  # is only checked
-        if self.checkpoint.config.get("is_encoder_decoder") or headless_class(
-            self.checkpoint.config
-        ):
+        self._chosen = targets_of_folder(
+            source.folder, source.name, recipe, options.trust_remote_code
+        )
+        targets = self._chosen.targets
+        pruning.architecture = self._chosen.architecture
+        pruning.targets = targets
+        checkpoint = pruning.checkpoint
+        pruning.output()  # is only checked
+        if checkpoint.config.get("is_encoder_decoder") or headless_class(checkpoint.config):
             raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
         if recipe.structure is None:
-            check_groups(recipe, self.targets)
-        if update is not None:
-            if recipe.structure is None:
-                check_update(self.targets, recipe.update_flag, recipe.without_update)
-            check_apart(self.checkpoint.config, recipe.update_flag, recipe.without_update)
-        self.models = OneModel(
-            options.device_map, options.dtype, options.trust_remote_code, Stopwatch()
-        )
-        data = calibration_data(
-            options,
-            self._chosen.architecture,
-            self.models,
-            options.propagate,
-            further=HELD_OUT,
-        )
-        self._deciding, self._judges = divided(data.further, options.text_name)
+            scores_of(self._chosen, recipe, checkpoint.config)
+        self._deciding, self._judges = pruning.divided
         if recipe.heal is not None:
-            check_healable(self.checkpoint.config, data, self.targets)
-        self.curve = LossCurve(
-            self.models,
-            source,
-            self.checkpoint,
-            self.targets,
+            check_healable(checkpoint.config, pruning.text, targets)
+        self._curve = LossCurve(
+            pruning.models,
+            source.folder,
+            checkpoint,
+            targets,
             self._deciding,
             options.mask_device,
-            self._work,
+            work,
         )
-        about = calibration_signature(
-            data, options.batch_size, options.execution, options.propagate
-        )
-        about |= {"dtype": options.dtype, "device_map": options.device_map}
-        self._state = self._resumed(about)
-        self._given = given
-        self._data = data
+        self._state = self._resumed()
 
-    def _resumed(self, about: dict[str, Any]) -> dict[str, Any]:
+    def _resumed(self) -> dict[str, Any]:
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = run_signature(self.checkpoint, self._recipe, about)
+        signature = self._pruning.signature
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
@@ -493,34 +419,30 @@ class _Search:
         write_json(file, state)
         return state
 
-    def _output(self) -> OutputFolder:
-        """The output. Raises UserError if it may not be written."""
-        needed = self.checkpoint.output_bytes
-        return OutputFolder(self._path, [self._source], needed, self._options.overwrite)
-
     @cached_property
     def _norms(self) -> Activations | None:
         """The norms of the masks, calibrated once; None if their scores need none."""
         if not self._masks.needs_activations:
             return None
-        options = self._options
+        pruning = self._pruning
+        options = pruning.options
         if options.activations is not None:
-            return given_norms(options, self._masks, self._given)
-        if self._recipe.structure is not None:  # each run collects its own
+            return given_norms(options, self._masks, pruning.given)
+        if pruning.recipe.structure is not None:  # each run collects its own
             return None
         file = self._work / "activations.safetensors"
         if not file.is_file():
             with stage("calibrate"):
                 norms = calibrated(
-                    self.models.get(self._source),
-                    self._data,
+                    pruning.dense(),
+                    pruning.text,
                     self._chosen.layers_to_calibrate(),
-                    model_origin(options.model, options.revision, self.checkpoint),
+                    pruning.origin,
                     batch_size=options.batch_size,
                     execution=options.execution,
                     hidden_states=options.hidden_states,
                     statistics=self._masks.statistics,
-                    blocks=self._recipe.targets.blocks,
+                    blocks=pruning.recipe.targets.blocks,
                 )
             norms.save(file)
         return Activations.load(file)
@@ -539,43 +461,51 @@ class _Search:
         known = self._points().get(sparsity)
         if known is not None:
             return known
-        record, _ = self.curve.of_masks(self._masks.at(sparsity), self._norms)
-        return self._keep(self.curve.point(record, sparsity, whole=False))
+        record, _ = self._curve.of_masks(self._masks.at(sparsity), self._norms)
+        return self._keep(self._curve.point(record, sparsity, whole=False))
 
-    def largest(self, sparsities: list[float], nats: float) -> float | None:
+    def _largest(self, nats: float) -> float | None:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
+            sparsities = sparsities_of(self._pruning.recipe)
             rises = walked(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
         return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
-    def nothing(self) -> UserError:
+    def _nothing(self) -> UserError:
         """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
         curve = "; ".join(point.words for point in points)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
-        if self._recipe.structure is not None:
+        if self._pruning.recipe.structure is not None:
             instead = "add --refit or --heal"
         return UserError(
             f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
             f"({curve}). Allow more, or {instead}."
         )
 
-    def by_runs(self, sparsities: list[float], run: Run) -> RunReport:
+    def by_masks(self) -> RunReport:
+        """Prune by masks that keep to the budget."""
+        taken = self._largest(self._budget.nats)
+        if taken is None:
+            raise self._nothing()
+        return self._pruned(taken, self._pruning.path, self._pruning.options.overwrite)
+
+    def by_runs(self) -> RunReport:
         """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
         one that does at the path.
         """
         nats = self._budget.nats
-        share = _SHARE_OF_UPDATE if self._recipe.heal is None else _SHARE_OF_HEALING
+        share = _SHARE_OF_UPDATE if self._pruning.recipe.heal is None else _SHARE_OF_HEALING
         of_masks = _AIM * nats / share
         for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
             if len(points) < number:
                 # The masks only predict: of the least, a run may keep to the budget.
-                wanted = self.largest(sparsities, of_masks) or min(self._points())
+                wanted = self._largest(of_masks) or min(self._points())
                 if wanted in points:
                     break
-                self._keep(self._run(run, wanted))
+                self._keep(self._whole(wanted))
             point = list(self._points(whole=True).values())[-1]
             near = 0.85 * nats <= point.most <= nats
             if near or (number >= 2 and self._best() is not None):
@@ -585,14 +515,19 @@ class _Search:
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
         return self._put()
 
-    def by_units(self, sparsities: list[float], run: Run) -> RunReport:
+    def by_units(self) -> RunReport:
         """Prune by a whole run for each point, and put the best one that keeps to the budget at
         the path.
         """
+        structure = self._pruning.recipe.structure
+        sparsities = sparsities_of(self._pruning.recipe)
+        if structure is not None and structure.structure == "layers":
+            layers = len({target.layer.block for target in self._pruning.targets} - {None})
+            sparsities = [number / layers for number in range(1, layers)]
         rises: dict[float, float] = {}
         while (wanted := next_point(sparsities, rises, self._budget.nats)) is not None:
             known = self._points(whole=True).get(wanted)
-            rises[wanted] = (known or self._keep(self._run(run, wanted))).most
+            rises[wanted] = (known or self._keep(self._whole(wanted))).most
             best = self._best()
             for folder in self._work.glob("removed-*"):
                 if best is None or folder != self._folder(best.sparsity):
@@ -612,11 +547,11 @@ class _Search:
         """Put the best run at the path, with the whole curve in its report."""
         best = self._best()
         if best is None:
-            raise self.nothing()
+            raise self._nothing()
         folder = self._folder(best.sparsity)
         report = read_report(folder)
-        report.loss = self.judged(best.sparsity).record
-        with self._output() as out:
+        report.loss = self._judged(best.sparsity).record
+        with self._pruning.output() as out:
             out.begin(self._state["signature"])
             shutil.copytree(folder, out.files, dirs_exist_ok=True)
             report.save(out.files / REPORT_NAME)
@@ -626,21 +561,29 @@ class _Search:
     def _folder(self, sparsity: float) -> Path:
         return self._work / f"removed-{sparsity:g}"
 
-    def _run(self, run: Run, sparsity: float) -> LossPoint:
-        """A whole run, and its point."""
-        self.models.free()
-        options = replace(self._options, loss=None, output=self._folder(sparsity), overwrite=True)
+    def _pruned(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
+        """A whole run at a sparsity."""
+        pruning = self._pruning
+        judged = self._judged(sparsity)
+        pruning.models.free()
+        options = replace(pruning.options, loss=None, output=path, overwrite=overwrite)
+        return self._run(pruning.recipe.at(sparsity), options, pruning.given, judged)
+
+    def _whole(self, sparsity: float) -> LossPoint:
+        """The point of a whole run."""
+        folder = self._folder(sparsity)
         try:
-            run(self._recipe.at(sparsity), options, self._given, self.judged(sparsity))
+            self._pruned(sparsity, folder, overwrite=True)
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
-        _ = self.curve.dense
-        self.models.free()
-        record = self.curve.measured(self.models.get(self._folder(sparsity)))
-        self.models.free()
-        return self.curve.point(record, sparsity, whole=True)
+        _ = self._curve.dense
+        models = self._pruning.models
+        models.free()
+        record = self._curve.measured(models.get(folder))
+        models.free()
+        return self._curve.point(record, sparsity, whole=True)
 
-    def judged(self, sparsity: float) -> Judged:
+    def _judged(self, sparsity: float) -> Judged:
         """What the run at a sparsity needs."""
         record = LossRecord(
             flag=self._budget.flag,
@@ -648,12 +591,12 @@ class _Search:
             sparsity=sparsity,
             sequences=len(self._deciding),
             length=self._deciding.shape[1],
-            dense=self.curve.dense.value,
+            dense=self._curve.dense.value,
             points=sorted(
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        norms = self._norms if self._recipe.needs_activations else None
+        norms = self._norms if self._pruning.recipe.needs_activations else None
         return Judged(self._judges, norms, record)
 
 

@@ -42,7 +42,7 @@ from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import CheckRecord
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
 from emp_llm.walk.checks import update_bytes
 
@@ -54,11 +54,26 @@ if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
     from emp_llm.calibration.passes import Masker
     from emp_llm.evaluation.evaluate import PreparedSuite
-    from emp_llm.evaluation.loss_budget import Judged
     from emp_llm.evaluation.suites import Suite
     from emp_llm.records.evaluation import Measures, PerplexityRecord
     from emp_llm.walk.moved import MovedWeights
 logger = logging.getLogger(__name__)
+_LEAST = 6  # held-out sequences, to decide and to judge
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a run that keeps to a budget needs beside its options.
+
+    Attributes:
+        tokens: the sequences that judge, int64, shape (sequences, length).
+        norms: of the calibration; None if the recipe needs none.
+        record: the curve, for the report.
+    """
+
+    tokens: "Tensor"
+    norms: "Activations | None"
+    record: LossRecord
 
 
 @dataclass
@@ -83,7 +98,7 @@ class PruneRun:
     source: LocalModel
     path: Path
     norms: "Activations | None"
-    judged: "Judged | None"
+    judged: Judged | None
     suite: "Suite | None"
     models: OneModel
     stopwatch: Stopwatch
@@ -97,7 +112,7 @@ class PruneRun:
         recipe: Recipe,
         options: PruneOptions,
         given: GivenOptions,
-        judged: "Judged | None" = None,
+        judged: Judged | None = None,
     ) -> "PruneRun":
         """The run that checked options ask for.
 
@@ -109,7 +124,7 @@ class PruneRun:
         norms = None
         if judged is not None:
             norms = judged.norms
-        elif not _sums_units(recipe):
+        elif options.loss is None and not _sums_units(recipe):
             norms = given_norms(options, recipe, given)
         suite = None
         if options.evaluate is not None:
@@ -149,7 +164,8 @@ class PruneRun:
     @property
     def reads_text(self) -> bool:
         """Whether the run needs a text."""
-        return self.recipe.moves or self.by_cost or self.sums_units or self.calibrates
+        searches = self.options.loss is not None
+        return searches or self.recipe.moves or self.by_cost or self.sums_units or self.calibrates
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -168,15 +184,14 @@ class PruneRun:
             self.models,
             self.options.propagate,
             self.quantization,
-            further=HELD_OUT if self.by_cost else FURTHER,
+            further=HELD_OUT if self.by_cost or self.options.loss is not None else FURTHER,
         )
 
     @cached_property
     def divided(self) -> "tuple[Tensor, Tensor]":
-        """The held-out sequences that decide the shares of blocks by cost, and those that judge."""
-        from emp_llm.evaluation.loss_budget import divided
-
-        return divided(self.text.further, self.options.text_name, "--shares cost")
+        """The held-out sequences that decide how much goes, and those that judge."""
+        flag = "--shares cost" if self.options.loss is None else "--loss"
+        return split_held_out(self.text.further, self.options.text_name, flag)
 
     @property
     def held_out(self) -> "Tensor | None":
@@ -524,3 +539,24 @@ class PruneRun:
 
 def _sums_units(recipe: Recipe) -> bool:
     return recipe.structure is not None and recipe.name in UNIT_CRITERIA
+
+
+def split_held_out(
+    further: "Tensor | None", text: str, flag: str = "--loss"
+) -> "tuple[Tensor, Tensor]":
+    """The held-out sequences that decide, and every third one, which judges.
+
+    Args:
+        text: its name.
+        flag: what needs them.
+
+    Raises:
+        UserError: there are too few.
+    """
+    if further is None or len(further) < _LEAST:
+        has = 0 if further is None else len(further)
+        raise UserError(
+            f"{flag} needs at least {_LEAST} sequences of text behind those of the "
+            f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
+        )
+    return further[[number for number in range(len(further)) if number % 3 != 2]], further[2::3]

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict, Unpack
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import (
-    IN_MEMORY,
-    data_in_memory,
-)
+from emp_llm.calibration.data import IN_MEMORY, CalibrationText, data_in_memory
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
@@ -67,7 +64,7 @@ def prune_model(
     recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
-    **how: Unpack[CalibrationArguments],
+    **options: Unpack[CalibrationArguments],
 ) -> ModelReport:
     """Prune a model in memory, in place. The masks are those of the command for the same weights,
     recipe and calibration.
@@ -98,32 +95,32 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot
             be used. The model is unchanged.
     """
-    recipe = _recipe_of(recipe, how)
-    report, moved = _decide(model, recipe, data, tokenizer, **how)
+    recipe = _recipe_of(recipe, options)
+    plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
+    report, moved = _decide(plain, recipe, calibration)
     heal = recipe.heal
-    dense = None if heal is None else copy.deepcopy(report.model)
-    report.masks.apply(report.model)
+    dense = None if heal is None else copy.deepcopy(plain)
+    report.masks.apply(plain)
     for target, weight in moved:
-        parameter = resident_parameter(report.model, target.layer.parameter)
+        parameter = resident_parameter(plain, target.layer.parameter)
         if parameter is not None:
             rows_in(parameter, target.layer).copy_(weight)
     if heal is not None and dense is not None:
         from emp_llm.healing.training import heal_model, healing_warnings
 
-        text: Any = {
-            name: how[name] for name in ("samples", "seqlen", "batch_size", "seed") if name in how
-        }
-        if tokenizer is None and isinstance(model, str | Path):
-            tokenizer = find_model(str(model)).folder
+        text = calibration.text
         healing = heal_model(
-            report.model,
+            plain,
             dense,
             data,
-            tokenizer,
+            calibration.tokenizer,
             masks=report.masks,
             weights=heal.weights,
             steps=heal.steps,
-            **text,
+            samples=text.samples,
+            seqlen=text.seqlen,
+            batch_size=text.batch_size,
+            seed=text.seed,
         )
         report.record.healing = healing
         report.record.warnings += healing_warnings(healing)
@@ -135,7 +132,7 @@ def masks_of(
     recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
-    **how: Unpack[CalibrationArguments],
+    **options: Unpack[CalibrationArguments],
 ) -> Masks:
     """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are
     those of `prune_model`.
@@ -144,19 +141,20 @@ def masks_of(
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them,
         `reapply_mask` takes them.
     """
-    # The masks do not depend on it.
-    asked = replace(_recipe_of(recipe, how), heal=None)
+    # The masks depend on no healing, and on no refit of given masks.
+    asked = replace(_recipe_of(recipe, options), heal=None)
     update = asked.update
-    if update is not None and not update.searches:  # nor on it
+    if update is not None and not update.searches:
         asked = replace(asked, update=None)
-    return _decide(model, asked, data, tokenizer, **how)[0].masks
+    plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
+    return _decide(plain, asked, calibration)[0].masks
 
 
-def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
-    """A recipe of weights, given as such or as the name of a method; UserError if it, or a name
-    in `how`, is wrong.
+def _recipe_of(given: Recipe | str | None, options: Mapping[str, Any]) -> Recipe:
+    """A recipe of weights, given as such or as the name of a method; UserError if it, or the name
+    of an option, is wrong.
     """
-    for name in how.keys() - CalibrationArguments.__annotations__.keys():
+    for name in options.keys() - CalibrationArguments.__annotations__.keys():
         if name in options_of(RecipeOptions):
             method = given if isinstance(given, str) else "emp-wanda"
             raise UserError(
@@ -174,8 +172,27 @@ def _recipe_of(given: Recipe | str | None, how: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _decide(
-    given_model: nn.Module | str | Path,
+@dataclass(frozen=True)
+class _Calibration:
+    """What gives the norms and moves the weights, as `prune_model` takes it.
+
+    Attributes:
+        text: how the data is cut into sequences, and how many run at a time.
+    """
+
+    data: Any
+    tokenizer: Any
+    text: CalibrationOptions
+    activations: Activations | Path | str | None
+    propagate: Propagate
+
+    def sequences(self, model: nn.Module) -> CalibrationText | None:
+        """The data as token ids; None if it is batches."""
+        config: Any = model.config if isinstance(model, PreTrainedModel) else None
+        return data_in_memory(self.data, self.tokenizer, self.text, config)
+
+
+def _calibration_of(
     recipe: Recipe,
     data: Data | None,
     tokenizer: Any,
@@ -185,10 +202,8 @@ def _decide(
     batch_size: int = 4,
     seed: int = 0,
     propagate: Propagate = "dense",
-) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
-    """Decide the masks of a model, and the weights that move, by target; the model stays
-    unchanged.
-    """
+) -> _Calibration:
+    """The calibration that is asked for; UserError if its options conflict."""
     options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
@@ -197,58 +212,53 @@ def _decide(
         recipe.check_propagated(activations)
     if data is not None and activations is not None and not recipe.moves:
         raise UserError("activations and data both give the norms; give only one of them.")
-    if isinstance(given_model, str | Path):
-        folder = find_model(str(given_model)).folder
-        given_model = load_model(folder)
-        tokenizer = tokenizer or folder
-    if not isinstance(given_model, nn.Module):
-        raise UserError(
-            f"model is a {type(given_model).__name__}; give a model in memory, its folder or a Hub "
-            "id."
+    asked = any(value is not None for value in (data, activations, samples, seqlen))
+    if asked and not (recipe.needs_activations or recipe.moves):
+        logger.warning(
+            "warning: the calibration data has no effect: method %s needs none.", recipe.method
         )
-    model = plain_model(given_model)
+    return _Calibration(data, tokenizer, text, activations, propagate)
+
+
+def _opened(
+    model: nn.Module | str | Path, calibration: _Calibration
+) -> tuple[nn.Module, _Calibration]:
+    """The model in memory, loaded if it is given by name, with its tokenizer."""
+    if isinstance(model, str | Path):
+        folder = find_model(str(model)).folder
+        calibration = replace(calibration, tokenizer=calibration.tokenizer or folder)
+        model = load_model(folder)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id."
+        )
+    return plain_model(model), calibration
+
+
+def _decide(
+    model: nn.Module, recipe: Recipe, calibration: _Calibration
+) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
+    """Decide the masks of a model, and the weights that move, by target; the model stays
+    unchanged.
+    """
     stopwatch = Stopwatch()
-    chosen, scores = _choose(model, recipe, data, tokenizer, text)
-    recipe = scores.recipe
+    chosen, scores = _choose(model, recipe, calibration)
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next
     # is calibrated.
     norms = None
     propagated = None
-    if recipe.needs_activations:
-        if propagate == "pruned":
+    if scores.recipe.needs_activations:
+        if calibration.propagate == "pruned":
             propagated = Pruner(scores, counts_of(scores))
         with stopwatch("calibrate"):
-            if isinstance(activations, str | Path):
-                norms = Activations.load(Path(activations))
-            elif activations is not None:
-                norms = activations
-            else:
-                norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
+            norms = _norms(model, chosen, scores.recipe, calibration, propagated)
         scores = scores.with_activations(norms)
-    elif not recipe.moves and any(
-        value is not None for value in (data, activations, samples, seqlen)
-    ):
-        logger.warning(
-            "warning: the calibration data has no effect: method %s needs none.", recipe.method
-        )
 
     # How many weights of each group stay, which ones, and their values.
     counts = counts_of(scores) if propagated is None else propagated.counts
     pruner = Pruner(scores, counts)
-    moved = None
-    update = recipe.update
-    if update is not None:
-        config: Any = model.config
-        sequences = data_in_memory(data, tokenizer, text, config)
-        if sequences is None:
-            raise UserError(
-                "data: batches cannot run block by block, as a fit of weights does; "
-                "give texts or token ids."
-            )
-        moved = MovedWeights()
-        with stopwatch(update.name), in_evaluation_mode(model):
-            move_weights(model, pruner, update, sequences.tokens, moved, batch_size)
+    moved = _moved(model, pruner, calibration, stopwatch)
     with stopwatch("prune"):
         masks, outcomes = _masks(model, pruner, moved)
 
@@ -271,9 +281,7 @@ def _decide(
     return ModelReport(record, masks, norms, model), moves
 
 
-def _choose(
-    model: nn.Module, recipe: Recipe, data: Data | None, tokenizer: Any, text: CalibrationOptions
-) -> tuple[Chosen, Scores]:
+def _choose(model: nn.Module, recipe: Recipe, calibration: _Calibration) -> tuple[Chosen, Scores]:
     """Which weights compete, and by which scores.
 
     Raises:
@@ -285,6 +293,7 @@ def _choose(
     first = resident_parameter(model, targets[0].layer.parameter)
     if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
         logger.warning("%s", pruned_before(name_of(model), recipe))
+    data = calibration.data
     update = recipe.update
     if update is not None:
         flag = f"method {recipe.method}" if update.searches else "update=Refit()"
@@ -296,7 +305,7 @@ def _choose(
 
         _check_text(model, data, "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")
-        text_to_heal(data, tokenizer, text, model)
+        text_to_heal(data, calibration.tokenizer, calibration.text, model)
     config: Any = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
     return chosen, scores_of(chosen, recipe, config)
 
@@ -316,16 +325,18 @@ def _check_text(model: nn.Module, data: Any, flag: str, runs: str) -> None:
         )
 
 
-def _calibrated(
+def _norms(
     model: nn.Module,
     chosen: Chosen,
     recipe: Recipe,
-    data: Any,
-    tokenizer: Any,
-    text: CalibrationOptions,
+    calibration: _Calibration,
     masker: Pruner | None,
 ) -> Activations:
-    """The norms of a calibration on the user's data."""
+    """The norms that are given, or those of a calibration on the data."""
+    given = calibration.activations
+    if given is not None:
+        return given if isinstance(given, Activations) else Activations.load(Path(given))
+    data = calibration.data
     if data is None:
         raise UserError(
             f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, "
@@ -339,40 +350,56 @@ def _calibrated(
             f"{filters} is a convolution, which has no norms of input features. Use a magnitude "
             "method, or targets without it."
         )
-    ours = isinstance(model, PreTrainedModel)
-    sequences = data_in_memory(data, tokenizer, text, model.config if ours else None)
+    sequences = calibration.sequences(model)
     layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
     if sequences is not None:
         check_calibrated(layers)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
     about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
-    statistics = recipe.statistics
-    if sequences is None or not ours:
-        if masker is not None:
-            raise UserError(
-                "propagate='pruned' runs a model of transformers block by block; give "
-                "texts or token ids."
-            )
-        batches = data
-        if sequences is not None:
-            batches = list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
-        norms, tokens = norms_of_batches(model, layers, batches, statistics=statistics)
-        return replace(
-            norms,
-            about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens),
+    batch_size = calibration.text.batch_size
+    if sequences is not None and isinstance(model, PreTrainedModel):
+        return calibrated(
+            model,
+            sequences,
+            layers,
+            about,
+            batch_size=batch_size,
+            statistics=recipe.statistics,
+            masker=masker,
+            blocks=recipe.targets.blocks,
         )
-    blocks = recipe.targets.blocks
-    return calibrated(
-        model,
-        sequences,
-        layers,
-        about,
-        batch_size=text.batch_size,
-        statistics=statistics,
-        masker=masker,
-        blocks=blocks,
-    )
+    if masker is not None:
+        raise UserError(
+            "propagate='pruned' runs a model of transformers block by block; give "
+            "texts or token ids."
+        )
+    batches = data
+    if sequences is not None:
+        batches = list(sequences.tokens.split(batch_size))  # type: ignore[no-untyped-call]
+    norms, tokens = norms_of_batches(model, layers, batches, statistics=recipe.statistics)
+    about = msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens)
+    return replace(norms, about=about)
+
+
+def _moved(
+    model: nn.Module, pruner: Pruner, calibration: _Calibration, stopwatch: Stopwatch
+) -> MovedWeights | None:
+    """The weights that the recipe's update moves; None without one."""
+    update = pruner.scores.recipe.update
+    if update is None or not isinstance(model, PreTrainedModel):
+        return None
+    sequences = calibration.sequences(model)
+    if sequences is None:
+        raise UserError(
+            "data: batches cannot run block by block, as a fit of weights does; "
+            "give texts or token ids."
+        )
+    moved = MovedWeights()
+    with stopwatch(update.name), in_evaluation_mode(model):
+        batch_size = calibration.text.batch_size
+        move_weights(model, pruner, update, sequences.tokens, moved, batch_size)
+    return moved
 
 
 def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:
