@@ -17,7 +17,7 @@ FOLDERS = 20
 ENTERED = {
     "prune": (58, 468),
     "data-free prune": (40, 322),
-    "prune_model": (43, 291),
+    "prune_model": (43, 293),
     "perplexity": (34, 170),
 }
 
