@@ -76,17 +76,17 @@ def calibrate(
     selected = architecture.select(targets, layers.ignore, layers.tower)
     chosen = [target for target in selected if target.layer.purpose != "embedding"]
     check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
-    check_calibrated([target.layer for target in chosen])
+    calibrated_layers = [target.layer for target in chosen]
+    check_calibrated(calibrated_layers)
     models = OneModel(loading.device_map, loading.dtype, trust)
     data = calibration_data(text, architecture, models, quantization=quantization)
     with OutputFile(output) as out:
         about = model_origin(source.name, source.revision, checkpoint, quantization)
-        found = [target.layer for target in chosen]
         dense = models.get(source.folder, quantization)
         norms = calibrated(
             dense,
             data,
-            found,
+            calibrated_layers,
             about,
             batch_size=text.batch_size,
             execution=text.execution,
@@ -99,14 +99,14 @@ def calibrate(
             norms.save(output)
         keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
         out.complete()
-    told = [each.name for each in norms.about.all_texts]
+    texts = [record.name for record in norms.about.all_texts]
     logger.info(
         "%s: norms of %s of %s over %s tokens of %s.",
         output,
         count_of(len({*norms.input_of.values()}), "input"),
         count_of(len(norms.input_of), "layer"),
         f"{data.number:,}",
-        " and ".join(told),
+        " and ".join(texts),
     )
     return norms
 

@@ -152,7 +152,7 @@ def tell_ranks(code: int, message: str) -> None:
     if _is_joined() and code != LOST_CODE:
         cause = " ".join(message.split())[:_LETTERS]
         with suppress(RuntimeError):  # the store is gone
-            _joined().compare_set(
+            _join().compare_set(
                 _END,
                 "",
                 f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}",
@@ -169,7 +169,7 @@ def _loss(text: str) -> RankLost:
             f"network is gone. {RESUMES}"
         )
     with suppress(RuntimeError):
-        store = _joined()
+        store = _join()
         store.set_timeout(timedelta(seconds=5))
         if store.check([_END]):
             code, _, message = store.get(_END).decode(errors="replace").partition(" ")
@@ -190,7 +190,7 @@ def _is_joined() -> bool:
 
 
 @cache
-def _joined() -> Any:
+def _join() -> Any:
     """Join the other ranks, and return the store in which they met.
 
     Objects travel by gloo, also between GPUs: it reports a lost rank as an error, where NCCL aborts
@@ -221,7 +221,7 @@ def _state() -> Any:
     import torch
     from accelerate import PartialState
 
-    _joined()
+    _join()
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
