@@ -74,16 +74,16 @@ def test_agrees_with_a_slow_one(
     right = moments(y, xhat) if two_streams else None
     coarse = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
     monkeypatch.setattr(machine, "cpu_fields", dict)
-    found = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
+    solution = admm(weight, moments(xhat), counts=torch.tensor(counts), right=right)
     expected, mask = slow_admm(weight, xhat, y, counts, 0.01)
-    assert found.mask.sum(1).tolist() == counts
-    assert float((found.mask != mask).double().mean()) < 0.02
-    same = (found.mask == mask).all(1)
+    assert solution.mask.sum(1).tolist() == counts
+    assert float((solution.mask != mask).double().mean()) < 0.02
+    same = (solution.mask == mask).all(1)
     assert int(same.sum()) >= 8
-    torch.testing.assert_close(found.weight.double()[same], expected[same], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(solution.weight.double()[same], expected[same], rtol=1e-2, atol=1e-2)
     errors = [
         float((xhat @ each.double().T - y).square().sum())
-        for each in (found.weight, expected, coarse.weight)
+        for each in (solution.weight, expected, coarse.weight)
     ]
     assert errors[0] == pytest.approx(errors[1], rel=0.03)
     assert errors[2] == pytest.approx(errors[1], rel=0.1)
@@ -114,13 +114,13 @@ def test_keeps_the_exact_number(
         "matrix": {"counts": total},
         "pattern": {"pattern": (four, 4)},
     }[kind]
-    found = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options)
-    assert bool(found.weight.isfinite().all())
-    assert not bool(found.weight[~found.mask].any())
+    solution = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options)
+    assert bool(solution.weight.isfinite().all())
+    assert not bool(solution.weight[~solution.mask].any())
     kept = {
-        "rows": found.mask.sum(1),
-        "matrix": found.mask.sum()[None],
-        "pattern": found.mask.reshape(-1, 4).sum(1),
+        "rows": solution.mask.sum(1),
+        "matrix": solution.mask.sum()[None],
+        "pattern": solution.mask.reshape(-1, 4).sum(1),
     }[kind]
     assert bool(
         (kept == {"rows": counts, "matrix": total, "pattern": torch.tensor(four)}[kind]).all()
@@ -136,11 +136,11 @@ def test_without_correlations_the_largest_stay(scales: Tensor) -> None:
     """
     weight = layer(6, 24)[0]
     matter = weight * scales if bool(scales.any()) else weight
-    found = admm(weight, torch.diag(scales.square()), counts=torch.full((6,), 10), damping=0.01)
+    solution = admm(weight, torch.diag(scales.square()), counts=torch.full((6,), 10), damping=0.01)
     best = torch.tensor([largest(row, 10) for row in matter.tolist()])
-    lost, least = ((matter * ~mask).square().sum() for mask in (found.mask, best))
+    lost, least = ((matter * ~mask).square().sum() for mask in (solution.mask, best))
     assert float(lost) < 1.005 * float(least)
-    assert int((found.mask != best).sum()) <= 4
+    assert int((solution.mask != best).sum()) <= 4
 
 
 def test_its_masks_are_better() -> None:

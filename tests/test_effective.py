@@ -23,7 +23,7 @@ from emp_llm import (
     loss_change_bound,
     shift,
 )
-from emp_llm.selection.reference import MomentsOfGroup
+from emp_llm.selection.reference import PowerSumsOfGroup
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -256,7 +256,7 @@ def test_merged_moments_are_those_of_the_whole(order: float) -> None:
     scores = torch.randn(7, 300, dtype=torch.float64, generator=generator)
     scores *= 10.0 ** torch.arange(-6, 8, 2, dtype=torch.float64)[:, None]
     scores[3] = 0
-    parts = MomentsOfGroup(order)
+    parts = PowerSumsOfGroup(order)
     for block in scores.split(2):
         parts.add(block)
     merged = float(parts.merged().number())

@@ -146,7 +146,7 @@ def test_the_smaller_mixture_has_the_tensors_of_its_experts(
     for name, before in dense.items():
         after = small[name]
         module = next(
-            (each for each in record.layers if name.startswith(each.rpartition(".")[0])), None
+            (module for module in record.layers if name.startswith(module.rpartition(".")[0])), None
         )
         if before.shape != after.shape:
             dimension = next(
@@ -155,7 +155,7 @@ def test_the_smaller_mixture_has_the_tensors_of_its_experts(
             before = before.index_select(dimension, kept[f"{module}.kept"])
             changed.add(name)
         assert torch.equal(before, after), name
-    assert {each.kept for each in record.layers.values()} == {4}
+    assert {mixture.kept for mixture in record.layers.values()} == {4}
     assert len(changed) >= 3 * len(record.layers) - (family == "nemotron_h")
     assert record.difference is not None
     assert record.difference < 1e-4
@@ -187,7 +187,9 @@ def test_closed_routers(family: str, make: Any, tmp_path: Path) -> None:
     used: dict[str, set[int]] = {}
 
     def see(module: Any, args: Any, kwargs: Any, name: str) -> None:
-        chosen = next(each for each in (*args, *kwargs.values()) if not each.is_floating_point())
+        chosen = next(
+            tensor for tensor in (*args, *kwargs.values()) if not tensor.is_floating_point()
+        )
         used.setdefault(name, set()).update(chosen.unique().tolist())
 
     model = loaded(out)
@@ -244,14 +246,18 @@ def test_scores_are_those_of_their_equations(family: str, make: Any, tmp_path: P
             "reap": weighted / tokens,
             "man": plain / tokens,
         }
-        for method, each in wanted.items():
+        for method, expected in wanted.items():
             (scores,) = unit_scores([units], method, noted.get)
-            np.testing.assert_allclose(scores, each.nan_to_num().numpy(), rtol=2e-4)
+            np.testing.assert_allclose(scores, expected.nan_to_num().numpy(), rtol=2e-4)
         np.testing.assert_allclose(
             found[f"{name}.scores"].numpy(), wanted["reap"].nan_to_num().numpy(), rtol=2e-4
         )
-        own = [each for _, each in model.get_submodule(name).named_parameters() if each.dim() == 3]
-        squares = torch.stack([each.detach().flatten(1).square().sum(1) for each in own]).sum(0)
+        stacks = [
+            stack for _, stack in model.get_submodule(name).named_parameters() if stack.dim() == 3
+        ]
+        squares = torch.stack([stack.detach().flatten(1).square().sum(1) for stack in stacks]).sum(
+            0
+        )
         np.testing.assert_allclose(magnitude, squares.sqrt().numpy(), rtol=1e-6)
 
 
@@ -326,12 +332,14 @@ def test_every_sweep_of_a_refit_is_drawn_to_the_dense_weights(
     }
     prune(make("qwen3_moe"), output=tmp_path / "out", **options)
     wanted = [
-        each
-        for name, each in dense.items()
+        tensor
+        for name, tensor in dense.items()
         if name.endswith("experts.down_proj") or "down_proj.weight" in name
     ]
     assert len(drawn) > 12
-    matrices = [matrix for each in wanted for matrix in (each if each.dim() == 3 else each[None])]
+    matrices = [
+        matrix for tensor in wanted for matrix in (tensor if tensor.dim() == 3 else tensor[None])
+    ]
     assert all(any(torch.equal(weight, matrix) for matrix in matrices) for weight in drawn)
 
 
@@ -341,14 +349,14 @@ def test_the_page_shows_the_experts_of_each_layer(make: Any, tmp_path: Path) -> 
         prune(make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **SHORT)
     )
     kept = load_file(tmp_path / "out" / "emp_llm" / "structure.safetensors")
-    for name, each in record.layers.items():
-        assert each.kept_units == kept[f"{name}.kept"].tolist()
-        np.testing.assert_allclose(each.scores, kept[f"{name}.scores"].numpy(), rtol=1e-5)
+    for name, mixture in record.layers.items():
+        assert mixture.kept_units == kept[f"{name}.kept"].tolist()
+        np.testing.assert_allclose(mixture.scores, kept[f"{name}.scores"].numpy(), rtol=1e-5)
     report([tmp_path / "out"], output=tmp_path / "page", no_plots=True, quiet=True)
     page = (tmp_path / "page" / "report.md").read_text()
     assert "### Experts: " in page
     assert all(
-        f"| block {each.block} | experts | 8 | 4 |" in page for each in record.layers.values()
+        f"| block {mixture.block} | experts | 8 | 4 |" in page for mixture in record.layers.values()
     )
 
 
@@ -358,7 +366,7 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
     report = prune(
         make("mixtral"), output=tmp_path / "out", structure="experts", sparsity=0.5, **text
     )
-    assert any("No token of the calibration reached" in each for each in report.warnings)
+    assert any("No token of the calibration reached" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +416,10 @@ def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -
     record = structure_of(
         prune(make("mixtral"), output=tmp_path / "a", structure="experts", memory="250kB", **SHORT)
     )
-    each = (record.dense.bytes - record.pruned.bytes) // (
+    of_an_expert = (record.dense.bytes - record.pruned.bytes) // (
         8 - next(iter(record.layers.values())).kept
     )
-    assert record.pruned.bytes <= 250_000 < record.pruned.bytes + each
+    assert record.pruned.bytes <= 250_000 < record.pruned.bytes + of_an_expert
     source = models("llama")
     for method in ("magnitude", "emp-magnitude"):
         report = prune(source, output=tmp_path / method, method=method, memory="60kB", quiet=True)
@@ -505,8 +513,8 @@ def test_a_layer_that_predicts_several_tokens(
     shutil.copytree(make("deepseek_v3"), source)
     tensors = load_file(source / "model.safetensors")
     more = {
-        name.replace("model.layers.2.", place, 1): each.clone() + 1
-        for name, each in tensors.items()
+        name.replace("model.layers.2.", place, 1): tensor.clone() + 1
+        for name, tensor in tensors.items()
         if name.startswith("model.layers.2.")
     }
     save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
@@ -522,9 +530,9 @@ def test_a_layer_that_predicts_several_tokens(
     assert f"{place[:-1]}, which transformers does not load, was not scored" in caplog.text
     small = load_file(out / "model.safetensors")
     assert not verify(out, source=str(source), quiet=True).differences
-    last = {name: each for name, each in small.items() if name.startswith("model.layers.2.")}
+    last = {name: tensor for name, tensor in small.items() if name.startswith("model.layers.2.")}
     assert all(
-        torch.equal(small[name.replace("model.layers.2.", place, 1)], each + 1)
-        for name, each in last.items()
+        torch.equal(small[name.replace("model.layers.2.", place, 1)], tensor + 1)
+        for name, tensor in last.items()
     )
     assert sum(name.startswith(place) for name in small) == len(last)

@@ -267,27 +267,27 @@ def test_sparsegpt(pruned: Pruning, text: Path, family: str, options: dict[str, 
     """
     run = pruned(family, "sparsegpt", **options)
     refitted = pruned(family, "sparsegpt", refit=True, **options)
-    for each in (run, refitted):
-        for layer, mask in each.masks().items():
-            entry = each.report.matrices[layer]
+    for pruned_run in (run, refitted):
+        for layer, mask in pruned_run.masks().items():
+            entry = pruned_run.report.matrices[layer]
             assert (
                 np.count_nonzero(mask)
                 == entry.kept
                 == mask.size - int(options.get("sparsity", 0.5) * mask.size)
             )
-            dense = oracle.tensors(each.source)[entry.tensor]
+            dense = oracle.tensors(pruned_run.source)[entry.tensor]
             magnitudes = np.abs(oracle.values(oracle.bits(dense), dense.dtype)).reshape(mask.shape)
             assert entry.kept_mass == pytest.approx(
                 (magnitudes * mask).sum() / magnitudes.sum(), rel=1e-5
             )
-            assert each.report.sizes is not None
-            assert each.report.sizes.mask == 0  # a mask alone does not restore it
+            assert pruned_run.report.sizes is not None
+            assert pruned_run.report.sizes.mask == 0  # a mask alone does not restore it
             if "pattern" in options:
                 rows = mask.T if family == "gpt2" else mask
                 assert (rows.reshape(len(rows), -1, 4).sum(2) == 2).all()
-        assert each.errors("error_after") < each.errors("error_before")
-        changed_bytes_are_of_targets(each.source, each.out, each)
-        check_verified(each)
+        assert pruned_run.errors("error_after") < pruned_run.errors("error_before")
+        changed_bytes_are_of_targets(pruned_run.source, pruned_run.out, pruned_run)
+        check_verified(pruned_run)
     tokens = tokens_of(run.source, text)
     with torch.no_grad():
         dense, without, after = (
@@ -313,24 +313,24 @@ def test_admm(pruned: Pruning, name: str) -> None:
     counts = pruned(family, method.replace("admm", "magnitude"), refit=True, **options)
     run = pruned(family, method, **options)
     refitted = pruned(family, method, refit=True, **options)
-    for each in (run, refitted):
-        assert each.report.matrices.keys() == counts.report.matrices.keys()
+    for pruned_run in (run, refitted):
+        assert pruned_run.report.matrices.keys() == counts.report.matrices.keys()
         others = counts.masks()
-        for layer, mask in each.masks().items():
+        for layer, mask in pruned_run.masks().items():
             other = others[layer]
             if family == "gpt2":
                 mask = mask.T
                 other = other.T
             if options.get("group") == "matrix":
-                assert mask.sum() == other.sum() == each.report.matrices[layer].kept
+                assert mask.sum() == other.sum() == pruned_run.report.matrices[layer].kept
             elif "pattern" in options:
                 assert (mask.reshape(len(mask), -1, 4).sum(2) == 2).all()
             else:
                 assert np.array_equal(mask.sum(-1), other.sum(-1)), layer
-        assert each.report.sizes is not None
-        assert each.report.sizes.mask == 0  # a mask alone does not restore it
-        changed_bytes_are_of_targets(each.source, each.out, each)
-        check_verified(each)
+        assert pruned_run.report.sizes is not None
+        assert pruned_run.report.sizes.mask == 0  # a mask alone does not restore it
+        changed_bytes_are_of_targets(pruned_run.source, pruned_run.out, pruned_run)
+        check_verified(pruned_run)
     # ADMM's own weights are nearly the best.
     assert refitted.errors("error_after") < 1.1 * run.errors("error_after")
     assert refitted.errors("error_after") < 0.95 * counts.errors("error_after")
@@ -363,9 +363,9 @@ def test_a_weight_too_many_is_found(pruned: Pruning, tmp_path: Path, kind: str) 
     def found(edit: Callable[[Any], None]) -> list[str]:
         changed = oracle.edited_copy(run.out, tmp_path / edit.__name__, tensor, edit)
         return [
-            each
-            for each in verify(changed, source=str(run.source)).differences
-            if "weights are left" in each
+            difference
+            for difference in verify(changed, source=str(run.source)).differences
+            if "weights are left" in difference
         ]
 
     assert found(add) == [
@@ -409,7 +409,7 @@ def test_experts_with_few_tokens_keep_their_weights(pruned: Pruning, method: str
         assert (fit.damping is None) == (name in experts)
         assert fit.tokens < 1000
     assert any(fit.tokens > 0 for name, fit in run.report.fits.items() if name in experts)
-    (said,) = [each for each in run.report.warnings if "too few tokens" in each]
+    (said,) = [warning for warning in run.report.warnings if "too few tokens" in warning]
     assert said.startswith(
         "24 of 32 matrices saw too few tokens for a fit and keep their weights, "
         "such as model.layers.0."
@@ -447,13 +447,15 @@ def test_a_raised_damping_is_said(pruned: Pruning) -> None:
     )
     raised = [name for name, fit in run.report.fits.items() if (fit.damping or 0) > 1e-30]
     assert raised
-    (said,) = [each for each in run.report.warnings if "damping" in each and "raised" in each]
+    (said,) = [
+        warning for warning in run.report.warnings if "damping" in warning and "raised" in warning
+    ]
     assert said.startswith(f"the damping of {len(raised)} of 14 matrices was raised, up to ")
     assert all(
         np.isfinite(oracle.weight(run.out, entry.tensor)).all()
         for entry in run.report.matrices.values()
     )
-    assert not any("raised" in each for each in pruned("llama", refit=True).report.warnings)
+    assert not any("raised" in warning for warning in pruned("llama", refit=True).report.warnings)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
@@ -468,8 +470,8 @@ def test_layers_outside_the_blocks_are_not_fitted(
     outside = run.report.matrices.keys() - run.report.fits.keys()
     assert outside == {"model.decoder.project_in", "model.decoder.project_out"}
     assert any(
-        each.startswith("2 of 14 matrices lie outside the decoder blocks and were not fitted")
-        for each in run.report.warnings
+        warning.startswith("2 of 14 matrices lie outside the decoder blocks and were not fitted")
+        for warning in run.report.warnings
     )
     before = oracle.tensors(run.source)
     after = oracle.tensors(run.out)

@@ -80,16 +80,17 @@ def test_agrees_with_exact_rows(kind: str, two_streams: bool) -> None:
     damping = 1e-8 if kind == "massive" else 0.01
     energy = (x @ weight.double().T).square().sum(0)
     right = moments(x @ weight.double().T, xhat) if two_streams else None
-    found = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
+    solution = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
     exact = exact_rows(weight, mask, xhat.T @ xhat, xhat.T @ x if two_streams else None, damping)
     best, reached, unmoved = (
-        objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight, weight * mask)
+        objective(v, weight, mask, xhat, x, damping)
+        for v in (exact, solution.weight, weight * mask)
     )
     assert float(((reached - best) / best).max()) < 1e-3
     assert float(unmoved.sum()) > 1.1 * float(best.sum())  # there was something to gain
-    assert found.damping == damping
-    error = output_error(found.weight, weight, moments(xhat), right, energy)
-    expected = objective(found.weight, weight, mask, xhat, x, 0)
+    assert solution.damping == damping
+    error = output_error(solution.weight, weight, moments(xhat), right, energy)
+    expected = objective(solution.weight, weight, mask, xhat, x, 0)
     assert bool(((error - expected).abs() <= 1e-3 * expected + 1e-6 * energy).all())
 
 
@@ -125,13 +126,13 @@ def test_properties(
     weight, mask = layer(outputs, inputs, kept, seed)
     y = x @ weight.double().T
     right, energy = (None, None) if streams == 1 else (moments(y, xhat), y.square().sum(0))
-    found = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
-    assert bool(found.weight.isfinite().all())
-    assert not bool(found.weight[~mask].any())
-    error = [objective(v, weight, mask, xhat, x, 0) for v in (weight * mask, found.weight)]
+    solution = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
+    assert bool(solution.weight.isfinite().all())
+    assert not bool(solution.weight[~mask].any())
+    error = [objective(v, weight, mask, xhat, x, 0) for v in (weight * mask, solution.weight)]
     assert bool((error[1] <= error[0] * (1 + 1e-5) + 1e-6 * y.square().sum(0)).all())
     again = refit_rows(weight, mask, moments(xhat), right, damping=damping, energy=energy)
-    assert torch.equal(found.weight, again.weight)
+    assert torch.equal(solution.weight, again.weight)
 
 
 def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
@@ -160,8 +161,8 @@ def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
 
 def test_all_kept_gives_the_dense_weights() -> None:
     weight, mask = layer(8, 96, kept=1.0)
-    found = refit_rows(weight.bfloat16(), mask, moments(inputs_of("correlated")))
-    assert torch.equal(found.weight, weight.bfloat16().float())
+    solution = refit_rows(weight.bfloat16(), mask, moments(inputs_of("correlated")))
+    assert torch.equal(solution.weight, weight.bfloat16().float())
 
 
 def test_inputs_that_are_always_zero_keep_their_weights() -> None:
@@ -169,8 +170,8 @@ def test_inputs_that_are_always_zero_keep_their_weights() -> None:
     x[:, 5] = 0
     weight, mask = layer(6, 24, kept=0.7)
     for damping in (0.0, 0.01):
-        found = refit_rows(weight, mask, moments(x), damping=damping)
-        assert torch.equal(found.weight[:, 5], (weight * mask)[:, 5])
+        solution = refit_rows(weight, mask, moments(x), damping=damping)
+        assert torch.equal(solution.weight[:, 5], (weight * mask)[:, 5])
 
 
 def test_an_indefinite_or_singular_gram_raises_the_damping() -> None:
@@ -178,9 +179,9 @@ def test_an_indefinite_or_singular_gram_raises_the_damping() -> None:
     gram = moments(inputs_of("plain", 24))
     gram -= 0.2 * gram.diagonal().mean() * torch.eye(24)  # as rounding does, but more of it
     assert float(torch.linalg.eigvalsh(gram)[0]) < 0
-    found = refit_rows(weight, mask, gram, damping=0.01)
-    assert found.damping > 0.01
-    assert bool(found.weight.isfinite().all())
+    solution = refit_rows(weight, mask, gram, damping=0.01)
+    assert solution.damping > 0.01
+    assert bool(solution.weight.isfinite().all())
     for hopeless in (torch.zeros(24, 24), torch.full((24, 24), -1e30).fill_diagonal_(1.0)):
         assert torch.equal(refit_rows(weight, mask, hopeless).weight, weight * mask)
     searched = sparsegpt(layer(4, 16)[0], torch.ones(16, 16), count=32, damping=0.0)
@@ -195,12 +196,13 @@ def test_products_are_in_full_float32() -> None:
     expected = refit_rows(weight, mask, gram), sparsegpt(weight, gram, count=384)
     torch.set_float32_matmul_precision("medium")
     try:
-        found = refit_rows(weight, mask, gram), sparsegpt(weight, gram, count=384)
+        solutions = refit_rows(weight, mask, gram), sparsegpt(weight, gram, count=384)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
     assert all(
-        torch.equal(one.weight, other.weight) for one, other in zip(expected, found, strict=True)
+        torch.equal(one.weight, other.weight)
+        for one, other in zip(expected, solutions, strict=True)
     )
 
 
@@ -238,7 +240,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     """Neither products with long sums nor factors. MKL shares both among threads."""
     weight, mask = layer(8, 544)
     x = inputs_of("correlated", 544).float()
-    found = []
+    runs = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -249,11 +251,11 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
                 admm(weight, gram, counts=mask.sum(1), right=right),
             ]
             each.append(sparsegpt(weight, gram, count=int(mask.sum())))
-            found.append([gram, *(solution.weight for solution in each)])
+            runs.append([gram, *(solution.weight for solution in each)])
     finally:
         torch.set_num_threads(1)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
 
 
 @pytest.mark.parametrize("name", ["weight", "gram", "right"])
@@ -347,12 +349,12 @@ def test_sparsegpt_agrees_with_a_slow_one(
     x = inputs_of(kind, 48)
     x[:, 11] = 0
     weight = layer(12, 48)[0]
-    found = sparsegpt(weight, moments(x), count=count, pattern=pattern, block=block)
+    solution = sparsegpt(weight, moments(x), count=count, pattern=pattern, block=block)
     expected, mask = slow_sparsegpt(weight, moments(x), count, pattern, block, 0.01)
-    assert torch.equal(found.mask, mask)
-    torch.testing.assert_close(found.weight.double(), expected, rtol=1e-3, atol=1e-3)
-    assert not bool(found.weight[~found.mask].any())
-    assert found.damping == 0.01
+    assert torch.equal(solution.mask, mask)
+    torch.testing.assert_close(solution.weight.double(), expected, rtol=1e-3, atol=1e-3)
+    assert not bool(solution.weight[~solution.mask].any())
+    assert solution.damping == 0.01
 
 
 @settings(max_examples=25, deadline=None)
@@ -368,22 +370,22 @@ def test_sparsegpt_keeps_the_exact_number(
 ) -> None:
     count = round(share * outputs * inputs)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(outputs))
-    found = sparsegpt(
+    solution = sparsegpt(
         layer(outputs, inputs)[0],
         x.T @ x,
         count=count,
         block=block,
         damping=0.0 if tokens > 2 else 0.01,
     )
-    assert int(found.mask.sum()) == count
-    assert bool(found.weight.isfinite().all())
-    assert not bool(found.weight[~found.mask].any())
+    assert int(solution.mask.sum()) == count
+    assert bool(solution.weight.isfinite().all())
+    assert not bool(solution.weight[~solution.mask].any())
 
 
 def test_sparsegpt_with_a_gram_of_zeros_and_equal_scores() -> None:
-    found = sparsegpt(torch.ones(2, 8), torch.eye(8), count=8, block=4)
+    solution = sparsegpt(torch.ones(2, 8), torch.eye(8), count=8, block=4)
     # The lowest index of each block of columns.
-    assert found.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]
+    assert solution.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]
     nothing = sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), pattern=(2, 4))
     assert not nothing.weight.any()
     assert nothing.mask.sum(1).tolist() == [4, 4]

@@ -161,7 +161,7 @@ def test_the_smaller_model_computes_what_the_zeroed_one_does(
         assert small.difference < 1e-5
         assert small.pruned.parameters < small.dense.parameters
         computed = [logits(out) for out in outs]
-        same_width = all(each.kept == each.rule for each in small.layers.values())
+        same_width = all(units.kept == units.rule for units in small.layers.values())
         # Else the rule's exact counts were zeroed, and one width for all was removed.
         if same_width:
             torch.testing.assert_close(computed[0], computed[1], rtol=1e-4, atol=1e-5)
@@ -324,9 +324,9 @@ def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
         source, out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4
     )
     layers = list(structure.layers.values())
-    assert [each.units for each in layers] == [80, 80, 96, 96]
-    assert [each.kept for each in layers] == [-(-each.rule // 4) * 4 for each in layers]
-    assert structure.config == {"intermediate_size": [each.kept for each in layers]}
+    assert [units.units for units in layers] == [80, 80, 96, 96]
+    assert [units.kept for units in layers] == [-(-units.rule // 4) * 4 for units in layers]
+    assert structure.config == {"intermediate_size": [units.kept for units in layers]}
     assert differences(out, source) == []
 
 
@@ -369,7 +369,7 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
 
     for name in sums:
         model.get_submodule(name).register_forward_pre_hook(note(name))
-    wanted = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in sums.items()}
+    wanted = {name: torch.zeros(values.shape, dtype=torch.float64) for name, values in sums.items()}
     for row in tokens:
         logits_ = model(row[None], use_cache=False).logits[0, :-1]
         torch.nn.functional.cross_entropy(logits_.float(), row[1:], reduction="sum").backward()
@@ -379,8 +379,8 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
     assert set(sums) == {
         f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")
     }
-    for name, each in sums.items():
-        torch.testing.assert_close(each, wanted[name], rtol=2e-4, atol=1e-9)
+    for name, values in sums.items():
+        torch.testing.assert_close(values, wanted[name], rtol=2e-4, atol=1e-9)
     assert differences(out, source) == []
 
 
@@ -449,7 +449,7 @@ def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"structure": "neurons", "keep_shapes": True}
     runs = [removed(source, first, method="emp-magnitude", sparsity=0.25, **options)]
     runs += [removed(source, tmp_path / "second", method="magnitude", match=first, **options)]
-    counts = [[each.kept for each in structure.layers.values()] for _, structure in runs]
+    counts = [[units.kept for units in structure.layers.values()] for _, structure in runs]
     assert runs[0][0].recipe.beta is not None
     assert sum(counts[0]) == sum(counts[1]) == 120  # of 160
     assert max(counts[1]) - min(counts[1]) <= 1
@@ -603,8 +603,8 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     """Exact counts and the best units; with widths, one width that is a multiple and not below
     the mean count.
     """
-    size = min(len(each) for each in scores)
-    values = [np.array(each[:size]) for each in scores]
+    size = min(len(of_layer) for of_layer in scores)
+    values = [np.array(of_layer[:size]) for of_layer in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
     zeroed = StructureRecipe(structure="neurons", keep_shapes=True)
     rule = recipe_of(method="emp-magnitude", beta=beta, structure=zeroed)
@@ -629,8 +629,8 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
 
 
 def _plain_units(size: int, block: int) -> Neurons:
-    each = np.arange(size)[:, None]
+    columns = np.arange(size)[:, None]
     layer = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
     stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
     output = Target(layer, Matrix(stored))
-    return Neurons.of(output, each, {})
+    return Neurons.of(output, columns, {})

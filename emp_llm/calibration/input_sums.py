@@ -20,7 +20,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import inputs_of
-from emp_llm.selection.statistics import ALWAYS, STATISTICS, Batch, Statistic
+from emp_llm.selection.statistics import ALWAYS, STATISTICS, LayerCall, Statistic
 
 Totals = dict[tuple[str, str], Tensor]
 
@@ -127,7 +127,7 @@ class InputSums:
             gone = weakref.ref(inputs, lambda _, held=squares: held.clear())  # type: ignore[misc]
             last = self._last = _Seen(gone, inputs._version, leader, squares)
         with_outputs = isinstance(outputs, Tensor) and outputs.shape[:-1] == inputs.shape[:-1]
-        batch = Batch(
+        batch = LayerCall(
             self._that_count(inputs),
             last.squares[0],
             self._that_count(outputs if with_outputs else inputs),
@@ -144,7 +144,7 @@ class InputSums:
             return features.detach()[self.counted.to(features.device)]
         return features.detach().reshape(-1, features.shape[-1])
 
-    def _add(self, statistic: Statistic, layer: str, batch: Batch) -> None:
+    def _add(self, statistic: Statistic, layer: str, batch: LayerCall) -> None:
         total = statistic.total(batch)
         before = self.totals.get((statistic.name, layer))
         if before is not None:
@@ -185,7 +185,7 @@ class InputSums:
                 self.tokens[leader] = 0
             for statistic in self.statistics:
                 if statistic.by_outputs or leader == layer.name:
-                    self._add(statistic, layer.name, Batch(nothing, nothing, nothing))
+                    self._add(statistic, layer.name, LayerCall(nothing, nothing, nothing))
 
     def activations(self, layers: Iterable[Layer]) -> Activations:
         """The statistics of these layers, in their order.

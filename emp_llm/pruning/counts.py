@@ -260,12 +260,12 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
                     bar.update(chunk.words.size)
                 groups.append((numbers[0], numbers[1], target.matrix.columns))
         else:
-            from emp_llm.selection.reference import MomentsOfGroup
+            from emp_llm.selection.reference import PowerSumsOfGroup
 
             for members in (
                 [scores.targets] if group == "all" else [[target] for target in scores.targets]
             ):
-                of_group = MomentsOfGroup(order)
+                of_group = PowerSumsOfGroup(order)
                 for rows_scores in pruner.scored(members, files):
                     of_group.add(rows_scores)
                     bar.update(rows_scores.numel())

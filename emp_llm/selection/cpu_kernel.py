@@ -55,12 +55,12 @@ def _data(context: Any, builder: Any, type_: Any, value: Any) -> Any:
     return context.make_array(type_)(context, builder, value=value).data
 
 
-def _load(builder: Any, pointer: Any, index: Any, element: Any, size: int = LANES) -> Any:
+def _load_vector(builder: Any, pointer: Any, index: Any, element: Any, size: int = LANES) -> Any:
     place = builder.bitcast(builder.gep(pointer, [index]), _vector(element, size).as_pointer())
     return builder.load(place, align=element.width // 8)
 
 
-def _scores(builder: Any, keys: Any, shift: Any, scale: Any) -> Any:
+def _scores_of_keys(builder: Any, keys: Any, shift: Any, scale: Any) -> Any:
     """The scores, in float64, of a vector of keys. 16-bit keys are shifted and scaled as in
     `_value`.
     """
@@ -113,16 +113,16 @@ def add_scores(
     signature = types.void(keys, types.int64, types.uint32, types.float32, first, second)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kinds = signature.args
-        data = _data(context, builder, kinds[0], arguments[0])
-        lanes = [_data(context, builder, kinds[i], arguments[i]) for i in (4, 5)]
-        element = ir.IntType(kinds[0].dtype.bitwidth)
+        types_ = signature.args
+        data = _data(context, builder, types_[0], arguments[0])
+        lanes = [_data(context, builder, types_[i], arguments[i]) for i in (4, 5)]
+        element = ir.IntType(types_[0].dtype.bitwidth)
 
         def step(start: Any) -> list[Any]:
-            vector = _load(builder, data, start, element)
+            vector = _load_vector(builder, data, start, element)
             if element.width == 16:  # bits of weights, with their signs; 32-bit keys have none
                 vector = builder.and_(vector, _splat(builder, ir.Constant(element, 0x7FFF)))
-            scores = _scores(builder, vector, arguments[2], arguments[3])
+            scores = _scores_of_keys(builder, vector, arguments[2], arguments[3])
             return [scores, builder.fmul(scores, scores)]
 
         _pass(builder, arguments[1], lanes, step)
@@ -151,17 +151,19 @@ def add_masses(
     )
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kinds = signature.args
-        data, kept_data = (_data(context, builder, kinds[i], arguments[i]) for i in (0, 1))
-        lanes = [_data(context, builder, kinds[i], arguments[i]) for i in (6, 7)]
-        element, other = (ir.IntType(kinds[i].dtype.bitwidth) for i in (0, 1))
+        types_ = signature.args
+        data, kept_data = (_data(context, builder, types_[i], arguments[i]) for i in (0, 1))
+        lanes = [_data(context, builder, types_[i], arguments[i]) for i in (6, 7)]
+        element, other = (ir.IntType(types_[i].dtype.bitwidth) for i in (0, 1))
         zeros = ir.Constant(_vector(_DOUBLE), None)
 
         def step(start: Any) -> list[Any]:
-            vector = _load(builder, data, start, element)
-            scores = _scores(builder, vector, arguments[4], arguments[5])
+            vector = _load_vector(builder, data, start, element)
+            scores = _scores_of_keys(builder, vector, arguments[4], arguments[5])
             is_kept = builder.icmp_unsigned(
-                "!=", _load(builder, kept_data, start, other), ir.Constant(_vector(other), None)
+                "!=",
+                _load_vector(builder, kept_data, start, other),
+                ir.Constant(_vector(other), None),
             )
             is_above = builder.icmp_unsigned(">", vector, _splat(builder, arguments[2]))
             return [builder.select(is_kept, scores, zeros), builder.select(is_above, scores, zeros)]
@@ -181,7 +183,7 @@ def equal(typing: Any, keys: Any, start: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = _data(context, builder, signature.args[0], arguments[0])
-        vector = _load(builder, data, arguments[1], ir.IntType(16), AT_ONCE)
+        vector = _load_vector(builder, data, arguments[1], ir.IntType(16), AT_ONCE)
         return builder.bitcast(
             builder.icmp_unsigned("==", vector, _splat(builder, arguments[2], AT_ONCE)), _I32
         )

@@ -74,19 +74,20 @@ def magnitude(weight: "Tensor") -> "Tensor":
 
 
 def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
-    """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language
-    Models", 2023).
+    """|W_ij| * ||X_j||_2.
 
-      Args:
-          weight: shape (outputs, inputs).
-          inputs: with float32 norms of shape (inputs,).
+    Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023.
 
-      Returns:
-          float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is
-          rounded.
+    Args:
+        weight: shape (outputs, inputs).
+        inputs: with float32 norms of shape (inputs,).
 
-      Raises:
-          ValueError: no norms, or norms of another shape.
+    Returns:
+        float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is
+        rounded.
+
+    Raises:
+        ValueError: no norms, or norms of another shape.
     """
     import torch
 
@@ -144,7 +145,7 @@ def _norms_of(inputs: InputStatistics | None, columns: int) -> "Tensor":
     return inputs.norms
 
 
-def _given(*_: object) -> "Tensor":
+def _no_score(*_: object) -> "Tensor":
     raise ValueError("the scores of this criterion are given, not computed")
 
 
@@ -152,7 +153,7 @@ MAGNITUDE = Criterion("magnitude", magnitude)
 WANDA = Criterion("wanda", wanda, takes_inputs=True)
 RIA = Criterion("ria", ria, takes_inputs=True, whole=True)
 # The scores come from the user.
-GIVEN = Criterion("scores", _given, whole=True)
+GIVEN = Criterion("scores", _no_score, whole=True)
 
 
 def own_criterion(function: Score, name: str | None = None) -> Criterion:

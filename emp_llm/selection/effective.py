@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.selection.reference import (
-    Moments,
+    PowerSums,
     largest_mask,
     mass_of_largest,
     order_keys,
@@ -63,7 +63,7 @@ def effective_mask(
     if rows.numel() >= _LEAST_FOR_KERNEL and has_kernel(rows, rule):
         mask = mask_by_kernel(rows, rule)  # the same mask, compiled
     else:
-        moments = Moments.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
+        moments = PowerSums.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
         counts = moments.counts(beta)  # clip(floor(beta * N_eff), 1, N)
         mask = largest_mask(rows, counts)
     return mask.reshape(shape).permute(permutation)
@@ -81,7 +81,7 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
     """
     rows, shape, _ = _as_rows(scores, dim)
     return (
-        Moments.of_rows(rows, order)
+        PowerSums.of_rows(rows, order)
         .number()
         .reshape(shape[: scores.dim() - len(_dims(scores, dim))])
     )
@@ -96,7 +96,7 @@ def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tens
         float64, the shape of `scores` without `dim`, above 0 and at most 1; 1 for groups of zeros.
     """
     rows, shape, _ = _as_rows(scores, dim)
-    moments = Moments.of_rows(rows, order)
+    moments = PowerSums.of_rows(rows, order)
     keys = order_keys(rows)
     (cut,) = row_cuts(keys, moments.counts())
     mass = mass_of_largest(keys, rows.dtype, cut, moments)
@@ -141,9 +141,9 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     Raises:
         NonFiniteError: weights hold NaN or infinity, and `n_eff` is None.
     """
-    theta = _floating(weights.detach()).reshape(1, -1)
+    theta = _in_floats(weights.detach()).reshape(1, -1)
     if n_eff is None:
-        n_eff = float(floor_count(float(Moments.of_rows(theta).number()[0])))
+        n_eff = float(floor_count(float(PowerSums.of_rows(theta).number()[0])))
     n = theta.shape[1]
     rho = n_eff / n
     l1 = float(sum_rows(theta, lambda s: s.abs())[0][0])
@@ -151,7 +151,7 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     return l1 * l1 * hessian_trace * (1 - rho) ** 4 / (2 * rho) * gap * gap
 
 
-def _floating(scores: Tensor) -> Tensor:
+def _in_floats(scores: Tensor) -> Tensor:
     """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, exact up to
     2^53.
     """
@@ -180,7 +180,7 @@ def _as_rows(scores: Tensor, dim: Dim) -> tuple[Tensor, list[int], list[int]]:
         raise ValueError(f"scores are empty: shape {tuple(scores.shape)}")
     group = _dims(scores, dim)
     forward = [d for d in range(scores.dim()) if d not in group] + group
-    moved = _floating(scores.detach()).permute(forward)
+    permuted = _in_floats(scores.detach()).permute(forward)
     size = math.prod(scores.shape[d] for d in group)
     inverse = [forward.index(d) for d in range(scores.dim())]
-    return moved.reshape(-1, size).contiguous(), list(moved.shape), inverse
+    return permuted.reshape(-1, size).contiguous(), list(permuted.shape), inverse

@@ -73,8 +73,8 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
                 sums = lane.numpy()
                 values = values.numpy()
             for first in range(0, values.shape[1], LANES):
-                part = values[:, first : first + LANES]
-                sums[:, : part.shape[1]] += part
+                added = values[:, first : first + LANES]
+                sums[:, : added.shape[1]] += added
     return [_fold(lane) for lane in lanes]
 
 
@@ -94,16 +94,19 @@ def _fold(lanes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Moments:
-    """The sums from which the Hill number of each group follows. They are small, and groups can be
-    merged.
+class PowerSums:
+    """The sums of powers from which the Hill number of each group follows. Groups can be merged.
 
-    The Hill number of order q of a probability vector omega is (sum_i omega_i^q)^(1/(1-q)). Order 0
-    counts the non-zero scores, order 1 is exp of the Shannon entropy, order 2 is the paper's N_eff
-    = 1 / sum_i omega_i^2, and order infinity is 1 / max omega. With t = |s| / scale, `total` is sum
-    t. `power` depends on the order: the count of t > 0 (q = 0), sum t^2 (q = 2), max t (q =
-    infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1), which is log t at q =
-    1. Near q = 1, this form avoids cancellation.
+    The Hill number of order q of a probability vector omega is (sum_i omega_i^q)^(1/(1-q)):
+
+    - order 0: the number of scores other than zero
+    - order 1: exp of the Shannon entropy
+    - order 2: the paper's N_eff = 1 / sum_i omega_i^2
+    - order infinity: 1 / max omega
+
+    With t = |s| / scale, `total` is sum t. `power` is the number of t > 0 at order 0, sum t^2 at
+    order 2 and max t at order infinity. At all other orders it is sum t * g(t) with g(t) = (t^(q-1)
+    - 1) / (q - 1), or log t at q = 1. This form avoids cancellation near q = 1.
 
     Attributes:
         order: q >= 0.
@@ -118,8 +121,8 @@ class Moments:
     power: Tensor
 
     @classmethod
-    def of_rows(cls, rows: Tensor, order: float = 2.0) -> "Moments":
-        """Moments of the scores in each row; floating, shape (rows, columns). Only magnitudes
+    def of_rows(cls, rows: Tensor, order: float = 2.0) -> "PowerSums":
+        """PowerSums of the scores in each row; floating, shape (rows, columns). Only magnitudes
         matter.
 
         Raises:
@@ -141,7 +144,7 @@ class Moments:
             raise NonFiniteError("scores hold NaN or infinity")
         return cls(order, rows.shape[1], scale, total, power)
 
-    def merged(self, size: int) -> "Moments":
+    def merged(self, size: int) -> "PowerSums":
         """The moments of one group of `size` scores that holds all groups, in their order."""
         order = self.order
         total = self.total
@@ -155,7 +158,7 @@ class Moments:
         elif order != 0.0:
             power = power * ratio.pow(order) + total * _t_times_g(ratio, order)
         power = power.max() if math.isinf(order) else sum_vector(power)
-        return Moments(
+        return PowerSums(
             order, size, common.reshape(1), sum_vector(total * ratio).reshape(1), power.reshape(1)
         )
 
@@ -196,12 +199,11 @@ class Moments:
         return counts.long()
 
 
-class MomentsOfGroup:
-    """Collects the moments of one group, chunk of rows by chunk.
+class PowerSumsOfGroup:
+    """Collects the sums of one group, chunk of rows by chunk.
 
-    They are numbers in arrays on the CPU. Small tensors, made between the large ones of each chunk
-    and kept, would prevent the C library from using the memory of these again: a prune would grow
-    by its targets.
+    They are kept in arrays on the CPU. Small tensors that lie between the large ones of each chunk
+    would keep the C library from reusing their memory, and a prune would grow with each target.
     """
 
     def __init__(self, order: float) -> None:
@@ -211,20 +213,20 @@ class MomentsOfGroup:
 
     def add(self, rows: Tensor) -> None:
         """Add the moments of a chunk of scores, shape (rows, columns); errors as for
-        `Moments.of_rows`.
+        `PowerSums.of_rows`.
         """
-        moments = Moments.of_rows(rows, self.order)
+        moments = PowerSums.of_rows(rows, self.order)
         sums = moments.scale, moments.total, moments.power
         self.size += rows.numel()
         for column, values in zip(self._columns, sums, strict=True):
             column.extend(values.tolist())
 
-    def merged(self) -> Moments:
+    def merged(self) -> PowerSums:
         """The moments of the group."""
         scale, total, power = (
             torch.frombuffer(column, dtype=torch.float64) for column in self._columns
         )
-        return Moments(self.order, 0, scale, total, power).merged(self.size)
+        return PowerSums(self.order, 0, scale, total, power).merged(self.size)
 
 
 def _scale(rows: Tensor, order: float) -> Tensor:
@@ -262,7 +264,7 @@ def _t_times_g(t: Tensor, order: float) -> Tensor:
     return torch.where(t > 0, t * g, 0.0)
 
 
-def _bfloat16_counts(rows: Tensor, moments: Moments, beta: float) -> Tensor:
+def _bfloat16_counts(rows: Tensor, moments: PowerSums, beta: float) -> Tensor:
     """`counts_at` with omega, omega^2, their sum and N_eff rounded to bfloat16."""
     scores = rows.abs().bfloat16()
     total = sum_rows(scores)[0].bfloat16()
@@ -369,7 +371,7 @@ def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
     return (ahead < n).t().reshape(keys.shape)
 
 
-def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: Moments) -> Tensor:
+def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: PowerSums) -> Tensor:
     """s_eff: the share of each row's sum |s| above a cut: float64, shape (rows,); 1 for a row of
     zeros.
 
@@ -392,8 +394,8 @@ def _sorted(keys: Tensor) -> Tensor:
     if keys.device.type != "cpu" or keys.shape[1] < _LONG_ROW:
         return keys.sort(dim=1).values
     # Stable means radix sort for 16 bits.
-    kind: Literal["stable"] | None = "stable" if keys.element_size() == 2 else None
-    return torch.from_numpy(np.sort(keys.numpy(), axis=1, kind=kind))
+    method: Literal["stable"] | None = "stable" if keys.element_size() == 2 else None
+    return torch.from_numpy(np.sort(keys.numpy(), axis=1, kind=method))
 
 
 # Selection from rows, and from larger groups.
@@ -429,7 +431,7 @@ def select_rows(scores: Tensor, rule: KeepRule) -> Selection:
     Raises:
         NonFiniteError: scores hold NaN or infinity.
     """
-    moments = Moments.of_rows(scores, rule.order)
+    moments = PowerSums.of_rows(scores, rule.order)
     keys = order_keys(scores)
     counts = _counts(rule, moments, scores)
     cut, at_n_eff = row_cuts(keys, counts, moments.counts())
@@ -439,7 +441,7 @@ def select_rows(scores: Tensor, rule: KeepRule) -> Selection:
     return Selection(mask, counts, kept_mass, moments.mass, moments.number(), s_eff)
 
 
-def _counts(rule: KeepRule, moments: Moments, scores: Tensor | None = None) -> Tensor:
+def _counts(rule: KeepRule, moments: PowerSums, scores: Tensor | None = None) -> Tensor:
     """How many scores of each group a rule keeps: int64, shape (groups,)."""
     if rule.beta is not None and rule.dtype == "bfloat16" and scores is not None:
         return _bfloat16_counts(scores, moments, rule.beta)
@@ -485,7 +487,7 @@ class GroupSelector:
 
     def __init__(self, rule: KeepRule) -> None:
         self._rule = rule
-        self._parts = MomentsOfGroup(rule.order)
+        self._power_sums = PowerSumsOfGroup(rule.order)
         self._dtype = torch.float32
         self._searches: dict[int, _RadixSearch] = {}
         self._above_n_eff = array("d")
@@ -494,14 +496,14 @@ class GroupSelector:
     def add(self, scores: Tensor) -> None:
         """First round: the sums. `scores` as for `select_rows`."""
         self._dtype = scores.dtype
-        self._parts.add(scores)
+        self._power_sums.add(scores)
 
     def searching(self) -> bool:
         """End the current round of the search for the cut; returns whether another round is
         needed.
         """
         if not self._searches:
-            self.moments = self._parts.merged()
+            self.moments = self._power_sums.merged()
             self.count = int(_counts(self._rule, self.moments)[0])
             self.nu = int(self.moments.counts()[0])
             self._searches = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _TOKENS = 1024
 
 
-class Batch(NamedTuple):
+class LayerCall(NamedTuple):
     """The tokens that one call of a layer saw.
 
     Attributes:
@@ -45,7 +45,7 @@ class Statistic:
     """
 
     name: str
-    total: "Callable[[Batch], Tensor]"
+    total: "Callable[[LayerCall], Tensor]"
     value: "Callable[[Tensor, int], Tensor]"
     combine: "Callable[[Tensor, Tensor], Tensor]" = lambda one, other: one + other
     by_outputs: bool = False
@@ -60,7 +60,7 @@ def _sum(values: "Tensor") -> "Tensor":
     return torch.stack([piece.double().sum(0) for piece in pieces]).sum(0)
 
 
-def _relative(batch: Batch) -> "Tensor":
+def _relative(batch: LayerCall) -> "Tensor":
     """sum_t x_tj^2 / ||y_t||^2 over the tokens whose output is finite and not zero."""
     import torch
 
@@ -83,7 +83,7 @@ def _relative(batch: Batch) -> "Tensor":
     return torch.stack(sums).sum(0) * scale
 
 
-def _moments(batch: Batch) -> "Tensor":
+def _sums_and_squares(batch: LayerCall) -> "Tensor":
     """sum_t x_tj and sum_t x_tj^2, shape (2, inputs)."""
     import torch
 
@@ -95,7 +95,7 @@ def _variance(moments: "Tensor", tokens: int) -> "Tensor":
     return (means[1] - means[0].square()).clamp(min=0)
 
 
-def _largest(batch: Batch) -> "Tensor":
+def _largest_input(batch: LayerCall) -> "Tensor":
     sizes = batch.inputs.abs().double()
     return sizes.amax(0) if len(sizes) else sizes.sum(0)
 
@@ -116,10 +116,10 @@ MEAN = Statistic(
     value=lambda total, tokens: total / max(tokens, 1),
     signed=True,
 )
-VARIANCE = Statistic("variance", total=_moments, value=_variance)
+VARIANCE = Statistic("variance", total=_sums_and_squares, value=_variance)
 MAXIMUM = Statistic(
     "maximum",
-    total=_largest,
+    total=_largest_input,
     value=lambda total, tokens: total,
     combine=lambda one, other: one.maximum(other),
 )

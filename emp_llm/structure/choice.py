@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Counts, Effective, Match, Recipe, Share
+from emp_llm.options.recipe import Counts, Effective, Match, Recipe, Share, StructureRecipe
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
-from emp_llm.selection.reference import Moments, largest_mask
+from emp_llm.selection.reference import PowerSums, largest_mask
 from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uniform_counts
 from emp_llm.structure.units import Indices, Scores, Units
 
@@ -73,72 +73,101 @@ def choose_units(
     by_role: dict[tuple[str, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
-    for (kind, role), members in sorted(
+    # Those whose number is a multiple of another role's come last.
+    for role, members in sorted(
         by_role.items(), key=lambda item: every[item[1][0]].multiple_of != ""
     ):
         rows = [torch.from_numpy(scores[number])[None] for number in members]
         if together and not every[members[0]].comparable:
             rows = [row / row.sum() for row in rows]
         groups = [torch.cat(rows, 1)] if together else rows
-        moments = [Moments.of_rows(group, order) for group in groups]
-        sizes = np.array([group.shape[1] for group in groups])
-        beta = _beta_of(counts, moments)
+        sums = [PowerSums.of_rows(group, order) for group in groups]
+        beta = _beta_of_units(counts, sums)
         betas.add(beta)
-        if beta is not None:
-            kept = [int(of_group.counts(beta)[0]) for of_group in moments]
-        elif isinstance(counts, Share):
-            kept = uniform_counts(sizes, counts.sparsity).tolist()
-        elif matched is not None and (kind, role) in matched:
-            kept = spread_counts(sizes, *matched[kind, role]).tolist()
-        else:
-            run = counts.run if isinstance(counts, Match) else ""
-            raise UserError(f"--match {run}: that run has no {kind} of {role}.")
+        kept = _kept_by_rule(counts, beta, sums, role, matched)
         best = [
             largest_mask(group, torch.tensor([count]))[0]
             for group, count in zip(groups, kept, strict=True)
         ]
         masks = torch.split(torch.cat(best), [row.shape[1] for row in rows])
-        by_rule = [int(mask.sum()) for mask in masks]
-        mean = -(-sum(by_rule) // len(by_rule))
-        for number, row, mask, rule in zip(members, rows, masks, by_rule, strict=True):
+        mean = -(-sum(kept) // len(rows))
+        for number, row, mask in zip(members, rows, masks, strict=True):
             units = every[number]
-            size = max(rule, units.fewest) if width_by_block else mean
+            rule = int(mask.sum())
             if not structure.keep_shapes:
-                if size < units.required:
-                    raise UserError(
-                        f"{units.name}: {size} of {len(units)} {kind} would stay, and its router "
-                        f"needs at least {units.required}. Raise --beta, or lower --sparsity."
-                    )
-                wanted = units.rounded(size, structure)
-                if units.multiple_of:  # as many as that number allows
-                    width = widths[units.multiple_of]
-                    wanted = len(units) // width * width
-                mask = _best(units, row, wanted)
+                size = max(rule, units.fewest) if width_by_block else mean
+                mask = _best(units, row, _width_of(units, size, structure, widths))
             if units.required:
                 mask = mask | _best(units, row, units.required)
             stays = np.flatnonzero(mask.numpy())
-            widths[role] = len(stays)
-            n_eff = float(Moments.of_rows(row, order).number()[0])
-            record = UnitsRecord(
-                kind=kind,
-                role=role,
-                block=units.block,
-                units=len(units),
-                kept=len(stays),
-                rule=rule,
-                n_eff=n_eff,
-                s_eff=float(effective_mass(row, order=order)[0]),
-            )
-            if order == 2.0:
-                record.s_eff_bound = float(effective_mass_bound(n_eff, row.shape[1]))
+            widths[units.role] = len(stays)
+            record = _record_of(units, row, order, rule, stays)
             if together:
-                record.n_eff_together = float(moments[0].number()[0])
-            if units.listed:
-                record.scores = [float(f"{score:.6g}") for score in row[0].tolist()]
-                record.kept_units = stays.tolist()
+                record.n_eff_together = float(sums[0].number()[0])
             choices[number] = Choice(units, row[0].numpy(), stays, record)
     in_force = betas.pop() if len(betas) == 1 else None
     return [choices[number] for number in range(len(every))], in_force
+
+
+def _kept_by_rule(
+    counts: Counts,
+    beta: float | None,
+    sums: Sequence[PowerSums],
+    role: tuple[str, str],
+    matched: Removed | None,
+) -> list[int]:
+    """How many units of each group the rule keeps."""
+    if beta is not None:
+        return [int(group.counts(beta)[0]) for group in sums]
+    sizes = np.array([group.size for group in sums])
+    if isinstance(counts, Share):
+        return uniform_counts(sizes, counts.sparsity).tolist()  # type: ignore[no-any-return]
+    if matched is not None and role in matched:
+        return spread_counts(sizes, *matched[role]).tolist()  # type: ignore[no-any-return]
+    run = counts.run if isinstance(counts, Match) else ""
+    raise UserError(f"--match {run}: that run has no {role[0]} of {role[1]}.")
+
+
+def _width_of(
+    units: Units, size: int, structure: StructureRecipe, widths: Mapping[str, int]
+) -> int:
+    """How many units stay where shapes change, for `size` by the rule.
+
+    Args:
+        widths: role -> the number that stays, of the roles before.
+    """
+    if size < units.required:
+        raise UserError(
+            f"{units.name}: {size} of {len(units)} {units.kind} would stay, and its router "
+            f"needs at least {units.required}. Raise --beta, or lower --sparsity."
+        )
+    if units.multiple_of:  # as many as that number allows
+        width = widths[units.multiple_of]
+        return len(units) // width * width
+    return units.rounded(size, structure)
+
+
+def _record_of(
+    units: Units, row: torch.Tensor, order: float, rule: int, stays: Indices
+) -> UnitsRecord:
+    """The choice in numbers. `row` are the scores, shape (1, units)."""
+    n_eff = float(PowerSums.of_rows(row, order).number()[0])
+    record = UnitsRecord(
+        kind=units.kind,
+        role=units.role,
+        block=units.block,
+        units=len(units),
+        kept=len(stays),
+        rule=rule,
+        n_eff=n_eff,
+        s_eff=float(effective_mass(row, order=order)[0]),
+    )
+    if order == 2.0:
+        record.s_eff_bound = float(effective_mass_bound(n_eff, row.shape[1]))
+    if units.listed:
+        record.scores = [float(f"{score:.6g}") for score in row[0].tolist()]
+        record.kept_units = stays.tolist()
+    return record
 
 
 def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
@@ -150,7 +179,7 @@ def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
     return removed
 
 
-def _beta_of(counts: Counts, moments: list[Moments]) -> float | None:
+def _beta_of_units(counts: Counts, sums: Sequence[PowerSums]) -> float | None:
     """The beta of an emp method, or the one that removes as many units as its sparsity asks for;
     None for a fixed share.
     """
@@ -159,14 +188,14 @@ def _beta_of(counts: Counts, moments: list[Moments]) -> float | None:
     if counts.beta is not None:
         return counts.beta
     assert counts.sparsity is not None
-    total = sum(group.size for group in moments)
+    total = sum(group.size for group in sums)
     kept = total - floor_count(counts.sparsity * total)
-    if kept < len(moments):
+    if kept < len(sums):
         raise UserError(
             f"--sparsity {counts.sparsity:g}: every layer keeps at least one unit. Lower it."
         )
     return beta_keeping(
-        kept, [(group.number().numpy(), group.total.numpy(), group.size) for group in moments]
+        kept, [(group.number().numpy(), group.total.numpy(), group.size) for group in sums]
     )
 
 

@@ -155,7 +155,7 @@ def _queries_keys_values(
             return None
         rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
         if joined.layer.leaf in JOINED:
-            return [(joined, part) for part in np.split(rows, [number, number + keys])]
+            return [(joined, heads) for heads in np.split(rows, [number, number + keys])]
         groups = rows.reshape(keys, number // keys + 2, width)
         queries = groups[:, :-2].reshape(number, width)
         return [(joined, queries), (joined, groups[:, -2]), (joined, groups[:, -1])]

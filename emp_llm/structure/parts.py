@@ -111,11 +111,9 @@ class Parts(Units):
                 )
             group = (layer.block, layer.expert is not None, cls._owner(layer))
             groups.setdefault(group, []).append(stored[layer])
-        found = [
-            cls._of_layers(layers, model)
-            for _, layers in sorted(groups.items(), key=lambda item: item[0][:2])
-        ]
-        units = [parts for parts in found if parts is not None]
+        in_order = sorted(groups.items(), key=lambda item: item[0][:2])
+        all_parts = [cls._of_layers(layers, model) for _, layers in in_order]
+        units = [parts for parts in all_parts if parts is not None]
         if not units:
             name = type(model.skeleton).__name__
             raise UserError(f"--structure {cls.kind}: {name} has {cls.missing}.")

@@ -44,10 +44,10 @@ from emp_llm.structure.unit_model import unit_model
 from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
 from emp_llm.structure.writing import (
     active_parameters,
-    compare,
+    compare_models,
     cuts_of,
     size_of,
-    write_checkpoint,
+    write_smaller_checkpoint,
 )
 from emp_llm.walk.checks import check_apart, update_warnings
 from emp_llm.walk.moved import MovedWeights
@@ -280,7 +280,7 @@ def _write(
     choices = decision.choices
     with stage("prune"):
         with run.stopwatch("prune"):
-            hashes = write_checkpoint(model, choices, decision.changes, moved, out)
+            hashes = write_smaller_checkpoint(model, choices, decision.changes, moved, out)
             tensors = {}
             for choice in choices:
                 tensors[f"{choice.units.name}.kept"] = torch.from_numpy(choice.kept)
@@ -337,16 +337,16 @@ def _compare(
             return
         device_map = "disk" if offloaded else options.device_map
         small = load_model(written, device_map, options.dtype, options.trust_remote_code)
-        compare(dense, small, decision.choices, moved, record)
+        compare_models(dense, small, decision.choices, moved, record)
 
 
 def _records(
-    plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
+    model: UnitModel, choices: Sequence[Choice], changes: Changes | None
 ) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
-    coverage = plan.architecture.coverage(plan.targets)
-    cuts = cuts_of(plan, choices, remove=True)
-    stored = {target.matrix.stored.name: target.matrix.stored for target in plan.targets}
+    coverage = model.architecture.coverage(model.targets)
+    cuts = cuts_of(model, choices, remove=True)
+    stored = {target.matrix.stored.name: target.matrix.stored for target in model.targets}
     kept = sum(cuts.elements(tensor) for tensor in stored.values())
     weights = coverage.weights or 1
     parameters = coverage.parameters or 1
@@ -362,27 +362,24 @@ def _records(
         share_of_all_parameters=coverage.share_of_all_parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
-    removed = [] if changes is None else choices
-    sizes = [size_of(plan, []), size_of(plan, removed)]
-    active = [
-        active_parameters(plan, [], sizes[0][0]),
-        active_parameters(plan, removed, sizes[1][0]),
-    ]
-    dense, pruned = (
-        CostRecord(
-            parameters=parameters,
-            bytes=size,
-            active_parameters=reached if reached < parameters else None,
-        )
-        for (parameters, size), reached in zip(sizes, active, strict=True)
-    )
     structure = StructureRecord(
         layers={choice.units.name: choice.record for choice in choices},
-        dense=dense,
-        pruned=pruned,
+        dense=_cost(model, []),
+        pruned=_cost(model, [] if changes is None else choices),
         config={".".join(path): value for path, value in (changes or {}).items()},
     )
     return targets, structure
+
+
+def _cost(model: UnitModel, choices: Sequence[Choice]) -> CostRecord:
+    """The size of the model with the kept units; without choices, of the dense one."""
+    parameters, size = size_of(model, choices)
+    reached = active_parameters(model, choices, parameters)
+    return CostRecord(
+        parameters=parameters,
+        bytes=size,
+        active_parameters=reached if reached < parameters else None,
+    )
 
 
 def _units_line(every: Sequence[Units]) -> str:
@@ -394,25 +391,27 @@ def _units_line(every: Sequence[Units]) -> str:
     return f"found: {'; '.join(lines)}"
 
 
-def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
+def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
     """The size of the model with some shares of its experts or layers. It does not depend on
     their scores.
     """
-    routed = any(units.unreached(len(units)) for units in plan.units)
+    routed = any(units.unreached(len(units)) for units in model.units)
     lines = []
     for share in (0.75, 0.5, 0.25):
         asked = replace(recipe, counts=Share(1 - share))
-        ones = [np.ones(len(units)) for units in plan.units]
+        ones = [np.ones(len(units)) for units in model.units]
         try:
-            choices, _ = choose_units(plan.units, ones, asked, plan.width_by_block)
+            choices, _ = choose_units(model.units, ones, asked, model.width_by_block)
         except UserError:  # fewer than a token needs
             continue
-        parameters, size = size_of(plan, choices)
-        reached = active_parameters(plan, choices, parameters)
+        cost = _cost(model, choices)
+        reached = cost.active_parameters or cost.parameters
         active = f", {reached:,} active per token" if routed else ""
         first = choices[0]
         kept = f"{first.record.kept} of {len(first.units)} {first.units.kind}"
-        lines.append(f"with {kept}: {parameters:,} parameters{active}, {format_bytes(size)}")
+        lines.append(
+            f"with {kept}: {cost.parameters:,} parameters{active}, {format_bytes(cost.bytes)}"
+        )
     return lines
 
 
@@ -422,11 +421,11 @@ def _decision_lines(decision: Decision) -> list[str]:
     for choice in decision.choices:
         kinds.setdefault(choice.units.noun, []).append(choice)
     lines = []
-    for words, members in kinds.items():
+    for noun, members in kinds.items():
         kept = sum(choice.record.kept for choice in members)
         units = sum(choice.record.units for choice in members)
         rule = sum(choice.record.rule for choice in members)
-        lines.append(f"{words}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
+        lines.append(f"{noun}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
     if decision.changes:
         changes = [f"{path[-1]} {value}" for path, value in decision.changes.items()]
         lines.append(f"config.json: {', '.join(changes)}")

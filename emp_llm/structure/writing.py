@@ -42,7 +42,7 @@ from emp_llm.models.loading import headless_class
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
-from emp_llm.records.run_report import StructureRecord
+from emp_llm.records.run_report import CostRecord, StructureRecord
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.units import Changes, Cuts, Indices, UnitModel, changed_config
 from emp_llm.walk.moved import MovedWeights
@@ -96,7 +96,7 @@ def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: i
     return parameters - sum(units.unreached(stay.get(units, len(units))) for units in model.units)
 
 
-def write_checkpoint(
+def write_smaller_checkpoint(
     model: UnitModel,
     choices: Sequence[Choice],
     changes: Changes | None,
@@ -225,7 +225,7 @@ def _content(
                 yield tensor_bytes(matrix.contiguous())
 
 
-def compare(
+def compare_models(
     dense: PreTrainedModel,
     written: PreTrainedModel,
     choices: Sequence[Choice],
@@ -274,20 +274,28 @@ def compare(
             "warning: both models do not fit in memory together, so their speed is not compared."
         )
         return
-    seconds: tuple[list[float], list[float]] = ([], [])
+    _time_models((dense, written), (record.dense, record.pruned), ids)
+
+
+def _time_models(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    costs: tuple[CostRecord, CostRecord],
+    ids: Tensor,
+) -> None:
+    """Time passes of both models in turn, and put their speed and operations into `costs`."""
+    length = ids.shape[1]
+    seconds: list[list[float]] = [[], []]
     start = time.perf_counter()
     with progress_bar(2 * _ROUNDS, "speed", "pass") as bar:
         for number in range(_ROUNDS):
             if number > 1 and time.perf_counter() - start > _SECONDS:
                 break
-            for model, of_model in zip((dense, written), seconds, strict=True):
+            for model, of_model in zip(models, seconds, strict=True):
                 of_model.append(_seconds(model, ids))
                 bar.update(1)
-    for model, cost, of_model in zip(
-        (dense, written), (record.dense, record.pruned), seconds, strict=True
-    ):
+    for model, cost, of_model in zip(models, costs, seconds, strict=True):
         with FlopCounterMode(display=False) as counter:
-            _logits(model, ids)
+            _prompt_logits(model, ids)
         cost.flops_per_token = counter.get_total_flops() / length
         cost.tokens_per_second = length / statistics.median(of_model)
 
@@ -346,7 +354,7 @@ def _with_weight(
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _prompt_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The logits, shape (1, tokens, vocabulary); of a model without a head for tokens, what its
     last block gives.
     """
@@ -363,10 +371,10 @@ def _outputs(
 ) -> tuple[Tensor, Tensor | None]:
     """The logits, and what the kept units give of the first layer in which their order shows."""
     for choice in choices:
-        outputs = choice.units.kept_outputs(model, choice.kept, lambda: _logits(model, ids))
+        outputs = choice.units.kept_outputs(model, choice.kept, lambda: _prompt_logits(model, ids))
         if outputs is not None:
             return outputs
-    return _logits(model, ids), None
+    return _prompt_logits(model, ids), None
 
 
 def _largest_difference(wanted: Tensor, written: Tensor) -> float:

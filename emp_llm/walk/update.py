@@ -228,10 +228,10 @@ class Block:
                     output = self.step.output(number, self.pruned)
             else:
                 output = self.step.output(number, self.dense)
-        return _joined(inputs), _joined(outputs), output
+        return _of_all_calls(inputs), _of_all_calls(outputs), output
 
 
-def _joined(calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+def _of_all_calls(calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     """The tokens of all calls of each layer, shape (tokens, features)."""
     return {name: torch.cat(tokens) for name, tokens in calls.items()}
 
