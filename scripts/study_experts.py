@@ -22,6 +22,7 @@ import math
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Study:
     ) -> Entry:
         """A point of experts."""
         from emp_llm.models.modules import weight_of
-        from emp_llm.structure.experts import closed_routers, refit_experts
+        from emp_llm.structure.experts import closed_router, refit_experts
         from emp_llm.structure.writing import size_of
         from emp_llm.update.update import Refit
         from emp_llm.walk.moved import MovedWeights
@@ -143,7 +144,9 @@ class Study:
                     weight = weight_of(self.model, target.layer)
                     before[target.name] = weight, weight.clone()
                     weight.copy_(new[target.name])
-        with closed_routers(self.model, stays):
+        with ExitStack() as closed:
+            for experts, numbers in stays.items():
+                closed.enter_context(closed_router(self.model, experts, numbers))
             losses = self.losses(self.model)
         for weight, values in before.values():
             weight.copy_(values)

@@ -1,4 +1,4 @@
-"""What can be said of a healing before: whether it is possible, its memory and disk."""
+"""What is known of a healing before it: whether it is possible, its memory and its disk."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -71,7 +71,7 @@ _SAVED = "weights.safetensors"  # in a checkpoint of the training
 _START = "start"  # the folder of the weights that the training begins with
 _RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a while
 _CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
-_PATIENCE = 4  # rises in turn
+_PATIENCE = 4  # rises in a row
 _HASHES = "hashes.json"  # written last in a checkpoint
 _POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
@@ -589,12 +589,12 @@ def _held_out_losses(state: Any) -> list[float]:
 
 
 def _rises(losses: list[float], times: float = _RISE) -> bool:
-    """Whether the last loss is not below some times the best one before it."""
+    """Whether the last loss is NaN, or at least `times` the best one before it."""
     return len(losses) > 1 and not losses[-1] < times * min(losses[:-1])
 
 
 def _has_ended(state: Any) -> bool:
-    """Whether the held-out loss rose so often in turn that a lower rate will not help."""
+    """Whether the held-out loss rose so many times in a row that no lower rate will help."""
     losses = _held_out_losses(state)
     return len(losses) > _PATIENCE and all(
         _rises(losses[: len(losses) - n]) for n in range(_PATIENCE)

@@ -168,7 +168,7 @@ class Masks(Mapping[str, Tensor]):
 
 def plain_model(model: nn.Module) -> nn.Module:
     """A model without what torch.compile, DataParallel and DistributedDataParallel put around
-    it; UserError if it is none.
+    it; UserError if it is no module.
     """
     check_type("model", model, nn.Module)
     while True:

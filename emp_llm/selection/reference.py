@@ -32,8 +32,8 @@ from emp_llm.selection.rule import (
     counts_at,
 )
 
-# Numbers converted to float64 at a time: they stay in a core's cache, and torch does not share so
-# few.
+# Numbers converted to float64 at a time: they stay in a core's cache, and are too few for torch to
+# use several threads.
 _PIECE = 1 << 15
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = {1: torch.int8} | _KEY_DTYPES

@@ -201,18 +201,20 @@ class Experts(Units):
             experts.name: torch.zeros(4, len(experts), dtype=torch.float64) for experts in mixtures
         }
 
-        def see(seen: Seen) -> None:
+        at_block = {experts.block: experts for experts in mixtures}
+
+        def add(total: Tensor, seen: Seen) -> None:
             norms = torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32).double()
             rows = [torch.ones_like(norms), seen.gates * norms, norms, seen.gates.double()]
-            total = torch.stack([row.sum() for row in rows]).cpu()
-            sums[seen.experts.name][:, seen.number] += total
+            total[:, seen.number] += torch.stack([row.sum() for row in rows]).cpu()
 
         with runner.walk(own_batches(tokens, batch_size), "experts") as walk:
             for step in walk.steps():
-                inside = [
-                    experts for experts in mixtures if experts.name.startswith(f"{step.name}.")
-                ]
-                with _expert_hooks(runner.model, inside, see):
+                experts = at_block.get(step.index)
+                with ExitStack() as hooks:
+                    if experts is not None:
+                        see = partial(add, sums[experts.name])
+                        hooks.enter_context(_expert_hooks(runner.model, experts, see))
                     step.run()
         return finite_sums_of_ranks(sums, "the outputs of its experts")
 
@@ -307,7 +309,7 @@ class Experts(Units):
         refit_experts(model, experts, tokens, update, moved, **options)
 
     def without(self, model: PreTrainedModel, kept: Indices) -> AbstractContextManager[Any]:
-        return closed_routers(model, {self: kept})
+        return closed_router(model, self, kept)
 
     def remedy(self, keeps_shapes: bool) -> str:
         return (
@@ -488,7 +490,7 @@ class Seen(NamedTuple):
     """An expert and what it did with the tokens of a batch that reached it.
 
     Attributes:
-        experts, number: the expert.
+        number: of the expert.
         tokens: numbers of its tokens in the batch, int64, shape (tokens,); None if the router
             scaled their inputs.
         gates: their weights, float32, shape (tokens,).
@@ -496,7 +498,6 @@ class Seen(NamedTuple):
         outputs: with a bias, shape (tokens, hidden).
     """
 
-    experts: Experts
     number: int
     tokens: Tensor | None
     gates: Tensor
@@ -506,64 +507,55 @@ class Seen(NamedTuple):
 
 @contextmanager
 def _expert_hooks(
-    model: nn.Module, mixtures: Sequence[Experts], see: Callable[[Seen], None]
+    model: nn.Module, experts: Experts, see: Callable[[Seen], None]
 ) -> Iterator[None]:
-    """Call `see` for each expert that a batch reaches, while the model runs.
+    """Call `see` for each expert of a block that a batch reaches, while the model runs.
 
     The gates are those that the router gives to the module of all experts, in the order in which
-    transformers' loop over the experts takes the tokens. That they belong to these outputs is
-    checked: their weighted sum must be the module's output.
+    transformers' loop over the experts takes the tokens. They are checked: the sum of the outputs,
+    weighted by them, must be the module's output.
 
     Raises:
         UserError: in the forward pass, if it is not.
     """
-    by_name = {
-        target.name: (experts, number)
-        for experts in mixtures
-        for number, target in enumerate(experts.outputs)
-    }
-    # Module of experts -> what its router gave: the numbers of each token's experts, and their
-    # gates; None if the router scaled the inputs.
-    routing: dict[str, tuple[Tensor, Tensor] | None] = {}
-    totals: dict[str, Tensor] = {}
+    by_name = {target.name: number for number, target in enumerate(experts.outputs)}
+    # The numbers of each token's experts, and their gates; None if the router scaled the inputs.
+    routed: tuple[Tensor, Tensor] | None = None
+    total = torch.empty(0)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal routed, total
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = tensors[0]
+        total = torch.zeros(hidden.flatten(0, -2).shape, device=hidden.device)
+        numbers = [value for value in tensors if not value.is_floating_point() and value.dim() == 2]
+        if not numbers:
+            if len(tensors) != 1 or hidden.numel() % len(experts):
+                raise _unknown(experts)
+            routed = None
+            return
+        shape = numbers[0].shape
+        gates = [value for value in tensors if value.is_floating_point() and value.shape == shape]
+        if len(gates) != 1:
+            raise _unknown(experts)
+        routed = (numbers[0], gates[0])
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-        experts, expert = by_name[layers[0].name]
-        routed = routing[experts.name]
+        expert = by_name[layers[0].name]
         if routed is None:
             ones = torch.ones(len(inputs), device=inputs.device)
-            see(Seen(experts, expert, None, ones, inputs, outputs))
+            see(Seen(expert, None, ones, inputs, outputs))
             return
         numbers, weights = routed
         position, token = numbers.T.eq(expert).nonzero(as_tuple=True)
         if len(token) != len(inputs):
             raise _unknown(experts)
         gates = weights[token, position].float()
-        totals[experts.name].index_add_(0, token, outputs.float() * gates[:, None])
-        see(Seen(experts, expert, token, gates, inputs, outputs))
+        total.index_add_(0, token, outputs.float() * gates[:, None])
+        see(Seen(expert, token, gates, inputs, outputs))
 
-    def enter(experts: Experts, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        hidden = tensors[0]
-        numbers = [value for value in tensors if not value.is_floating_point() and value.dim() == 2]
-        if numbers:
-            gates = [
-                value
-                for value in tensors
-                if value.is_floating_point() and value.shape == numbers[0].shape
-            ]
-            if len(gates) != 1:
-                raise _unknown(experts)
-            routing[experts.name] = (numbers[0], gates[0])
-        elif len(tensors) != 1 or hidden.numel() % len(experts):
-            raise _unknown(experts)
-        else:
-            routing[experts.name] = None
-        totals[experts.name] = torch.zeros(hidden.flatten(0, -2).shape, device=hidden.device)
-
-    def leave(experts: Experts, module: nn.Module, args: Any, output: Any) -> None:
-        total = totals.pop(experts.name)
-        if routing.pop(experts.name) is None:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if routed is None:
             return
         if not isinstance(output, Tensor) or output.numel() != total.numel():
             raise _unknown(experts)
@@ -571,15 +563,12 @@ def _expert_hooks(
         if float((total - wanted).norm()) > _DIFFERENCE * float(wanted.norm()):
             raise _unknown(experts)
 
-    last = [target.layer for experts in mixtures for target in experts.outputs]
-    with ExitStack() as hooks:
-        for experts in mixtures:
-            module = model.get_submodule(experts.name)
-            hooks.enter_context(
-                module.register_forward_pre_hook(partial(enter, experts), with_kwargs=True)
-            )
-            hooks.enter_context(module.register_forward_hook(partial(leave, experts)))
-        hooks.enter_context(layer_hooks(model, last, observe))
+    module = model.get_submodule(experts.name)
+    with (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave),
+        layer_hooks(model, [target.layer for target in experts.outputs], observe),
+    ):
         yield
 
 
@@ -629,33 +618,31 @@ class _Closed(TorchFunctionMode):
 
 
 @contextmanager
-def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterator[None]:
-    """Inside this context, no token is routed to removed experts: the model computes what the
-    smaller one will.
+def closed_router(model: nn.Module, experts: Experts, kept: Indices) -> Iterator[None]:
+    """Inside this context, no token is routed to the experts of a block that do not stay: the model
+    computes what the smaller one will.
 
     Args:
         model: dense, on any devices.
         kept: the numbers of the experts that stay.
     """
-    running: dict[Experts, _Closed] = {}
+    removed = torch.ones(len(experts), dtype=torch.bool)
+    removed[torch.from_numpy(kept)] = False
+    running: list[_Closed] = []
 
-    def enter(experts: Experts, removed: Tensor, module: nn.Module, args: Any) -> None:
-        running[experts] = _Closed(module, experts, removed)
-        running[experts].__enter__()  # type: ignore[no-untyped-call]
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(_Closed(module, experts, removed))
+        running[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def leave(experts: Experts, module: nn.Module, args: Any, output: Any) -> None:
-        if experts in running:
-            running.pop(experts).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    with ExitStack() as hooks:
-        for experts, stays in kept.items():
-            removed = torch.ones(len(experts), dtype=torch.bool)
-            removed[torch.from_numpy(stays)] = False
-            module = model.get_submodule(experts.module)
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, experts, removed)))
-            hooks.enter_context(
-                module.register_forward_hook(partial(leave, experts), always_call=True)
-            )
+    module = model.get_submodule(experts.module)
+    with (
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ):
         yield
 
 
@@ -714,8 +701,9 @@ def refit_experts(
                     added = is_added(model, experts.shared, partial(step.output, 0, walk.hidden))
                     targets += [experts.shared] if all(ranks().gather(added)) else []
             block = Block(model, step, targets, walk, pruned)
-            closed = {} if experts is None else {experts: kept[experts]}
-            with closed_routers(model, closed):
+            with ExitStack() as hooks:
+                if experts is not None:
+                    hooks.enter_context(closed_router(model, experts, kept[experts]))
                 if ranks().broadcast(moved.has(step.index)):
                     results = ranks().first(partial(moved.block, step.index))
                     for target in targets:
@@ -815,12 +803,12 @@ def _seen(
         rows = inputs.flatten(0, -2)
         tokens = torch.arange(len(rows), device=rows.device)
         gates = torch.ones(len(rows), device=rows.device)
-        seen.append(Seen(experts, _SHARED, tokens, gates, rows, outputs.flatten(0, -2)))
+        seen.append(Seen(_SHARED, tokens, gates, rows, outputs.flatten(0, -2)))
 
     of_shared = [] if shared is None else [shared.layer]
     with (
         layer_hooks(block.model, of_shared, see_shared),
-        _expert_hooks(block.model, [experts], seen.append),
+        _expert_hooks(block.model, experts, seen.append),
     ):
         output = block.step.output(batch, block.pruned)
     return seen, output

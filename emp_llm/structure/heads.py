@@ -65,7 +65,7 @@ class Heads(Parts):
         if made is None:
             return None
         module = output.name.rpartition(".")[0]
-        # Over all heads, they cannot be told apart.
+        # A norm over all heads needs all of them.
         sizes = [rows.size for _, rows in made[:2]]
         for norm in HEAD_NORMS:
             size = math.prod(model.architecture.shapes.get(f"{module}.{norm}.weight", ()))

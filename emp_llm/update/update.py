@@ -1,4 +1,4 @@
-"""What an update of the kept weights is, and the refit. Without torch until one is solved.
+"""Updates of the kept weights, and the refit. torch is imported when one is solved.
 
 A new update that searches for its own mask is one file beside this one, with a class like
 `admm.Admm`, and its line in `SEARCHES`.
@@ -75,7 +75,7 @@ class Update(ABC):
         name: of the stage of a run.
         title: of a search, for messages and the model card.
         searches: whether it decides which weights stay; else masks are given.
-        keeps: of a search, the groups whose number of kept weights is what the recipe says.
+        keeps: the groups in which a search keeps the number of weights that the recipe says.
     """
 
     name: ClassVar[str]
@@ -86,7 +86,7 @@ class Update(ABC):
     @property
     @abstractmethod
     def refit(self) -> "Refit | None":
-        """The refit that settles the values; None: the search's own stay."""
+        """The refit of the kept weights; None: the values of the search stay."""
 
     @property
     def restores_dense(self) -> bool:
@@ -209,8 +209,8 @@ def search_named(name: str) -> type[Search]:
 def damping_for(inputs: int, tokens: int) -> float:
     """A damping for a number of calibration tokens: inputs / tokens, at least 0.01.
 
-    The fewer tokens there are for each input, the more of a refit is chance. On tokens that a refit
-    has not seen, this is the best damping or within 2 % of it, on three models, from 2 to 250
-    tokens for each input (scripts/results/damping.md).
+    With few tokens for each input, a refit follows chance. On tokens that a refit has not seen,
+    this is the best damping or within 2 % of it, on three models, from 2 to 250 tokens for each
+    input (scripts/results/damping.md).
     """
     return max(LEAST_DAMPING, inputs / max(tokens, 1))

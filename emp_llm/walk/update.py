@@ -242,15 +242,14 @@ class _AllSeen(Exception):
 
 @dataclass
 class _Level:
-    """Targets of a block none of whose inputs depend on the output of another: q, k and v; or the
+    """Targets of a block whose inputs do not depend on each other's outputs: q, k and v; or the
     same matrix of all experts.
 
     Attributes:
         routed: the targets are experts, which see only the tokens routed to them.
         inputs: name of the first target of each distinct input -> the targets that share its
             moments.
-        closing: it is one target, whose output is added to that of the block; it restores the
-            block's output.
+        closing: its only target restores the outputs of the block, to which its own are added.
     """
 
     routed: bool
