@@ -65,6 +65,12 @@ def test_text_comes_before_conversations(tmp_path: Path) -> None:
     assert list(text_rows(find_corpus(str(path)))) == ["It is so."]
 
 
+def test_token_ids_are_not_joined(tmp_path: Path) -> None:
+    name = write(tmp_path / "ids.jsonl", "input_ids", [[1, 2], [3]])
+    with pytest.raises(UserError, match=r"ids\.jsonl: join= joins texts, and these are token ids"):
+        token_ids(replace(find_corpus(name), join=" "), make_tokenizer())
+
+
 def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     name = write(tmp_path / "chat.jsonl", "messages", CHATS)
     with pytest.raises(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emp_llm import (
     Admm,
+    ByCost,
     Effective,
     Given,
     Heal,
@@ -163,7 +164,15 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Own(5), "criterion must be a function or its name, got 5"),
         (lambda: Given("nowhere.safetensors"), "no such file"),
         (lambda: Given(5), "scores must be a file, a folder, or a mapping .* got int"),
+        (lambda: Match(5), "run must be text, got 5"),
+        (lambda: Match(""), "Match needs run"),
+        (lambda: Match("a", "rows"), "by 'rows' is not one of total, matrix"),
+        (lambda: Match("a", removed={"b": "c"}), "removed must be a whole number or a mapping"),
+        (lambda: ByCost(3), "removed must be a mapping from names to whole numbers, got 3"),
         (lambda: Refit(damping=0), "refit.damping must be above 0"),
+        (lambda: Refit(damping="1"), "damping must be a number, got '1'"),
+        (lambda: Refit(weighting="rows"), "weighting 'rows' is not one of equal, relative"),
+        (lambda: SparseGPT(refit=True), r"refit must be Refit\(...\) or None, got True"),
         (lambda: Heal(steps=0), "heal.steps must be at least 1, got 0"),
         (lambda: Targets(min_expert_tokens=-1), "min.expert.tokens must be at least 0"),
         (lambda: Targets(tower="vision", blocks="a"), "blocks and .*tower both choose"),

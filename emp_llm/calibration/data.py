@@ -308,6 +308,8 @@ def _ids(
     )
     if join is not None:
         joined = list(texts)
+        if any(isinstance(text, tuple) for text, _ in joined):
+            raise UserError(f"{source}: join= joins texts, and these are token ids. Leave it out.")
         texts = [(join.join(text for text, _ in joined), all(special for _, special in joined))]
     ids: list[int] = []
     for text, special in texts:

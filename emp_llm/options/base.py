@@ -121,6 +121,7 @@ _TYPE_NAMES = {
     Path: "a path",
     list[str]: "a list of names",
     list[Path]: "a list of paths",
+    dict[str, int]: "a mapping from names to whole numbers",
 }
 
 
@@ -161,6 +162,11 @@ def _is_of(value: Any, allowed: Any) -> bool:
     if get_origin(allowed) is list:
         (of_item,) = get_args(allowed)
         return isinstance(value, list) and all(isinstance(item, of_item) for item in value)
+    if get_origin(allowed) is dict:
+        of_key, of_value = get_args(allowed)
+        return isinstance(value, dict) and all(
+            _is_of(key, of_key) and _is_of(item, of_value) for key, item in value.items()
+        )
     return isinstance(value, int | float if allowed is float else allowed)
 
 

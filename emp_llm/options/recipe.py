@@ -302,6 +302,9 @@ class ByCost:
 
     removed: dict[str, int] | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self, as_flags=False)
+
 
 @dataclass(frozen=True)
 class Share(Counts):
@@ -368,6 +371,12 @@ class Match(Counts):
     def __post_init__(self) -> None:
         if isinstance(self.run, Path):
             object.__setattr__(self, "run", str(self.run))
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Raise UserError without a run."""
+        if not self.run:
+            raise UserError("Match needs run, the output folder of an earlier prune.")
 
 
 def _check_sparsity(sparsity: float | None) -> None:

@@ -152,7 +152,18 @@ class Refit(Update):
     damping: float | None = None
 
     def __post_init__(self) -> None:
-        if self.damping is not None and not 0 < self.damping <= 1:
+        for name, choices in (
+            ("weighting", ("equal", "relative")),
+            ("target", ("block", "layer")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise UserError(f"{name} {value!r} is not one of {', '.join(choices)}.")
+        if self.damping is None:
+            return
+        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float):
+            raise UserError(f"damping must be a number, got {self.damping!r}.")
+        if not 0 < self.damping <= 1:
             raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.damping:g}.")
 
     @property
@@ -197,6 +208,10 @@ class Search(Update):
 
     searches = True
     refit: Refit | None = None
+
+    def __post_init__(self) -> None:
+        if self.refit is not None and not isinstance(self.refit, Refit):
+            raise UserError(f"refit must be Refit(...) or None, got {self.refit!r}.")
 
 
 def search_named(name: str) -> type[Search]:
