@@ -100,11 +100,15 @@ def evaluate(
     from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
-    from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.comparison import compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
-    from emp_llm.evaluation.results import new_results, open_results, results_to_compare
+    from emp_llm.evaluation.results import (
+        new_results,
+        open_results,
+        results_to_compare,
+        save_results,
+    )
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model, load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
@@ -195,9 +199,9 @@ def evaluate(
             if run.path not in prepared:
                 logger.info("%s: already finished; not measured again.", run.path)
                 # A run was interrupted just before this.
-                if ranks().main and not run.results.complete:
+                if not run.results.complete:
                     run.results.complete = True
-                    run.results.save(run.path)
+                    save_results(run.results, run.path)
                 continue
             with stage(f"evaluate {run.source.short_name}"):
                 if run.runtime == "sparse":

@@ -88,7 +88,7 @@ def measure(
         from emp_llm.evaluation.loss_budget import LossBudget, LossCurve, within_budgets
         from emp_llm.evaluation.prune_run import split_held_out
 
-        budgets = [LossBudget.of(each) for each in parse_list(loss, "--loss")]
+        budgets = [LossBudget.of(budget) for budget in parse_list(loss, "--loss")]
     if ranks().count > 1:
         raise UserError(
             "measure runs in one process. Calibrate with torchrun first, and give the "
@@ -179,7 +179,7 @@ def measure(
             curve_of_loss = LossCurve(
                 models, source.folder, checkpoint, targets, held_out, "cpu", work
             )
-            uniform = {each.name: replace(each, counts=Share()) for each in recipes}
+            uniform = {recipe.name: replace(recipe, counts=Share()) for recipe in recipes}
             for recipe in [*uniform.values(), *recipes]:
                 with stage(f"loss, {recipe.method}"):
                     losses.append(within_budgets(curve_of_loss, checkpoint, recipe, budgets, norms))
@@ -204,15 +204,15 @@ def _recipes(given: str | None, orders: str, shared: RecipeOptions) -> list[Reci
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
     scores: set[str | None] = set()
-    own = shared.name if shared.criterion is not None or shared.scores is not None else None
+    custom = shared.name if shared.criterion is not None or shared.scores is not None else None
     criteria = parse_list(
-        ",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given,
+        ",".join(filter(None, ("magnitude", "wanda", custom))) if given is None else given,
         "--criteria",
     )
     for criterion in dict.fromkeys(criteria):
         if criterion in SEARCHES:
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
-        if criterion not in METHODS and own is None:
+        if criterion not in METHODS and custom is None:
             raise UserError(
                 f"--criteria: {criterion!r} is not one of "
                 f"{', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}"

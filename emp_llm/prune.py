@@ -1,6 +1,7 @@
 """`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and a report."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_options, structured
-from emp_llm.options.recipe import Effective, Recipe, StructureRecipe
+from emp_llm.options.recipe import ByCost, Effective, Recipe, StructureRecipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import RunReport
 
@@ -188,8 +189,10 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
                 scores = scores.with_activations(norms)
 
         # How many weights of each group stay, which ones, and their values.
-        if pruning.by_cost:
-            recipe = _with_shares(pruning, chosen, norms, out)
+        by_cost = pruning.by_cost
+        if by_cost is not None:
+            removed = _removed_by_cost(pruning, by_cost.sparsity, chosen, norms, out)
+            recipe = replace(recipe, counts=replace(by_cost, shares=ByCost(removed)))
             scores = Scores(chosen.checkpoint, chosen.targets, recipe, scores.inputs)
         counts = counts_of(scores) if propagated is None else propagated.counts
         pruner = Pruner(scores, counts, options.mask_device)
@@ -215,14 +218,18 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
         return pruning.finish(out, report, hashes, norms, dense)
 
 
-def _with_shares(
-    pruning: "PruneRun", chosen: "Chosen", norms: "Activations | None", out: "OutputFolder"
-) -> Recipe:
-    """The recipe with what each block loses, measured now or by an interrupted run."""
-    from emp_llm.evaluation.block_shares import removed_by_cost, with_removed
+def _removed_by_cost(
+    pruning: "PruneRun",
+    sparsity: float,
+    chosen: "Chosen",
+    norms: "Activations | None",
+    out: "OutputFolder",
+) -> dict[str, int]:
+    """How many weights each target loses, measured now or by an interrupted run."""
+    from emp_llm.evaluation.block_shares import removed_by_cost
     from emp_llm.evaluation.loss_budget import LossCurve
 
-    removed = out.get("shares")
+    removed: dict[str, int] | None = out.get("shares")
     if removed is None:
         tokens, _ = pruning.divided
         with stage("shares"), pruning.stopwatch("shares"):
@@ -235,9 +242,9 @@ def _with_shares(
                 pruning.options.mask_device,
                 out.work / "curve",
             )
-            removed = removed_by_cost(pruning.recipe, curve, chosen.targets, norms)
+            removed = removed_by_cost(sparsity, curve, chosen.targets, norms)
         out.note(shares=removed)
-    return with_removed(pruning.recipe, removed)
+    return removed
 
 
 def _write(

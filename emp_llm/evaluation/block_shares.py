@@ -9,7 +9,7 @@ with a given total have the same price b exp(a + b s) / n of a weight everywhere
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.common.tables import percent_cell
 from emp_llm.evaluation.loss_budget import LossCurve
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import ByCost, Magnitude, Match, Recipe, Share, Wanda
+from emp_llm.options.recipe import Magnitude, Match, Recipe, Wanda
 
 logger = logging.getLogger(__name__)
 ALONE = (0.25, 0.5, 0.75)  # sparsities of a block that is pruned alone
@@ -99,18 +99,10 @@ def removed_weights(targets: Sequence[Target], shares: dict[int | None, float]) 
 
 
 def removed_by_cost(
-    recipe: Recipe, curve: LossCurve, targets: Sequence[Target], norms: Activations | None
+    sparsity: float, curve: LossCurve, targets: Sequence[Target], norms: Activations | None
 ) -> dict[str, int]:
-    """How many weights each target loses by a recipe with shares by cost."""
-    counts = recipe.counts
-    assert isinstance(counts, Share)
-    shares = shares_by_cost(costs_of_blocks(curve, targets, norms), counts.sparsity)
+    """How many weights each target loses, with a total sparsity of all weights."""
+    shares = shares_by_cost(costs_of_blocks(curve, targets, norms), sparsity)
     least, most = (percent_cell(find(shares.values())) for find in (min, max))
     logger.info("blocks lose %s to %s %% of their weights, by their cost.", least, most)
     return removed_weights(targets, shares)
-
-
-def with_removed(recipe: Recipe, removed: dict[str, int]) -> Recipe:
-    """A recipe with shares by cost whose costs are known."""
-    assert isinstance(recipe.counts, Share)
-    return replace(recipe, counts=replace(recipe.counts, shares=ByCost(removed)))

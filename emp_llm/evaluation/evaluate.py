@@ -30,7 +30,7 @@ from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.harness import Harness, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
-from emp_llm.evaluation.results import dense_measures, new_results, open_results
+from emp_llm.evaluation.results import dense_measures, new_results, open_results, save_results
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.loading import check_head
@@ -165,13 +165,7 @@ def evaluate_model(
     def save(measures: Measures, complete: bool = False) -> None:
         results.take(measures)
         results.complete = complete
-        if ranks().main:
-            try:
-                results.save(path)
-            except OSError as error:
-                raise UserError(
-                    f"--output {path}: cannot be written ({error.strerror})."
-                ) from error
+        save_results(results, path)
 
     measures = results.measures
     if measures.parts:

@@ -98,7 +98,7 @@ def perplexity(
     losses = _losses(model, batches)
     weight = sum(batch.numel() for batch in batches)
     mean = (
-        sum(float(each.sum()) * batch.shape[1] for each, batch in zip(losses, batches, strict=True))
+        sum(float(loss.sum()) * batch.shape[1] for loss, batch in zip(losses, batches, strict=True))
         / weight
     )
     if not math.isfinite(mean):
@@ -112,7 +112,7 @@ def perplexity(
         block_length=block_length,
         seconds=seconds,
         partial=limit is not None and limit < len(every),
-        block_losses=[round(loss, 7) for each in losses for loss in each.tolist()],
+        block_losses=[round(loss, 7) for of_batch in losses for loss in of_batch.tolist()],
     )
 
 
@@ -120,10 +120,10 @@ def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
     """The mean loss of each block, batch by batch; each rank computes its share of the batches,
     and all ranks return all.
     """
-    own = ranks().assigned(range(len(batches)))
-    logits = _logits(model, [batches[number] for number in own])
+    assigned = ranks().assigned(range(len(batches)))
+    logits = _logits(model, [batches[number] for number in assigned])
     # No name keeps the logits of a batch while the next ones are computed.
-    losses = {number: mean_losses(next(logits), batches[number]) for number in own}
+    losses = {number: mean_losses(next(logits), batches[number]) for number in assigned}
     assert next(logits, None) is None
     for share in ranks().gather(losses):
         losses |= share

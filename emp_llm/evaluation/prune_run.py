@@ -146,10 +146,10 @@ class PruneRun:
         return self.architecture.checkpoint
 
     @property
-    def by_cost(self) -> bool:
-        """Whether each block loses by what its weights cost."""
+    def by_cost(self) -> Share | None:
+        """The counts of a run whose blocks lose by what their weights cost; None for others."""
         counts = self.recipe.counts
-        return isinstance(counts, Share) and isinstance(counts.shares, ByCost)
+        return counts if isinstance(counts, Share) and isinstance(counts.shares, ByCost) else None
 
     @property
     def sums_units(self) -> bool:
@@ -159,13 +159,14 @@ class PruneRun:
     @property
     def calibrates(self) -> bool:
         """Whether the run collects the norms of inputs. Costs are those of Wanda's masks."""
-        return self.norms is None and (self.recipe.needs_activations or self.by_cost)
+        needed = self.recipe.needs_activations or self.by_cost is not None
+        return needed and self.norms is None
 
     @property
     def reads_text(self) -> bool:
         """Whether the run needs a text."""
-        searches = self.options.loss is not None
-        return searches or self.recipe.moves or self.by_cost or self.sums_units or self.calibrates
+        holds_out = self.options.loss is not None or self.by_cost is not None
+        return holds_out or self.recipe.moves or self.sums_units or self.calibrates
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -184,7 +185,7 @@ class PruneRun:
             self.models,
             self.options.propagate,
             self.quantization,
-            further=HELD_OUT if self.by_cost or self.options.loss is not None else FURTHER,
+            further=HELD_OUT if self.by_cost or self.options.loss else FURTHER,
         )
 
     @cached_property
@@ -198,7 +199,7 @@ class PruneRun:
         """The sequences that the run is checked on; None if it has none."""
         if self.judged is not None:
             return self.judged.tokens
-        if self.by_cost:
+        if self.by_cost is not None:
             return self.divided[1]
         return self.text.further if self.reads_text else None
 

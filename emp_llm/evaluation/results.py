@@ -101,6 +101,16 @@ def folder_identity(folder: Path) -> str | None:
     )
 
 
+def save_results(results: Results, path: Path) -> None:
+    """Save results, on the first rank. UserError if the file cannot be written."""
+    if not ranks().main:
+        return
+    try:
+        results.save(path)
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror}).") from error
+
+
 def open_results(path: Path, results: Results, overwrite: bool = False) -> Results:
     """Results with the earlier measures of their file. Under several ranks, all hold the same.
 

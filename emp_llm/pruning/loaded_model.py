@@ -41,11 +41,9 @@ def holds_stored_weights(
             or not weight.is_floating_point()
         ):
             return False
-        own = weight[first : first + len(stored)]
-        same = stored.to(own.device, own.dtype)
-        if not torch.equal(
-            own.view(_BITS[own.element_size()]), same.view(_BITS[own.element_size()])
-        ):
+        rows = weight[first : first + len(stored)]
+        bits = _BITS[rows.element_size()]
+        if not torch.equal(rows.view(bits), stored.to(rows.device, rows.dtype).view(bits)):
             return False
     return True
 

@@ -322,24 +322,22 @@ class Pruner:
     def _prune_values(
         self, target: Target, first: int, words: Words, dtype: str, selector: "GroupSelector | None"
     ) -> RowFigures:
-        rule = self.counts.rule_of(target, first, first + len(words)) if selector is None else None
+        rule = self.counts.rule_of(target, first, first + len(words))
         plain = (
-            not self._reference
+            selector is None
+            and not self._reference
             and words.size
             and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
         )
-        if rule is not None and plain and words_supported(dtype, rule):
+        if plain and words_supported(dtype, rule):
             return prune_words(words, dtype, self.scores.factors_of(target), rule)
         from emp_llm.selection.reference import apply_selection, select_rows
 
         host = as_tensor(words, dtype)
         weights = host.to(self._device)
         scores = self.scores.of(target, first, weights)
-        if selector is not None:
-            figures = apply_selection(weights, selector.select(scores))
-        else:
-            assert rule is not None
-            figures = apply_selection(weights, select_rows(scores, rule))
+        selection = select_rows(scores, rule) if selector is None else selector.select(scores)
+        figures = apply_selection(weights, selection)
         if weights is not host:
             host.copy_(weights)
         return RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))

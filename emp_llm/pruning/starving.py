@@ -43,8 +43,8 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
             other count.
         outcomes: of the pruner.
     """
-    recipe = pruner.scores.recipe
-    if not recipe.adaptive or recipe.group != "row":
+    counts = pruner.scores.recipe.counts
+    if not isinstance(counts, Effective) or pruner.scores.recipe.group != "row":
         return None
     starved = [outcome for outcome in outcomes.of_targets if bool(_starves(outcome).any())]
     if not starved:
@@ -60,15 +60,13 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
     return (
         f"{number:,} of {total:,} rows keep less than {100 * LEAST:g} % of their weights, in "
         f"{len(starved)} of {len(outcomes.of_targets)} matrices: a few inputs carry their scores "
-        f"({told}). {_remedy(pruner, outcomes)}"
+        f"({told}). {_remedy(pruner, outcomes, counts)}"
     )
 
 
-def _remedy(pruner: Pruner, outcomes: Outcomes) -> str:
+def _remedy(pruner: Pruner, outcomes: Outcomes, counts: Effective) -> str:
     """What other counts would do."""
     recipe = pruner.scores.recipe
-    counts = recipe.counts
-    assert isinstance(counts, Effective)
     others: dict[str, Effective] = {}
     # Of an order above 1, the effective number is below that of order 1. The arithmetic of bfloat16
     # is for order 2.

@@ -77,12 +77,10 @@ def _file_difference(path: Path, entry: FileEntry) -> str | None:
         return "it is missing."
     if (size := path.stat().st_size) != entry.bytes:
         return f"it has {size:,} bytes; the manifest says {entry.bytes:,}."
-    found = file_hash(path)
-    return (
-        None
-        if found == entry.blake3
-        else f"its BLAKE3 is {found}; the manifest says {entry.blake3}."
-    )
+    digest = file_hash(path)
+    if digest != entry.blake3:
+        return f"its BLAKE3 is {digest}; the manifest says {entry.blake3}."
+    return None
 
 
 def check_source(source: Checkpoint, manifest: Manifest) -> None:
@@ -190,29 +188,31 @@ def check_tensors(
     Returns:
         Name of a tensor in the source -> the pruned one, if it has the same dtype and shape.
     """
-    found: dict[str, StoredTensor] = {}
+    matching: dict[str, StoredTensor] = {}
     inside: dict[str, list[Target]] = {}
     for target in sorted(targets, key=lambda target: target.matrix.start):
         inside.setdefault(target.matrix.stored.name, []).append(target)
     total = sum(tensor.end - tensor.start for tensor in source.tensors.values())
     with source.open_files() as files, progress_bar(total, "compare", "B") as bar:
-        for name, own in names.items():
-            ours = pruned.tensors.get(own)
+        for name, saved_name in names.items():
+            ours = pruned.tensors.get(saved_name)
             theirs = source.tensors[name]
-            different = 0
             if ours is None:
-                findings.differences.append(f"{own}: it is missing.")
+                findings.differences.append(f"{saved_name}: it is missing.")
                 continue
             if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-                has, had = (f"{each.dtype} {list(each.shape)}" for each in (ours, theirs))
-                findings.differences.append(f"{own}: {has}; the source has {had}.")
+                findings.differences.append(
+                    f"{saved_name}: {ours.dtype} {list(ours.shape)}; the source has "
+                    f"{theirs.dtype} {list(theirs.shape)}."
+                )
                 continue
-            found[name] = ours
+            matching[name] = ours
+            if name in healed:
+                continue
+            different = 0
             one = files.reader(ours.shard)
             other = files.reader(theirs.shard)
-            for start, end in (
-                gaps(inside.get(name, []), theirs.start, theirs.end) if name not in healed else ()
-            ):
+            for start, end in gaps(inside.get(name, []), theirs.start, theirs.end):
                 for first in range(start, end, PIECE):
                     size = min(PIECE, end - first)
                     piece = one.take(ours.start + first - theirs.start, size)
@@ -221,12 +221,12 @@ def check_tensors(
                 findings.checked["other bytes"] += end - start
             if different:
                 where = f"{count_of(different, 'byte')} outside of the targets"
-                findings.differences.append(f"{own}: differs from the source in {where}.")
+                findings.differences.append(f"{saved_name}: differs from the source in {where}.")
     known = set(names.values())
     findings.differences += [
-        f"{own}: the source has no such tensor." for own in pruned.tensors if own not in known
+        f"{name}: the source has no such tensor." for name in pruned.tensors if name not in known
     ]
-    return found
+    return matching
 
 
 def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findings) -> None:
@@ -250,35 +250,35 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
     )
 
     def compare(target: Target, chunk: Chunk) -> None:
-        found = compared[target.name]
+        of_target = compared[target.name]
         matrix = replace(target.matrix, stored=pruned[target.matrix.stored.name])
         with FileReader(matrix.stored.shard) as file:
             written = matrix.read(file, chunk.first, chunk.first + len(chunk.words))
         values = as_tensor(written, matrix.stored.dtype)
         is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
-        found.finite = found.finite and bool(is_finite.all())
+        of_target.finite = of_target.finite and bool(is_finite.all())
         wrong = (
             np.where(chunk.words == 0, written != 0, ~is_finite)
             if recipe.moves
             else chunk.words != written
         )
-        found.wrong += int(np.count_nonzero(wrong))
+        of_target.wrong += int(np.count_nonzero(wrong))
         here = _kept(written, recipe)
         there = _kept(chunk.words, recipe)
-        found.over += int(np.count_nonzero(here > there))
-        found.left = found.left + int(here.sum())
-        found.most = found.most + int(there.sum())
+        of_target.over += int(np.count_nonzero(here > there))
+        of_target.left += int(here.sum())
+        of_target.most += int(there.sum())
 
     Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True).decide(compare)
     for target in scores.targets:
         findings.checked["targets"] += 1
         in_matrix = None if by_matrix is None else int(by_matrix.kept[target.name][0])
-        found = compared[target.name]
+        of_target = compared[target.name]
         if searches:
-            findings.differences += _differences_of_search(recipe, target, found, in_matrix)
-        elif found.wrong:
+            findings.differences += _differences_of_search(recipe, target, of_target, in_matrix)
+        elif of_target.wrong:
             findings.differences.append(
-                f"{target.name}: {count_of(found.wrong, 'weight')} not as the recipe decides."
+                f"{target.name}: {count_of(of_target.wrong, 'weight')} not as the recipe decides."
             )
 
 
@@ -318,19 +318,21 @@ def _differences_of_search(
     name = target.name
     wrong = compared.wrong
     left = compared.left
-    found = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
+    differences = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
     if in_matrix is not None:
         # A target that was not updated is pruned row by row, which may keep more weights.
         if left > in_matrix and wrong:
             zeros = target.matrix.numel - left
             removed = target.matrix.numel - in_matrix
-            found.append(f"{name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
+            differences.append(f"{name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
     elif left > compared.most:
-        found.append(f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}.")
+        differences.append(
+            f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}."
+        )
     elif compared.over and recipe.group == "row":
         groups = "group" if recipe.n_of_m is not None else "row"
-        found.append(
+        differences.append(
             f"{name}: more weights are left in {count_of(compared.over, groups)} than the "
             "recipe keeps."
         )
-    return found
+    return differences

@@ -171,7 +171,7 @@ def card_text(
         lines = run_tables.pruning_lines(report)
         removed = run_tables.pruning_rows(report)
     else:
-        lines = run_tables.structure_lines(report)
+        lines = run_tables.structure_lines(report, structure)
         removed = run_tables.structure_rows(structure)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 def pruning_table(report: RunReport) -> str:
     """A table with a line for each role (such as down_proj of all blocks), and totals below it."""
-    if report.structure is not None:
-        return "\n".join([table(structure_rows(report.structure)), *structure_lines(report)])
+    structure = report.structure
+    if structure is not None:
+        return "\n".join([table(structure_rows(structure)), *structure_lines(report, structure)])
     return "\n".join([table(pruning_rows(report)), *pruning_lines(report)])
 
 
@@ -382,13 +383,11 @@ def speed_notes(structure: StructureRecord) -> list[str]:
     return [f"speed: a prompt of {structure.prompt_tokens} tokens, batch 1, both models in turn"]
 
 
-def structure_lines(report: RunReport) -> list[str]:
+def structure_lines(report: RunReport, structure: StructureRecord) -> list[str]:
     """Lines on the removed share of the model, its size and speed, and the changes of
     config.json.
     """
-    structure = report.structure
     targets = report.targets
-    assert structure is not None
     done = "removed" if structure.config else "set to zero"
     lines = [
         f"{done}: {percent_cell(targets.sparsity_of_targets)} % of the weights of these layers, "
