@@ -19,7 +19,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.common.tables import percent_cell
 from emp_llm.evaluation.loss_budget import LossCurve
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Magnitude, Match, Recipe, Wanda
+from emp_llm.options.recipe import ByCost, Magnitude, Recipe, Share, Wanda
 
 logger = logging.getLogger(__name__)
 ALONE = (0.25, 0.5, 0.75)  # sparsities of a block that is pruned alone
@@ -55,7 +55,7 @@ def costs_of_blocks(
         rises = []
         for sparsity in ALONE:
             removed = removed_weights(targets, {block: sparsity})
-            recipe = Recipe(score=score, counts=Match("", "matrix", removed))
+            recipe = Recipe(score=score, counts=Share(shares=ByCost(removed)))
             record, _ = curve.of_masks(recipe, norms)
             rises.append(math.log(record.value / curve.dense.value))
         weights = sum(target.matrix.numel for target in members)

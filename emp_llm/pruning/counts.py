@@ -135,7 +135,7 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
         UserError: there is no report, or it is of another model or of other targets.
     """
     counts = recipe.counts
-    if not isinstance(counts, Match) or not counts.run:
+    if not isinstance(counts, Match):
         return recipe
     run = counts.run
     report = read_report(Path(run))
