@@ -50,7 +50,6 @@ class Study:
         from emp_llm.models.loading import load_model, load_tokenizer
         from emp_llm.options.calibration import CalibrationOptions
         from emp_llm.options.recipe import StructureRecipe
-        from emp_llm.structure.scores import unit_sums
         from emp_llm.structure.unit_model import unit_model
 
         self.options = options
@@ -65,7 +64,7 @@ class Study:
         self.wanted = wanted
         self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
         self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
-        self.sums = unit_sums(
+        self.sums = self.plan.units[0].sums(
             BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8
         )
         self.experts = len(self.plan.units[0])
@@ -77,12 +76,11 @@ class Study:
         from emp_llm.calibration.data import TextWriter, read_text
         from emp_llm.models.blockwise import BlockwiseModel
         from emp_llm.models.one_model import OneModel
-        from emp_llm.structure.scores import unit_sums
 
         wanted = dataclasses.replace(self.wanted, calibration=f"self:{self.options.prompts}")
         writer = TextWriter(self.plan.checkpoint, OneModel("cpu"), None, wanted.batch_size)
         tokens = read_text(wanted, self.tokenizer, self.model.config, writer).tokens
-        return tokens, unit_sums(
+        return tokens, self.plan.units[0].sums(
             BlockwiseModel(self.model, None, "auto"), self.plan.units, tokens, 8
         )
 

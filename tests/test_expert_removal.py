@@ -26,7 +26,7 @@ from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.report import report
-from emp_llm.structure import experts, prune_structure
+from emp_llm.structure import experts
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
@@ -457,7 +457,7 @@ def test_an_interrupted_run_resumes(
         with pytest.raises(RuntimeError, match="killed"):
             prune(make("mixtral"), output=tmp_path / "out", **options)
     fitted: list[int] = []
-    monkeypatch.setattr(prune_structure, "unit_sums", None)
+    monkeypatch.setattr(experts.Experts, "sums", None)
     monkeypatch.setattr(
         experts, "_refit_block", lambda *args: fitted.append(args[0].step.index) or fits(*args)
     )

@@ -33,9 +33,10 @@ from emp_llm.options.recipe_options import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
-from emp_llm.structure import prune_structure, writing
+from emp_llm.structure import writing
 from emp_llm.structure.choice import choose_units
 from emp_llm.structure.neurons import Neurons
+from emp_llm.structure.parts import Parts
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.verify import verify
 
@@ -527,7 +528,7 @@ def test_an_interrupted_run_resumes(
         r"has bfloat16",
     ):
         prune(str(source), output=broken, **options | {"dtype": "bfloat16"})
-    monkeypatch.setattr(prune_structure, "unit_sums", None)  # the sums are not collected again
+    monkeypatch.setattr(Parts, "sums", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     assert oracle.shards(whole) == oracle.shards(broken)

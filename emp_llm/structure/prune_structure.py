@@ -39,7 +39,7 @@ from emp_llm.records.run_report import (
     read_report,
 )
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
-from emp_llm.structure.scores import unit_scores, unit_sums
+from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
 from emp_llm.structure.units import Changes, Indices, Scores, UnitModel, Units
 from emp_llm.structure.writing import (
@@ -197,7 +197,7 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         blocks = run.recipe.targets.blocks
         runner = BlockwiseModel(run.dense(), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
-            sums = unit_sums(runner, model.units, run.text.tokens, run.options.batch_size)
+            sums = model.units[0].sums(runner, model.units, run.text.tokens, run.options.batch_size)
         out.write(SUMS_NAME, save(sums))
         out.note(sums=dict(run.stopwatch.record))
     return sums

@@ -25,15 +25,8 @@ from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_
 from emp_llm.models.offload import execution_device, loaded_blocks
 from emp_llm.structure.units import Scores, Units, finite_sums_of_ranks
 
-BY_WEIGHTS = ("magnitude", "wanda")  # scores that read weights; all others need `unit_sums`
+BY_WEIGHTS = ("magnitude", "wanda")  # scores that read weights; all others need `Units.sums`
 _CHUNK = 1 << 22  # weights read at a time
-
-
-def unit_sums(
-    runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int
-) -> dict[str, Tensor]:
-    """What a pass of the text collects; `Units.sums` of their kind."""
-    return every[0].sums(runner, every, tokens, batch_size)
 
 
 def unit_scores(
@@ -45,7 +38,7 @@ def unit_scores(
         every: heads and neurons, experts, or layers.
         criterion: of the recipe. Weights are read for "magnitude" and "wanda".
         feature: name of the units -> what a calibration has collected: for "wanda" the norms of the
-            inputs of their last layer, shape (inputs,); else the result of `unit_sums`. None if
+            inputs of their last layer, shape (inputs,); else the result of `Units.sums`. None if
             there is nothing for this name.
 
     Raises:
