@@ -122,7 +122,7 @@ def test_zeros_stay_and_kept_weights_move(
         AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)
     ]
     with torch.no_grad():
-        p, q, r = (each(held).logits.double().log_softmax(-1) for each in loaded)
+        p, q, r = (model(held).logits.double().log_softmax(-1) for model in loaded)
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(
         curve[report.healing.best], rel=0.1
     )
@@ -169,13 +169,15 @@ def test_the_loss_is_the_divergence(models: Models, visits: int) -> None:
     trainer = healing._Healer.__new__(healing._Healer)
     with healing._dense_logits(dense, ids, visits) as trainer.dense_logits:
         order = torch.tensor([1, 0])
-        found = trainer.compute_loss(model, {"input_ids": ids[order], "number": order}).detach()
+        divergence = trainer.compute_loss(
+            model, {"input_ids": ids[order], "number": order}
+        ).detach()
         wanted = trainer.dense_logits(order)
     with torch.no_grad():
         assert torch.equal(wanted, dense(ids)[0][order])
-        p, q = (each(ids).logits.double().numpy() for each in (dense, model))
-    p, q = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in (p, q))
-    assert float(found) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)
+        p, q = (one(ids).logits.double().numpy() for one in (dense, model))
+    p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (p, q))
+    assert float(divergence) == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-5)
 
 
 def test_the_command_makes_the_bytes_of_prune(
@@ -205,7 +207,7 @@ def test_the_command_makes_the_bytes_of_prune(
     assert again.healing.curve == report.healing.curve if report.healing is not None else False
     assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
     assert "again is healed: its kept weights may differ" in caplog.text
-    for weight in (each for name, each in weights_of(healed).items() if "mlp" in name):
+    for weight in (matrix for name, matrix in weights_of(healed).items() if "mlp" in name):
         assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
     assert "healed" in method_words(again.recipe)
     with pytest.raises(UserError, match="fitted or healed"):
@@ -672,9 +674,11 @@ def test_a_loss_that_is_not_finite(
     def diverge(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any
     ) -> Any:
-        found = compute(self, model, inputs, return_outputs, **rest)
+        computed = compute(self, model, inputs, return_outputs, **rest)
         return (
-            (found[0] * next(steps), (found[1][0] * 1e9, found[1][1])) if return_outputs else found
+            (computed[0] * next(steps), (computed[1][0] * 1e9, computed[1][1]))
+            if return_outputs
+            else computed
         )
 
     monkeypatch.setattr(healing._Healer, "compute_loss", diverge)
@@ -896,7 +900,7 @@ def test_a_dry_run_says_what_it_takes(
     models: Models, given: dict[str, Any], tmp_path: Path
 ) -> None:
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
-    (note,) = (each for each in plan.notes if each.startswith("heal: "))
+    (note,) = (line for line in plan.notes if line.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
     assert " min on this machine" in note
     assert f"{format_bytes(28 * plan.coverage.weights)} of disk beside the output" in note
@@ -908,8 +912,8 @@ def test_a_dry_run_says_what_it_takes(
         **given | {"device_map": "disk"},
     )
     assert any(
-        f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in each
-        for each in by_blocks.notes
+        f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in line
+        for line in by_blocks.notes
     )
 
 

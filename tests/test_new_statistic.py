@@ -109,8 +109,8 @@ def test_it_goes_through_the_commands(
     out = tmp_path / "out"
     written = prune(output=out, criterion=criterion, execution=execution, **common)
     assert written.recipe.method == f"emp-{name}"
-    found = verify(out, source=str(source), criterion=criterion)
-    assert (found.differences, found.checked["targets"]) == ([], len(written.matrices))
+    findings = verify(out, source=str(source), criterion=criterion)
+    assert (findings.differences, findings.checked["targets"]) == ([], len(written.matrices))
 
     stored = {layer: entry.tensor for layer, entry in written.matrices.items()}
     for layer, inputs in inputs_of(source, text, list(stored)).items():
@@ -230,14 +230,14 @@ def test_ranks_and_resumed_runs_combine_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(input_sums, "ranks", lambda: SimpleNamespace(count=2, gather=gather))
     for sums in of_ranks:
         sums.reduce()
-    found = of_ranks[1].activations([SimpleNamespace(name="layer")])
+    combined = of_ranks[1].activations([SimpleNamespace(name="layer")])
     wanted = whole.activations([SimpleNamespace(name="layer")])
-    assert found.tokens == wanted.tokens == {"layer": 48}
-    assert found.statistics.keys() == wanted.statistics.keys() == STATISTICS.keys()
+    assert combined.tokens == wanted.tokens == {"layer": 48}
+    assert combined.statistics.keys() == wanted.statistics.keys() == STATISTICS.keys()
     for statistic, values in wanted.statistics.items():
-        torch.testing.assert_close(found.of("layer", statistic), values["layer"])
+        torch.testing.assert_close(combined.of("layer", statistic), values["layer"])
     flat = inputs.double().flatten(0, 1)
-    torch.testing.assert_close(found.of("layer", "variance"), flat.var(0, correction=0).float())
+    torch.testing.assert_close(combined.of("layer", "variance"), flat.var(0, correction=0).float())
 
 
 def test_an_unknown_one_is_named(common: dict[str, Any]) -> None:

@@ -68,13 +68,13 @@ def test_it_goes_through_the_commands(
         **how,
         **TEXT,
     )
-    found = verify(tmp_path / "out", source=str(source))
-    assert not found.differences
-    assert found.checked["targets"] == len(report.matrices)
+    findings = verify(tmp_path / "out", source=str(source))
+    assert not findings.differences
+    assert findings.checked["targets"] == len(report.matrices)
     assert "shrink" in report.stages
     assert report.recipe.method == how["method"]
     assert "shrunken weights" in method_words(report.recipe)
-    assert all(each.error_after is not None for each in report.fits.values())
+    assert all(fit.error_after is not None for fit in report.fits.values())
 
     dense = weights_of(source)
     pruned = weights_of(tmp_path / "out")
@@ -122,9 +122,11 @@ def test_verify_counts_its_weights(
     solve = Shrink.solve
 
     def all_weights(*arguments: Any) -> Solution:
-        found = solve(*arguments)
-        every = torch.ones_like(found.mask)
-        return found._replace(weight=torch.where(found.mask, found.weight, 1.0), mask=every)
+        solution = solve(*arguments)
+        every = torch.ones_like(solution.mask)
+        return solution._replace(
+            weight=torch.where(solution.mask, solution.weight, 1.0), mask=every
+        )
 
     monkeypatch.setattr(Shrink, "solve", all_weights)
     source = models("llama")

@@ -100,11 +100,13 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     )
     assert isinstance(written, RunReport)
     model = load(source)
-    found = prune_model(model, recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    in_memory = prune_model(
+        model, recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN
+    )
     assert same(state(model), state(load(out)))
-    assert found.record.fits == written.fits
-    assert found.matrices == written.matrices
-    assert (found.targets, found.record.recipe, found.warnings) == (
+    assert in_memory.record.fits == written.fits
+    assert in_memory.matrices == written.matrices
+    assert (in_memory.targets, in_memory.record.recipe, in_memory.warnings) == (
         written.targets,
         written.recipe,
         written.warnings,
@@ -112,13 +114,13 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     folder = tmp_path / "saved"
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    found.save(folder)
+    in_memory.save(folder)
     assert verify(folder, source=str(source)).differences == []
     assert reapply_mask(load(folder), folder) == 0
     masks = masks_of(
         load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN
     )
-    assert same(masks, found.masks)
+    assert same(masks, in_memory.masks)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

@@ -220,7 +220,7 @@ def test_the_folder_is_a_checkpoint_of_the_same_class(
     assert {path.name for path in source.glob("*.json")} - {"model.safetensors.index.json"} <= {
         path.name for path in folder.iterdir()
     }
-    config, before = (json.loads((each / "config.json").read_text()) for each in (folder, source))
+    config, before = (json.loads((model / "config.json").read_text()) for model in (folder, source))
     assert not config.pop("tie_word_embeddings")
     assert config == {
         name: value for name, value in before.items() if name != "tie_word_embeddings"
@@ -229,7 +229,8 @@ def test_the_folder_is_a_checkpoint_of_the_same_class(
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     dense, turned = (
-        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (source, folder)
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        for place in (source, folder)
     )
     assert record.parameters_after - record.parameters_before == 256 * 32
     assert turned.num_parameters() == record.parameters_after
@@ -251,16 +252,16 @@ def test_n_eff_is_that_of_measure(
         (models("llama-tied"), rotated[1].n_eff_before),
         (rotated[0], rotated[1].n_eff_after),
     ):
-        found = measure(
+        measured = measure(
             folder,
             targets="all-linear",
             criteria="wanda",
             output=tmp_path / f"{folder.name}.json",
             **given,
         )
-        entries = found.measures[0].matrices.values()
-        mean = sum(each.rows * each.n_eff_mean / each.columns for each in entries) / sum(
-            each.rows for each in entries
+        entries = measured.measures[0].matrices.values()
+        mean = sum(entry.rows * entry.n_eff_mean / entry.columns for entry in entries) / sum(
+            entry.rows for entry in entries
         )
         assert math.isclose(mean, claimed, rel_tol=5e-3)
     assert rotated[1].n_eff_after < 0.95 * rotated[1].n_eff_before
@@ -334,11 +335,11 @@ def test_the_same_seed_gives_the_same_bytes(
 
 def test_the_search_lowers_n_eff(ids: torch.Tensor) -> None:
     """From the eigenvectors on, more steps find less."""
-    found = [
+    means = [
         rotate_model(model_of(KEPT["mistral"]), ids, steps=steps).n_eff_after
         for steps in (0, 20, 80)
     ]
-    assert found[0] > found[1] > found[2]
+    assert means[0] > means[1] > means[2]
 
 
 @torch.no_grad()
@@ -398,8 +399,8 @@ def test_an_order_for_a_pattern_spreads_the_large_columns() -> None:
     assert sorted(order.tolist()) == list(range(16))
     assert ((order.view(4, 4) < 8).sum(1) == 2).all()
     lost, before = (
-        each.sort(2).values[..., :2].sum()
-        for each in (rows[:, order].view(64, 4, 4), rows.view(64, 4, 4))
+        groups.sort(2).values[..., :2].sum()
+        for groups in (rows[:, order].view(64, 4, 4), rows.view(64, 4, 4))
     )
     assert lost < before
 

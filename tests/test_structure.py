@@ -52,20 +52,20 @@ def by_class(folder: Path) -> Architecture:
 def test_conventional_names_give_the_structure_of_the_class(models: Models, family: str) -> None:
     """The same layers in the same order, the same places, the same coverage."""
     checkpoint = Checkpoint(models(family))
-    found = conventional(checkpoint)
-    assert (found is not None) == (family in CONVENTIONAL)
-    if found is None:
+    by_name = conventional(checkpoint)
+    assert (by_name is not None) == (family in CONVENTIONAL)
+    if by_name is None:
         return
     exact = by_class(models(family))
-    assert found.layers == exact.layers
+    assert by_name.layers == exact.layers
     weights = [layer.parameter for layer in exact.layers]
-    assert [found.stored_names[name] for name in weights] == [
+    assert [by_name.stored_names[name] for name in weights] == [
         exact.stored_names[name] for name in weights
     ]
-    assert found.block_shapes == exact.block_shapes
+    assert by_name.block_shapes == exact.block_shapes
     for targets in ("mlp", "attention", "all-linear"):
-        assert found.select(targets) == exact.select(targets)
-        assert found.coverage(found.select(targets)) == exact.coverage(exact.select(targets))
+        assert by_name.select(targets) == exact.select(targets)
+        assert by_name.coverage(by_name.select(targets)) == exact.coverage(exact.select(targets))
 
 
 @pytest.mark.parametrize(

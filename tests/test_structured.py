@@ -164,7 +164,7 @@ def test_a_smaller_model_computes_what_zeroed_units_leave(name: str) -> None:
         assert float((outputs(dense, x) - outputs(zeroed, x)).abs().max()) > 1e-3
         assert removed.difference is not None
         assert removed.difference < 1e-5
-        sizes = [sum(each.numel() for each in model.parameters()) for model in (dense, smaller)]
+        sizes = [sum(values.numel() for values in model.parameters()) for model in (dense, smaller)]
         assert report.parameters == removed.parameters == tuple(sizes)
         assert sizes[1] < sizes[0]
         assert report.flops == removed.flops
@@ -174,10 +174,13 @@ def test_a_smaller_model_computes_what_zeroed_units_leave(name: str) -> None:
             assert smaller.get_submodule(layer).weight.shape[0] == int(mask.sum())  # type: ignore[union-attr, index]
             assert not zeroed.get_parameter(f"{layer}.weight")[~mask].any()
         assert set(report.left) == left
-        found = {layer: units.group for layer, units in report.layers.items()}
-        assert found == {layer: first for first, more in groups.items() for layer in (first, *more)}
+        group_of = {layer: units.group for layer, units in report.layers.items()}
+        assert group_of == {
+            layer: first for first, more in groups.items() for layer in (first, *more)
+        }
         assert all(
-            torch.equal(report.masks[layer], report.masks[first]) for layer, first in found.items()
+            torch.equal(report.masks[layer], report.masks[first])
+            for layer, first in group_of.items()
         )
         if group == "layer":
             assert all(
@@ -190,7 +193,8 @@ def test_a_smaller_model_computes_what_zeroed_units_leave(name: str) -> None:
     assert torch.equal(outputs(other, x), outputs(smaller, x))
     other.train()(x).square().sum().backward()
     assert all(
-        each.grad is not None and each.grad.shape == each.shape for each in other.parameters()
+        parameter.grad is not None and parameter.grad.shape == parameter.shape
+        for parameter in other.parameters()
     )
 
 
@@ -261,7 +265,7 @@ def test_scores_are_those_of_their_equations() -> None:
             )
             taylor[name] += change.abs() / 3
             saliency[name] += weight.grad.norm(dim=1) / 3
-    for found, wanted in (
+    for scores, wanted in (
         (taylor_scores(model, batches(), loss), taylor),
         (saliency_scores(model, batches(), loss), saliency),
         (
@@ -272,11 +276,13 @@ def test_scores_are_those_of_their_equations() -> None:
             },
         ),
     ):
-        assert found.keys() == wanted.keys()
+        assert restored.keys() == wanted.keys()
         for name, values in wanted.items():
-            torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(restored[name], values, rtol=1e-4, atol=1e-7)
     assert model.training
-    assert not any(each.requires_grad or each.grad is not None for each in model.parameters())
+    assert not any(
+        parameter.requires_grad or parameter.grad is not None for parameter in model.parameters()
+    )
 
 
 def test_coupled_units_can_be_left_alone() -> None:

@@ -220,18 +220,7 @@ def kept_at(groups: Sequence[GroupNumbers], beta: float) -> int:
 def mass_bound(
     n_eff: "NDArray[Any] | float", size: "NDArray[Any] | float"
 ) -> "NDArray[np.float64]":
-    """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2
-    only).
-
-    nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N.
-
-    Args:
-        n_eff: the effective number of each group, not floored.
-        size: the number of scores in each group; broadcast with `n_eff`.
-
-    Returns:
-        float64, the broadcast shape of the arguments.
-    """
+    """`effective.effective_mass_bound`, in numpy: float64, the broadcast shape of the arguments."""
     import numpy as np
 
     nu = np.floor(np.asarray(n_eff, dtype=np.float64) * (1 + RELATIVE_TOLERANCE))
