@@ -276,9 +276,9 @@ def test_scores_are_those_of_their_equations() -> None:
             },
         ),
     ):
-        assert restored.keys() == wanted.keys()
+        assert scores.keys() == wanted.keys()
         for name, values in wanted.items():
-            torch.testing.assert_close(restored[name], values, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(scores[name], values, rtol=1e-4, atol=1e-7)
     assert model.training
     assert not any(
         parameter.requires_grad or parameter.grad is not None for parameter in model.parameters()

@@ -139,8 +139,8 @@ def rotate_model(
         N_eff/N before and after, and the difference of the logits.
 
     Raises:
-        UserError: the model cannot be turned without a change of its function, which is found by
-            its structure, or by its logits; in the second case it is changed already.
+        UserError: once turned, the model would compute something else. This shows in its structure,
+            or in its logits; in the second case the model is changed already.
     """
     started = time.perf_counter()
     if type(steps) is not int or steps < 0:
@@ -187,13 +187,7 @@ def rotate_model(
             n_eff_after = _mean_n_eff(stream, none)
             difference = _check(model, before, tokens)
             for name, values in [*model.named_parameters(), *model.named_buffers()]:
-                rounded = values.data.to(dtypes.get(values, dtype))
-                if bool((rounded.isinf() & values.data.isfinite()).any()):
-                    raise _refusal(
-                        f"once turned, {name} is beyond the range of {rounded.dtype}. "
-                        "Save it in bfloat16 first"
-                    )
-                values.data = rounded.float() if values.is_floating_point() else rounded
+                values.data = _rounded(name, values.data, dtypes.get(values, dtype))
             _check(model, before, tokens, _LIMITS.get(dtype, _LIMIT))  # of what is written
         finally:
             for values in [*model.parameters(), *model.buffers()]:
@@ -212,7 +206,7 @@ def rotate_model(
 
 
 def _check_rotatable(model: PreTrainedModel) -> None:
-    """Raise UserError for a model whose weights are not all there as finite numbers."""
+    """Raise UserError unless all weights of a decoder are in memory, as finite numbers."""
     if is_offloaded(model):
         raise UserError(
             "a rotation needs the model whole in memory in float32, and a part of it is offloaded."
@@ -226,6 +220,18 @@ def _check_rotatable(model: PreTrainedModel) -> None:
     for name, values in model.named_parameters():
         if not bool(values.isfinite().all()):
             raise _refusal(f"{name} holds NaN or infinite values")
+
+
+def _rounded(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as they will be stored, in float32 if they are floating; UserError if one is too
+    large.
+    """
+    rounded = values.to(dtype)
+    if bool((rounded.isinf() & values.isfinite()).any()):
+        raise _refusal(
+            f"once turned, {name} is beyond the range of {dtype}. Save it in bfloat16 first"
+        )
+    return rounded.float() if values.is_floating_point() else rounded
 
 
 # The weights by what they do.

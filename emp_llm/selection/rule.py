@@ -220,7 +220,7 @@ def kept_at(groups: Sequence[GroupNumbers], beta: float) -> int:
 def mass_bound(
     n_eff: "NDArray[Any] | float", size: "NDArray[Any] | float"
 ) -> "NDArray[np.float64]":
-    """`effective.effective_mass_bound`, in numpy: float64, the broadcast shape of the arguments."""
+    """`effective.effective_mass_bound` of numpy arrays: float64, their broadcast shape."""
     import numpy as np
 
     nu = np.floor(np.asarray(n_eff, dtype=np.float64) * (1 + RELATIVE_TOLERANCE))

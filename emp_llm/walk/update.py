@@ -330,9 +330,7 @@ def _update_block(
             sums = _sums_of_level(block, dense, level, measuring, update.relative)
             for first, of_inputs in sums.items():
                 for target in level.inputs[first]:
-                    moved = updated[target.name]
-                    errors = _errors(block, target, block.masks[target.name], moved, of_inputs)
-                    moved.record.held_out_before, moved.record.held_out_after = errors
+                    _measure(block, target, updated[target.name], of_inputs)
     return updated
 
 
@@ -712,16 +710,14 @@ def _kept_mass(weight: Tensor, mask: Tensor) -> float:
     return kept / total if total else 1.0
 
 
-def _errors(
-    block: Block, target: Target, mask: Tensor, moved: Moved, sums: Sums
-) -> tuple[float | None, float | None]:
-    """The errors of the masked and of the moved weights of a target; None where all wanted outputs
-    are 0.
-    """
+def _measure(block: Block, target: Target, moved: Moved, sums: Sums) -> None:
+    """Put the errors of the masked and of the moved weights into the record of a target."""
     weight = block.weight(target)
-    masked = weight * mask.to(weight.device)
+    masked = weight * block.masks[target.name].to(weight.device)
     new = masked if moved.weight is None else moved.weight
-    return output_errors(_moments_of(block, target, sums), weight, masked, new) or (None, None)
+    errors = output_errors(_moments_of(block, target, sums), weight, masked, new)
+    if errors is not None:
+        moved.record.held_out_before, moved.record.held_out_after = errors
 
 
 def output_errors(
