@@ -779,7 +779,7 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     with pytest.raises(
         UserError,
         match=r"^heal=Heal\(\) runs a model of transformers as a "
-        r"whole; Sequential is none",
+        r"whole; Sequential is not one",
     ):
         prune_model(
             nn.Sequential(nn.Linear(8, 8)), recipe_of("magnitude", heal=True, targets=".*"), tokens

@@ -144,7 +144,7 @@ def test_wrong_input_in_memory(
     with pytest.raises(
         UserError,
         match=rf"^{flag} runs a model of transformers block by block; "
-        r"Sequential is none",
+        r"Sequential is not one",
     ):
         prune_model(
             nn.Sequential(nn.Linear(8, 8)),

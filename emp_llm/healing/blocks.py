@@ -129,8 +129,6 @@ def _heal(
     """Train the weights of a block, and return them by target. They stay as they are if the
     held-out error does not fall.
     """
-    walk = block.walk
-    step = block.step
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
     masters = {
@@ -146,25 +144,14 @@ def _heal(
         optimizer, lambda n: min((n + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * n / steps))
     )
 
-    def error(number: int) -> Tensor:
-        """The squared error of a batch's outputs, as a share of the outputs' squares."""
-        wanted = walk.hidden.get(number, walk.device).float()
-        entering = block.pruned.get(number, walk.device).clone()
-        output = walk.call(number, step.index, step.block, entering).float()
-        return (output - wanted).square().sum() / wanted.square().sum()
-
-    def held_out_error() -> float:
-        with block.pruned_weights(), torch.no_grad():
-            return sum(float(error(number)) for number in measuring) / len(measuring)
-
-    first = held_out_error()
+    first = _mean_error(block, measuring)
     order = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         number = int(torch.randint(len(fitting), (), generator=order))
         with block.pruned_weights():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-            error(number).backward()  # type: ignore[no-untyped-call]
+            _error(block, number).backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
                 gradient = parameter.grad  # None for an expert that no token of the batch reaches
                 masters[name].grad = (
@@ -176,12 +163,12 @@ def _heal(
         schedule.step()
         for name, values in block.values.items():
             values.copy_(masters[name].detach())
-    last = held_out_error()
+    last = _mean_error(block, measuring)
     if not last < first:
         for name, values in block.values.items():
             values.copy_(before[name])
     record = FitRecord(
-        tokens=steps * walk.batches[0].numel(),
+        tokens=steps * block.walk.batches[0].numel(),
         held_out_before=first,
         held_out_after=min(first, last),
     )
@@ -194,3 +181,20 @@ def _heal(
         target.name: Moved(in_stored_dtype(weights[target.name], target).clone(), record)
         for target in block.targets
     }
+
+
+def _error(block: Block, number: int) -> Tensor:
+    """The squared error of a batch's outputs, as a share of the squares of the dense block's. The
+    block has its pruned weights.
+    """
+    walk = block.walk
+    wanted = walk.hidden.get(number, walk.device).float()
+    entering = block.pruned.get(number, walk.device).clone()
+    output = walk.call(number, block.step.index, block.step.block, entering).float()
+    return (output - wanted).square().sum() / wanted.square().sum()
+
+
+def _mean_error(block: Block, numbers: Sequence[int]) -> float:
+    """The mean error over some batches."""
+    with block.pruned_weights(), torch.no_grad():
+        return sum(float(_error(block, number)) for number in numbers) / len(numbers)

@@ -13,7 +13,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.blocks import heal_blocks, rate_of, rated
 from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes, healing_memory
-from emp_llm.models.architecture import Architecture
+from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
@@ -263,14 +263,7 @@ def heal_folder(
         if ranks().main and record.best:
             # From here on, the weights are no longer those that the training began with.
             out.note(healed=True)
-            for target in targets:
-                _overwrite(target.matrix, weight_of(model, target.layer))
-            for name in norms:
-                stored = checkpoint.tensors[architecture.stored_names[name]]
-                _overwrite(
-                    Matrix(replace(stored, shape=(1, stored.numel))),
-                    model.get_parameter(name).data[None],
-                )
+            _write_weights(checkpoint, architecture, model, targets, norms)
     record.origin = fit_origin(data, batch_size, about, record.by)
     record.origin.seed = seed  # of the order of the sequences
     return record
@@ -302,6 +295,22 @@ def _check_by_blocks(checkpoint: Checkpoint, recipe: Recipe, heal: Heal) -> None
     check_apart(
         checkpoint.config, "--heal of a model that does not fit in memory", "Use a larger machine"
     )
+
+
+def _write_weights(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    model: nn.Module,
+    targets: Sequence[Target],
+    norms: Sequence[str],
+) -> None:
+    """Put the weights of a healed model in the place of those of its checkpoint."""
+    for target in targets:
+        _overwrite(target.matrix, weight_of(model, target.layer))
+    for name in norms:
+        stored = checkpoint.tensors[architecture.stored_names[name]]
+        row = Matrix(replace(stored, shape=(1, stored.numel)))
+        _overwrite(row, model.get_parameter(name).data[None])
 
 
 def _overwrite(matrix: Matrix, weight: Tensor) -> None:
@@ -350,32 +359,12 @@ def train(
     model.requires_grad_(False)
     in_bfloat16 = has_bfloat16(model.device)
     adam = _Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    on_cpu = model.device.type == "cpu"
     at_once = 1  # on a CPU, more take more memory and no less time
-    if model.device.type != "cpu":
+    if not on_cpu:
         at_once = max(1, min(batch_size, SEQUENCES // ranks().count))
     passes = max(1, SEQUENCES // (at_once * ranks().count))
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=at_once,
-        per_device_eval_batch_size=at_once,
-        gradient_accumulation_steps=passes,
-        lr_scheduler_type="cosine",
-        warmup_steps=steps // 20,
-        eval_strategy="steps",
-        eval_on_start=True,
-        eval_steps=max(1, steps // _MEASURES),
-        save_steps=max(1, steps // _MEASURES),
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        label_names=["input_ids"],
-        remove_unused_columns=False,
-        seed=seed % 2**32,  # numpy's are of 32 bits
-        disable_tqdm=True,
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        use_cpu=model.device.type == "cpu",
-    )
+    arguments = _arguments(folder, steps, at_once, passes, seed, on_cpu)
     examples = [{"input_ids": ids, "number": number} for number, ids in enumerate(tokens)]
     remedy = (
         "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
@@ -424,6 +413,35 @@ def train(
             "before": perplexity[0],
             "after": perplexity[best],
         },
+    )
+
+
+def _arguments(
+    folder: Path, steps: int, at_once: int, passes: int, seed: int, on_cpu: bool
+) -> TrainingArguments:
+    """The arguments of the trainer, with `passes` of `at_once` sequences for a step."""
+    every = max(1, steps // _MEASURES)
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=at_once,
+        per_device_eval_batch_size=at_once,
+        gradient_accumulation_steps=passes,
+        lr_scheduler_type="cosine",
+        warmup_steps=steps // 20,
+        eval_strategy="steps",
+        eval_on_start=True,
+        eval_steps=every,
+        save_steps=every,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        label_names=["input_ids"],
+        remove_unused_columns=False,
+        seed=seed % 2**32,  # numpy's are of 32 bits
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        use_cpu=on_cpu,
     )
 
 
