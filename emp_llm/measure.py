@@ -17,7 +17,7 @@ from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import METHODS, Effective, Recipe, Share
 from emp_llm.options.recipe_options import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
-from emp_llm.records.measure import Measure, MeasureEntry
+from emp_llm.records.measure import Measure
 from emp_llm.records.source import ModelSource
 from emp_llm.update.update import SEARCHES
 
@@ -78,9 +78,8 @@ def measure(
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
-    from emp_llm.pruning.counts import Numbers, counts_of, curve_points, kept_of_outcomes
+    from emp_llm.pruning.counts import Numbers, counts_of, measured
     from emp_llm.pruning.masks import Pruner, measure_targets
-    from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
     from emp_llm.pruning.scores import Scores, recorded
 
     budgets = []
@@ -154,25 +153,10 @@ def measure(
                     name = str(text.activations or "the activations")
                     scores = scores.with_activations(norms, name)
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
-            entries = []
-            weights = sum(target.matrix.numel for target in targets)
-            for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
-                recipe = pruner.scores.recipe
-                order = recipe.counts.order if isinstance(recipe.counts, Effective) else 0.0
-                matrices = matrix_records(outcomes, pruner)
-                kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, curve)
-                entry = MeasureEntry(
-                    criterion=recipe.name,
-                    order=order,
-                    score="relative" if recipe.score.relative else None,
-                    count_by="magnitude" if recipe.counts_by_magnitude else None,
-                    targets=targets_record(outcomes, chosen.coverage, pruner),
-                    sizes=sizes_record(outcomes, checkpoint, moved=False),
-                    matrices=matrices,
-                    curve=curve_points(curve, kept, weights, checkpoint.parameters),
-                    warnings=warnings_of(matrices, pruner),
-                )
-                entries.append(entry)
+            entries = [
+                measured(pruner, outcomes, chosen.coverage, curve)
+                for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True)
+            ]
         losses = []
         if budgets:
             work = path.with_name(f".{path.name}.loss")

@@ -24,10 +24,16 @@ from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import ByCost, Effective, Magnitude, Match, Owl, Pattern, Recipe, Share
 from emp_llm.pruning.masks import Counts, Pruner
-from emp_llm.pruning.outcome import Outcome
+from emp_llm.pruning.outcome import (
+    Outcomes,
+    matrix_records,
+    sizes_record,
+    targets_record,
+    warnings_of,
+)
 from emp_llm.pruning.scores import Scores
-from emp_llm.records.measure import CurvePoint
-from emp_llm.records.run_report import read_report
+from emp_llm.records.measure import CurvePoint, MeasureEntry
+from emp_llm.records.run_report import TargetsRecord, read_report
 from emp_llm.selection.rule import (
     Group,
     GroupNumbers,
@@ -182,7 +188,7 @@ def _effective_counts(scores: Scores, asked: Effective, known: Numbers) -> Count
     if asked.order not in known:
         known[asked.order] = effective_numbers(magnitudes_of(scores))
     numbers = known[asked.order]
-    beta = _beta_of(asked, numbers) if asked.beta is None else asked.beta
+    beta = _beta_of(asked, numbers)
     return counts_by_numbers(scores.targets, recipe.group, numbers, beta)
 
 
@@ -221,8 +227,9 @@ def _order_of(recipe: Recipe) -> float:
 
 
 def _beta_of(asked: Effective, groups: list[GroupNumbers]) -> float:
-    """The beta that removes the sparsity that is asked for."""
-    assert asked.sparsity is not None
+    """The beta that is asked for, or that removes the sparsity that is asked for."""
+    if asked.sparsity is None or asked.beta is not None:
+        return asked.beta or 1.0
     weights = sum(n_eff.size * size for n_eff, _, size in groups)
     kept = weights - floor_count(asked.sparsity * weights)
     least = kept_at(groups, math.ulp(0.0))
@@ -294,16 +301,37 @@ def kept_at_betas(scores: Scores, betas: Sequence[float]) -> list[int]:
     return [kept_at(groups, beta) for beta in betas]
 
 
-def kept_of_outcomes(
-    counts: Counts, outcomes: Sequence[Outcome], betas: Sequence[float]
-) -> list[int]:
-    """How many weights a prune with each beta keeps, by the numbers that set the counts, or by
-    the N_eff of every row.
+def measured(
+    pruner: Pruner, outcomes: Outcomes, coverage: TargetsRecord, betas: Sequence[float]
+) -> MeasureEntry:
+    """What `measure` records of a criterion and an order.
+
+    Args:
+        outcomes: of the pruner, by rows.
+        coverage: the share of the model that the targets cover.
+        betas: of the curve. It follows the numbers that set the counts, or N_eff of every row.
     """
-    groups = counts.numbers or [
-        (o.n_eff, o.mass, o.target.matrix.columns) for o in outcomes if o.n_eff is not None
+    recipe = pruner.scores.recipe
+    checkpoint = pruner.checkpoint
+    groups = pruner.counts.numbers or [
+        (outcome.n_eff, outcome.mass, outcome.target.matrix.columns)
+        for outcome in outcomes.of_targets
+        if outcome.n_eff is not None
     ]
-    return [kept_at(groups, beta) for beta in betas]
+    kept = [kept_at(groups, beta) for beta in betas]
+    weights = sum(target.matrix.numel for target in pruner.targets)
+    matrices = matrix_records(outcomes, pruner)
+    return MeasureEntry(
+        criterion=recipe.name,
+        order=_order_of(recipe),
+        score="relative" if recipe.score.relative else None,
+        count_by="magnitude" if recipe.counts_by_magnitude else None,
+        targets=targets_record(outcomes, coverage, pruner),
+        sizes=sizes_record(outcomes, checkpoint, moved=False),
+        matrices=matrices,
+        curve=curve_points(betas, kept, weights, checkpoint.parameters),
+        warnings=warnings_of(matrices, pruner),
+    )
 
 
 def _kept_in_bfloat16(scores: Scores, betas: Sequence[float]) -> list[int]:
