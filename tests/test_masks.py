@@ -184,7 +184,7 @@ def test_blocks_and_threads_do_not_change_a_bit(rows: int) -> None:
             torch.set_num_threads(threads)
             selector = GroupSelector(KeepRule(beta=1.0))
             select(selector, scores.split(block))
-            of_group.add((float(selector.moments.number()), selector.effective_mass()))
+            of_group.add((float(selector.sums.number()), selector.effective_mass()))
             chunks = scores.reshape(rows // 100, 300).split(max(block // 100, 1))
             parts = [select_rows(chunk, KeepRule(beta=1.0)) for chunk in chunks]
             fields = ("mask", "kept_mass", "mass", "n_eff", "s_eff")
@@ -216,7 +216,7 @@ def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
     assert all(
         bool(part.mask.all()) for part in select(selector, torch.zeros(4, 3, dtype=dtype).split(3))
     )
-    assert (float(selector.moments.number()), selector.effective_mass()) == (12.0, 1.0)
+    assert (float(selector.sums.number()), selector.effective_mass()) == (12.0, 1.0)
 
 
 def test_ratio_removes_the_floor_of_every_row() -> None:

@@ -279,7 +279,7 @@ class Pruner:
         s_eff = rows.s_eff
         if group == "matrix":
             if selector is not None:
-                n_eff[0], s_eff[0] = float(selector.moments.number()), selector.effective_mass()
+                n_eff[0], s_eff[0] = float(selector.sums.number()), selector.effective_mass()
             n_eff = n_eff[:1].copy()
             s_eff = s_eff[:1].copy()
         elif group == "all":
@@ -300,9 +300,7 @@ class Pruner:
         """N_eff and s_eff of all targets as one group; None for other groups."""
         if self.counts.group != "all" or selector is None:
             return None
-        n_eff = (
-            self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.moments.number()[0]
-        )
+        n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.sums.number()[0]
         return float(n_eff), selector.effective_mass()
 
     def _prune(

@@ -63,8 +63,8 @@ def effective_mask(
     if rows.numel() >= _LEAST_FOR_KERNEL and has_kernel(rows, rule):
         mask = mask_by_kernel(rows, rule)  # the same mask, compiled
     else:
-        moments = PowerSums.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
-        counts = moments.counts(beta)  # clip(floor(beta * N_eff), 1, N)
+        sums = PowerSums.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
+        counts = sums.counts(beta)  # clip(floor(beta * N_eff), 1, N)
         mask = largest_mask(rows, counts)
     return mask.reshape(shape).permute(permutation)
 
@@ -96,10 +96,10 @@ def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tens
         float64, the shape of `scores` without `dim`, above 0 and at most 1; 1 for groups of zeros.
     """
     rows, shape, _ = _as_rows(scores, dim)
-    moments = PowerSums.of_rows(rows, order)
+    sums = PowerSums.of_rows(rows, order)
     keys = order_keys(rows)
-    (cut,) = row_cuts(keys, moments.counts())
-    mass = mass_of_largest(keys, rows.dtype, cut, moments)
+    (cut,) = row_cuts(keys, sums.counts())
+    mass = mass_of_largest(keys, rows.dtype, cut, sums)
     return mass.reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 

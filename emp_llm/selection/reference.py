@@ -122,7 +122,7 @@ class PowerSums:
 
     @classmethod
     def of_rows(cls, rows: Tensor, order: float = 2.0) -> "PowerSums":
-        """PowerSums of the scores in each row; floating, shape (rows, columns). Only magnitudes
+        """The sums of the scores in each row; floating, shape (rows, columns). Only magnitudes
         matter.
 
         Raises:
@@ -145,7 +145,7 @@ class PowerSums:
         return cls(order, rows.shape[1], scale, total, power)
 
     def merged(self, size: int) -> "PowerSums":
-        """The moments of one group of `size` scores that holds all groups, in their order."""
+        """The sums of one group of `size` scores that holds all groups, in their order."""
         order = self.order
         total = self.total
         power = self.power
@@ -212,17 +212,17 @@ class PowerSumsOfGroup:
         self._columns = array("d"), array("d"), array("d")
 
     def add(self, rows: Tensor) -> None:
-        """Add the moments of a chunk of scores, shape (rows, columns); errors as for
+        """Add the sums of a chunk of scores, shape (rows, columns); errors as for
         `PowerSums.of_rows`.
         """
-        moments = PowerSums.of_rows(rows, self.order)
-        sums = moments.scale, moments.total, moments.power
+        of_chunk = PowerSums.of_rows(rows, self.order)
+        columns = of_chunk.scale, of_chunk.total, of_chunk.power
         self.size += rows.numel()
-        for column, values in zip(self._columns, sums, strict=True):
+        for column, values in zip(self._columns, columns, strict=True):
             column.extend(values.tolist())
 
     def merged(self) -> PowerSums:
-        """The moments of the group."""
+        """The sums of the group."""
         scale, total, power = (
             torch.frombuffer(column, dtype=torch.float64) for column in self._columns
         )
@@ -264,14 +264,14 @@ def _t_times_g(t: Tensor, order: float) -> Tensor:
     return torch.where(t > 0, t * g, 0.0)
 
 
-def _bfloat16_counts(rows: Tensor, moments: PowerSums, beta: float) -> Tensor:
+def _bfloat16_counts(rows: Tensor, sums: PowerSums, beta: float) -> Tensor:
     """`counts_at` with omega, omega^2, their sum and N_eff rounded to bfloat16."""
     scores = rows.abs().bfloat16()
     total = sum_rows(scores)[0].bfloat16()
     squares = (scores / total[:, None]).square()
     n_eff = sum_rows(squares)[0].bfloat16().reciprocal().double()
-    counts = torch.floor(beta * n_eff).clamp(1.0, float(moments.size))
-    return torch.where(moments.total == 0, float(moments.size), counts).long()
+    counts = torch.floor(beta * n_eff).clamp(1.0, float(sums.size))
+    return torch.where(sums.total == 0, float(sums.size), counts).long()
 
 
 # Keys, cuts and masks.
@@ -371,7 +371,7 @@ def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
     return (ahead < n).t().reshape(keys.shape)
 
 
-def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: PowerSums) -> Tensor:
+def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, sums: PowerSums) -> Tensor:
     """s_eff: the share of each row's sum |s| above a cut: float64, shape (rows,); 1 for a row of
     zeros.
 
@@ -379,11 +379,11 @@ def mass_of_largest(keys: Tensor, dtype: torch.dtype, cut: Cut, moments: PowerSu
         keys: of the scores, from `order_keys`, shape (rows, columns).
         dtype: of the scores.
         cut: of each row, at its floor(N_eff) largest scores.
-        moments: of the rows.
+        sums: of the rows.
     """
     (above,) = sum_rows(_masked_scores(keys, keys > cut.key, dtype))
-    mass = (above + cut.ties[:, 0] * cut.key.view(dtype).double()[:, 0]) / moments.mass
-    return torch.where(moments.total == 0, 1.0, mass).clamp(max=1.0)
+    mass = (above + cut.ties[:, 0] * cut.key.view(dtype).double()[:, 0]) / sums.mass
+    return torch.where(sums.total == 0, 1.0, mass).clamp(max=1.0)
 
 
 def _sorted(keys: Tensor) -> Tensor:
@@ -431,29 +431,27 @@ def select_rows(scores: Tensor, rule: KeepRule) -> Selection:
     Raises:
         NonFiniteError: scores hold NaN or infinity.
     """
-    moments = PowerSums.of_rows(scores, rule.order)
+    sums = PowerSums.of_rows(scores, rule.order)
     keys = order_keys(scores)
-    counts = _counts(rule, moments, scores)
-    cut, at_n_eff = row_cuts(keys, counts, moments.counts())
+    counts = _counts(rule, sums, scores)
+    cut, at_n_eff = row_cuts(keys, counts, sums.counts())
     mask = keep_mask(keys, cut) if rule.pattern is None else pattern_mask(keys, *rule.pattern)
     (kept_mass,) = sum_rows(_masked_scores(keys, mask, scores.dtype))
-    s_eff = mass_of_largest(keys, scores.dtype, at_n_eff, moments)
-    return Selection(mask, counts, kept_mass, moments.mass, moments.number(), s_eff)
+    s_eff = mass_of_largest(keys, scores.dtype, at_n_eff, sums)
+    return Selection(mask, counts, kept_mass, sums.mass, sums.number(), s_eff)
 
 
-def _counts(rule: KeepRule, moments: PowerSums, scores: Tensor | None = None) -> Tensor:
+def _counts(rule: KeepRule, sums: PowerSums, scores: Tensor | None = None) -> Tensor:
     """How many scores of each group a rule keeps: int64, shape (groups,)."""
     if rule.beta is not None and rule.dtype == "bfloat16" and scores is not None:
-        return _bfloat16_counts(scores, moments, rule.beta)
+        return _bfloat16_counts(scores, sums, rule.beta)
     if rule.beta is not None:
-        return moments.counts(rule.beta)
+        return sums.counts(rule.beta)
     counts = (
-        moments.size // rule.pattern[1] * rule.pattern[0]
-        if rule.pattern is not None
-        else rule.counts
+        sums.size // rule.pattern[1] * rule.pattern[0] if rule.pattern is not None else rule.counts
     )
-    known = torch.as_tensor(counts, dtype=torch.int64, device=moments.total.device)
-    return known.expand(moments.total.shape)
+    known = torch.as_tensor(counts, dtype=torch.int64, device=sums.total.device)
+    return known.expand(sums.total.shape)
 
 
 def apply_selection(weight: Tensor, selection: Selection) -> RowFigures:
@@ -503,9 +501,9 @@ class GroupSelector:
         needed.
         """
         if not self._searches:
-            self.moments = self._power_sums.merged()
-            self.count = int(_counts(self._rule, self.moments)[0])
-            self.nu = int(self.moments.counts()[0])
+            self.sums = self._power_sums.merged()
+            self.count = int(_counts(self._rule, self.sums)[0])
+            self.nu = int(self.sums.counts()[0])
             self._searches = {
                 k: _RadixSearch(k, self._dtype.itemsize) for k in {self.count, self.nu}
             }
@@ -542,7 +540,7 @@ class GroupSelector:
 
     def effective_mass(self) -> float:
         """s_eff of the whole group, after the last round."""
-        total = float(self.moments.mass)
+        total = float(self.sums.mass)
         cut = self._searches[self.nu].cut(torch.device("cpu"))
         at_n_eff = float(cut.key.view(self._dtype).double())
         above = float(sum_vector(torch.frombuffer(self._above_n_eff, dtype=torch.float64)))
