@@ -4,22 +4,28 @@ no weights are written.
 
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
-from emp_llm.common.progress import load_packages
+from emp_llm.common.progress import load_packages, stage
 from emp_llm.options.base import GivenOptions, Opt, Some, parse_list, parse_numbers
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, Effective, Recipe, Share
+from emp_llm.options.recipe import METHODS, Effective, Recipe
 from emp_llm.options.recipe_options import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
 from emp_llm.records.measure import Measure
 from emp_llm.records.source import ModelSource
 from emp_llm.update.update import SEARCHES
+
+if TYPE_CHECKING:
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.data import CalibrationText
+    from emp_llm.hub.local_model import LocalModel
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.chosen import Chosen
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -74,7 +80,6 @@ def measure(
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.machine import command_line, versions
-    from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
@@ -120,27 +125,8 @@ def measure(
             held_out, _ = split_held_out(data.further, text.text_name)
     with OutputFile(path) as out:
         if calibrates and data is not None:
-            from emp_llm.calibration.passes import calibrated, model_origin
-
-            with stage("calibrate"):
-                about = model_origin(source.name, source.revision, checkpoint)
-                dense = models.get(source.folder)
-                layers = chosen.layers_to_calibrate()
-                blocks = leading.targets.blocks
-                norms = calibrated(
-                    dense,
-                    data,
-                    layers,
-                    about,
-                    batch_size=text.batch_size,
-                    execution=text.execution,
-                    hidden_states=text.hidden_states,
-                    statistics={name for recipe in recipes for name in recipe.statistics},
-                    blocks=blocks,
-                    resume=out.progress if text.resumable_calibration else None,
-                )
-                del dense
-                models.free()
+            progress = out.progress if text.resumable_calibration else None
+            norms = _calibrated(source, chosen, recipes, text, data, models, progress)
             keep_generated(path.with_suffix(f".{SELF_NAME.name}"), data)
         with stage("measure"):
             identity = identity_of(checkpoint)
@@ -163,10 +149,7 @@ def measure(
             curve_of_loss = LossCurve(
                 models, source.folder, checkpoint, targets, held_out, "cpu", work
             )
-            uniform = {recipe.name: replace(recipe, counts=Share()) for recipe in recipes}
-            for recipe in [*uniform.values(), *recipes]:
-                with stage(f"loss, {recipe.method}"):
-                    losses.append(within_budgets(curve_of_loss, checkpoint, recipe, budgets, norms))
+            losses = within_budgets(curve_of_loss, checkpoint, recipes, budgets, norms)
             models.free()
             shutil.rmtree(work, ignore_errors=True)
         record = Measure(
@@ -182,6 +165,35 @@ def measure(
         out.complete()
     logger.info("written to %s", path)
     return record
+
+
+def _calibrated(
+    source: "LocalModel",
+    chosen: "Chosen",
+    recipes: list[Recipe],
+    text: NormOptions,
+    data: "CalibrationText",
+    models: "OneModel",
+    progress: Path | None,
+) -> "Activations":
+    """The statistics of inputs that some recipes need; the model is freed."""
+    from emp_llm.calibration.passes import calibrated, model_origin
+
+    with stage("calibrate"):
+        norms = calibrated(
+            models.get(source.folder),
+            data,
+            chosen.layers_to_calibrate(),
+            model_origin(source.name, source.revision, chosen.checkpoint),
+            batch_size=text.batch_size,
+            execution=text.execution,
+            hidden_states=text.hidden_states,
+            statistics={name for recipe in recipes for name in recipe.statistics},
+            blocks=recipes[0].targets.blocks,
+            resume=progress,
+        )
+        models.free()
+    return norms
 
 
 def _recipes(given: str | None, orders: str, shared: RecipeOptions) -> list[Recipe]:

@@ -49,7 +49,7 @@ from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Effective, Recipe, Wanda
+from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
@@ -310,6 +310,24 @@ def walked(
 
 
 def within_budgets(
+    curve: LossCurve,
+    checkpoint: Checkpoint,
+    recipes: Sequence[Recipe],
+    budgets: Sequence[LossBudget],
+    norms: Activations | None,
+) -> list[LossMeasure]:
+    """How much can be removed within each of some budgets: by the criteria of recipes with uniform
+    groups, and by the recipes.
+    """
+    uniform = {recipe.name: replace(recipe, counts=Share()) for recipe in recipes}
+    losses = []
+    for recipe in [*uniform.values(), *recipes]:
+        with stage(f"loss, {recipe.method}"):
+            losses.append(_within_budgets(curve, checkpoint, recipe, budgets, norms))
+    return losses
+
+
+def _within_budgets(
     curve: LossCurve,
     checkpoint: Checkpoint,
     recipe: Recipe,
