@@ -10,7 +10,7 @@ from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.progress import load_packages
-from emp_llm.evaluation.suites import suite_of
+from emp_llm.evaluation.suites import Suite, suite_of
 from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
 from emp_llm.options.model import (
@@ -110,9 +110,8 @@ def evaluate(
         save_results,
     )
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.loading import load_model, load_tokenizer
+    from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
-    from emp_llm.runtime.loader import load, run_device
 
     if runtime == "sparse":
         if quantized.load_in_8bit or quantized.load_in_4bit:
@@ -135,16 +134,7 @@ def evaluate(
     if baseline is not None and given is None:
         sources.append(find_model(baseline, None, trust))
     if prepare:
-        cached = [source.name for source in sources]
-        if suite.corpus is not None:
-            rows = sum(1 for _ in text_rows(suite.corpus))
-            cached.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
-        if suite.tasks:
-            counts = Harness(suite.tasks).examples()
-            cached += [
-                f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()
-            ]
-        return cached
+        return _cached(sources, suite)
     if not model:
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     # "perplexity-seqlen=512" of "perplexity,seqlen=512".
@@ -204,28 +194,43 @@ def evaluate(
                     save_results(run.results, run.path)
                 continue
             with stage(f"evaluate {run.source.short_name}"):
-                if run.runtime == "sparse":
-                    device = run_device(loading.device_map)
-                    loaded = load(
-                        run.source.folder,
-                        device=device,
-                        dtype=loading.dtype,
-                        trust_remote_code=trust,
-                    )
-                else:
-                    loaded = load_model(
-                        run.source.folder,
-                        loading.device_map,
-                        loading.dtype,
-                        trust,
-                        run.quantization,
-                    )
+                loaded = _loaded(run, loading, trust)
                 evaluate_model(loaded, prepared.pop(run.path), run.results, run.path)
                 del loaded
                 free_memory()
             logger.info("results in %s", run.path)
     every = [*first, *(run.results for run in runs), *others]
     return Evaluated(results, compare(every, form))
+
+
+def _cached(sources: "list[LocalModel]", suite: Suite) -> list[str]:
+    """A line for each model, text and task; all of them are in the cache afterwards."""
+    from emp_llm.evaluation.harness import Harness
+
+    lines = [source.name for source in sources]
+    if suite.corpus is not None:
+        rows = sum(1 for _ in text_rows(suite.corpus))
+        lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
+    counts = Harness(suite.tasks).examples() if suite.tasks else {}
+    return lines + [f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()]
+
+
+def _loaded(run: Subject, loading: LoadingOptions, trust_remote_code: bool) -> Any:
+    """The model of a run, by its runtime."""
+    from emp_llm.models.loading import load_model
+    from emp_llm.runtime.loader import load, run_device
+
+    folder = run.source.folder
+    if run.runtime == "dense":
+        return load_model(
+            folder, loading.device_map, loading.dtype, trust_remote_code, run.quantization
+        )
+    return load(
+        folder,
+        device=run_device(loading.device_map),
+        dtype=loading.dtype,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def show(result: Evaluated | list[str]) -> None:
