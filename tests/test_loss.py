@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from emp_llm.calibrate import calibrate
 from emp_llm.calibration.data import read_text
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import loss_budget
@@ -202,6 +204,41 @@ def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     assert calls == 4 + 1 + len(loss.points) - 2
     assert loss.points == whole.points
     assert oracle.shards(tmp_path / "whole") == oracle.shards(tmp_path / "out")
+
+
+def test_another_file_of_norms_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The points of an interrupted run are those of its own masks."""
+    short = TEXT | {"samples": 4, "seqlen": 64}
+    norms = calibrate(DEMO, output=tmp_path / "norms.safetensors", **short)
+    other = tmp_path / "other.safetensors"
+    turned = {
+        name: {layer: values.flip(0) for layer, values in of_layers.items()}
+        for name, of_layers in norms.statistics.items()
+    }
+    replace(norms, statistics=turned).save(other)
+    how = {"loss": "4%", "method": "wanda", "samples": 6, "seqlen": 64}
+    _, whole = pruned(tmp_path, "whole", activations=other, **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_budget._Search, "_keep", _interrupted(loss_budget._Search._keep))
+        with pytest.raises(KeyboardInterrupt):
+            prune(
+                DEMO,
+                output=tmp_path / "out",
+                activations=tmp_path / "norms.safetensors",
+                **(TEXT | how),
+            )
+    _, loss = pruned(tmp_path, "out", activations=other, **how)
+    assert loss.points == whole.points
+
+
+def _interrupted(keep: Any) -> Any:
+    def after_keeping(self: Any, point: Any) -> Any:
+        keep(self, point)
+        raise KeyboardInterrupt
+
+    return after_keeping
 
 
 def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:

@@ -424,6 +424,8 @@ class _Search:
         """The work of an interrupted run with the same options; without one, new work."""
         signature = self._pruning.signature
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
+        if self._pruning.options.activations is not None and self._norms is not None:
+            signature["norms"] = self._norms.digest
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
         file = self._work / "curve.json"
