@@ -127,5 +127,8 @@ def test_ranks_end_at_sigterm_where_they_can_resume(met: Met, tmp_path: Path) ->
 
     done = met(2, work)
     assert done.codes == [143, 143]
-    assert done.errors == ["terminated by SIGTERM.\n", "rank 1: terminated by SIGTERM.\n"]
+    assert done.errors[0] == "terminated by SIGTERM.\n"
+    # If the first rank ends first, torch says that its store is gone.
+    assert "rank 1: terminated by SIGTERM.\n" in done.errors[1]
+    assert "Traceback" not in done.errors[1]
     assert len(list(tmp_path.glob("cleaned-?"))) == 2
