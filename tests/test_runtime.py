@@ -71,13 +71,17 @@ def sparse_matrix(
 
 
 def check_product(product: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Each product is the exact one, but for sums in float32 and one rounding."""
+    """Each product is the exact one, but for sums in float32 and one rounding, which is absolute
+    for numbers below the smallest normal one.
+    """
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
     assert product.dtype == x.dtype
     assert product.shape == exact.shape
+    about = torch.finfo(x.dtype)
+    least = about.smallest_normal * about.eps / 2
     assert (
-        (product.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30
+        (product.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + least
     ).all()
 
 

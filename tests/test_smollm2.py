@@ -90,7 +90,9 @@ def test_the_model_itself(tmp_path: Path) -> None:
     assert str(model.dtype) == "torch.bfloat16"
     tokenizer = transformers.AutoTokenizer.from_pretrained(MADE)
     chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Capital of France?"}], return_tensors="pt"
+        [{"role": "user", "content": "What is the capital of France?"}],
+        return_tensors="pt",
+        add_generation_prompt=True,
     )
     ids = chat if not hasattr(chat, "input_ids") else chat["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
