@@ -23,6 +23,7 @@ from emp_llm.models.modules import inputs_of
 from emp_llm.selection.statistics import ALWAYS, STATISTICS, LayerCall, Statistic
 
 Totals = dict[tuple[str, str], Tensor]
+_ROOM = 1 << 17  # numbers that are allocated at a time for totals
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class InputSums:
         self.paused = False
         self.counted: Tensor | None = None
         self._last: _Seen | None = None
+        self._room = torch.empty(0, dtype=torch.float64)
 
     def value(self, statistic: Statistic, layer: str) -> Tensor:
         """The value so far of a total, float32, shape (inputs,), on the CPU; UserError if it is
@@ -147,9 +149,21 @@ class InputSums:
     def _add(self, statistic: Statistic, layer: str, batch: LayerCall) -> None:
         total = statistic.total(batch)
         before = self.totals.get((statistic.name, layer))
-        if before is not None:
-            total = statistic.combine(before, total.to(before.device))
-        self.totals[statistic.name, layer] = total
+        if before is None:
+            self.totals[statistic.name, layer] = self._kept(total)
+        else:
+            before.copy_(statistic.combine(before, total.to(before.device)))
+
+    def _kept(self, total: Tensor) -> Tensor:
+        """A copy of a total, side by side with the others. Small tensors that stay between the
+        large ones of a pass keep the heap from using that space again: it grew by 0.7 GB.
+        """
+        size = total.numel()
+        if self._room.numel() < size or self._room.device != total.device:
+            self._room = total.new_empty(max(size, _ROOM))
+        kept = self._room[:size].view_as(total)
+        self._room = self._room[size:]
+        return kept.copy_(total)
 
     def complete(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Record totals over no tokens for experts to which no token was routed.

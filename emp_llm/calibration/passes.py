@@ -680,17 +680,23 @@ def calibrate_blocks(
 
 @contextmanager
 def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[None]:
-    """Inside this context, weights are zero where their masks are false."""
-    dense: list[tuple[Tensor, Tensor]] = []
+    """Inside this context, weights are zero where their masks are false. Theirs are copies: the
+    dense ones may lie in a mapped file, whose pages need no memory as long as nobody writes to
+    them.
+    """
+    names = dict.fromkeys(target.layer.parameter for target in masks)
+    parameters = [model.get_parameter(name) for name in names]
+    dense = [parameter.data for parameter in parameters]
     try:
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
         for target, mask in masks.items():
             weight = weight_of(model, target.layer)
-            dense.append((weight, weight.clone()))
             set_to_zero(weight, ~mask.to(weight.device))
         yield
     finally:
-        for weight, before in dense:
-            weight.copy_(before)
+        for parameter, values in zip(parameters, dense, strict=True):
+            parameter.data = values
 
 
 def _run_tail(
