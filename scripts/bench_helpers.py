@@ -179,21 +179,32 @@ def run_and_watch(command: list[str], output: bool = True) -> int:
     process = subprocess.Popen(command, stdout=None if output else subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            peak = max(
-                peak,
-                1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]),
-            )
+        peak = max(peak, memory_of(process.pid)["VmHWM"])
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(process.returncode)
     return peak
 
 
+def memory_of(process: int) -> dict[str, int]:
+    """Fields of a process's memory in bytes: VmHWM, the highest resident memory since its start
+    or since the process reset it, and RssAnon, the part that is in no file, now. 0 for a process
+    that has ended.
+    """
+    found = {"VmHWM": 0, "RssAnon": 0}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = 1024 * int(value.split()[0])
+    return found
+
+
 def used_by(words: list[str], folder: Path, log: Path, **more: str) -> dict[str, Any]:
-    """CPU seconds (user, system), wall seconds and peak memory in GB of a process; or how it
-    `failed`.
+    """CPU seconds (user, system), wall seconds and peak memory in GB of a process, in all
+    (`memory`) and of what is in no file (`anonymous`); or how it `failed`.
+
+    A run of emp-llm resets its own peak at each stage, so it is watched from outside.
 
     Args:
         words: the program and its arguments.
@@ -202,6 +213,8 @@ def used_by(words: list[str], folder: Path, log: Path, **more: str) -> dict[str,
         more: of its environment.
     """
     started = time.perf_counter()
+    memory = 0
+    anonymous = 0
     with log.open("ab") as file:
         process = subprocess.Popen(
             words,
@@ -210,7 +223,13 @@ def used_by(words: list[str], folder: Path, log: Path, **more: str) -> dict[str,
             stdout=file,
             stderr=file,
         )
-        _, status, used = os.wait4(process.pid, 0)
+        ended = 0
+        while not ended:
+            now = memory_of(process.pid)
+            memory = max(memory, now["VmHWM"])
+            anonymous = max(anonymous, now["RssAnon"])
+            time.sleep(0.02)
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
     if status:
         said = log.read_text(errors="replace").strip().splitlines() or ["no message"]
         return {"failed": f"ended with {os.waitstatus_to_exitcode(status)}: {said[-1]}"}
@@ -218,7 +237,8 @@ def used_by(words: list[str], folder: Path, log: Path, **more: str) -> dict[str,
         "user": round(used.ru_utime, 1),
         "system": round(used.ru_stime, 1),
         "wall": round(time.perf_counter() - started, 1),
-        "memory": round(used.ru_maxrss * 1024 / 1e9, 3),
+        "memory": round(memory / 1e9, 3),
+        "anonymous": round(anonymous / 1e9, 3),
     }
 
 

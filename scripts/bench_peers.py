@@ -9,6 +9,9 @@ from their equations (scripts/peers.py). All linear layers of the blocks are pru
 tokens of WikiText-2, in processes of one thread (OMP_NUM_THREADS changes that), one after the other
 and in turn. Perplexity: 40 blocks of 1024 tokens of the test split. OUT/rows.jsonl keeps every
 run, so a stopped bench goes on. A peer that does not install or run has a row that says so.
+
+Peak memory is that of the process with the files that it maps, such as a model's; then the part
+that is in no file, which the system cannot take back.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from safetensors.torch import save_file
 
 from emp_llm.calibration.data import read_text
 from emp_llm.checkpoint.files import read_json
+from emp_llm.common.errors import UserError
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import change_of, values_of
 from emp_llm.evaluation.results import read_results
@@ -39,7 +43,7 @@ OURS = {
     "sparsegpt": "--method sparsegpt",
     "admm": "--method emp-admm --refit",
 }
-NAMES = {"wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "admm, refit"}
+NAMES = {"wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "emp-admm, refit"}
 ROWS = tuple(
     (method, size, code)
     for method, size in (
@@ -63,17 +67,29 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=32, help="sequences of 512 tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rows", nargs="+", default=[""], help="methods or codes; default: all")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=[""],
+        help="as 'wanda', 'sparsegpt 2:4', 'papers'; default: all",
+    )
     parser.add_argument("--write", type=Path, help="folder for the table")
     options = parser.parse_args(line)
+    for path, flag in ((options.model / "config.json", "--model"), (options.shared, "--shared")):
+        if not path.exists():
+            parser.error(f"{flag}: {path}: no such file or folder.")
+    if min(options.samples, options.repeats) < 1:
+        parser.error("--samples and --repeats must be at least 1.")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options, out)
     chosen = [
         row
         for row in ROWS
-        if any(f"{row[0]} {row[2]}".startswith(name) or row[2] == name for name in options.rows)
+        if any(" ".join(row).startswith(name) or row[2] == name for name in options.rows)
     ]
+    if not chosen:
+        parser.error(f"--rows: none is named so. They are: {'; '.join(map(' '.join, ROWS))}.")
+    bench = Bench(options, out)
     for number in range(options.repeats):
         for row in chosen:
             bench.run(row, number)
@@ -94,16 +110,18 @@ class Bench:
         self._datasets = options.shared.resolve() / "datasets"
         self._file = out / "rows.jsonl"
         self._threads = os.environ.get("OMP_NUM_THREADS", "1")
+        self._conditions = {"samples": options.samples, "threads": self._threads}
         self._problem: str | None = None
 
     def run(self, row: tuple[str, str, str], number: int) -> None:
         """Run a row once, if its run of this number is missing."""
-        if any(each["row"] == list(row) and each["number"] == number for each in self._rows()):
-            return
+        for done in self._rows():
+            if done["row"] == list(row) and done["number"] == number and "failed" not in done:
+                return
         method, size, code = row
         name = f"{method}-{size.replace(':', 'of')}-{code}"
         folder = self._out / name
-        about: dict[str, Any] = {"row": row, "number": number, "samples": self._options.samples}
+        about: dict[str, Any] = {"row": row, "number": number} | self._conditions
         words = self._words(method, size, code, folder)
         if words is None:
             about["failed"] = self._problem
@@ -171,15 +189,22 @@ class Bench:
         return used_by(words, self._datasets, log, OMP_NUM_THREADS=self._threads)
 
     def _judged(self, folder: Path, name: str) -> dict[str, Any]:
-        """The perplexity of a checkpoint, and its change from the dense model's."""
-        values = [self._perplexity(self._model, "dense"), self._perplexity(folder, name)]
+        """The perplexity of a checkpoint, and its change from the dense model's; empty if a model
+        could not be evaluated.
+        """
+        try:
+            values = [self._perplexity(self._model, "dense"), self._perplexity(folder, name)]
+        except UserError as error:
+            print(error, flush=True)
+            return {}
         change = change_of("perplexity", values[1], values[0])
         return {"perplexity": values[1].value, "change": [change.value, change.stderr]}
 
     def _perplexity(self, model: Path, name: str) -> Any:
         output = self._out / f"{name}.json"
         if not output.exists() or name != "dense":
-            suite = ["--suite", "perplexity,seqlen=1024,limit=40", "--overwrite"]
+            output.unlink(missing_ok=True)
+            suite = ["--suite", "perplexity,seqlen=1024,limit=40"]
             words = [sys.executable, "-m", "emp_llm", "evaluate", "--model", str(model), *suite]
             self._measured([*words, "--output", str(output)], f"evaluate-{name}")
         return next(iter(values_of(read_results(output, "--output").measures).values()))
@@ -187,32 +212,35 @@ class Bench:
     def _rows(self) -> list[dict[str, Any]]:
         if not self._file.exists():
             return []
-        return [json.loads(line) for line in self._file.read_text().splitlines()]
+        runs = [json.loads(line) for line in self._file.read_text().splitlines()]
+        return [run for run in runs if run.items() >= self._conditions.items()]
 
     def table(self) -> str:
         """Medians and ranges of all rows."""
         rows = [["", "code", "CPU seconds", "wall seconds", "peak memory", "perplexity", "runs"]]
         found = self._rows()
         for method, size, code in ROWS:
-            runs = [each for each in found if each["row"] == [method, size, code]]
+            runs = [run for run in found if run["row"] == [method, size, code]]
             label = f"{NAMES[method]}, {size if ':' in size else f'{float(size):.0%}'}"
-            good = [each for each in runs if "failed" not in each]
+            good = [run for run in runs if "failed" not in run]
             if not good:
                 if runs:
                     rows.append([label, CODES[code], runs[-1]["failed"], "", "", "", "0"])
                 continue
-            first = next((each for each in good if "change" in each), None)
+            first = next((run for run in good if "change" in run), None)
             change = ""
             if first is not None:
                 change = f"{first['change'][0]:+.1f} ± {first['change'][1]:.1f} %"
-            cpu = [each["user"] + each["system"] for each in good]
+            cpu = [run["user"] + run["system"] for run in good]
+            memory = statistics.median(run["memory"] for run in good)
+            anonymous = statistics.median(run["anonymous"] for run in good)
             rows.append(
                 [
                     label,
                     CODES[code],
                     spread(cpu, 0),
-                    spread([each["wall"] for each in good], 0),
-                    f"{statistics.median(each['memory'] for each in good):.2f} GB",
+                    spread([run["wall"] for run in good], 0),
+                    f"{memory:.2f}, {anonymous:.2f} GB",
                     change,
                     str(len(good)),
                 ]

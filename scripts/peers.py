@@ -6,9 +6,9 @@ its own. It imports nothing of emp-llm.
 
 TOKENS is a safetensors file with `tokens`, int64, shape (samples, length). `llm-compressor` calls
 that package. `papers` is written from the equations of Wanda (Sun et al. 2024, arXiv 2306.11695)
-and SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774) in the way of their own codes: block by
-block, one sequence at a time; a pass that collects statistics of all layers of a block, and a pass
-of the pruned block.
+and SparseGPT (Frantar & Alistarh 2023, arXiv 2301.00774) in the way of their own codes: `datasets`
+reads the text in the same process; block by block, one sequence at a time; a pass that collects
+statistics of all layers of a block, and a pass of the pruned block.
 """
 
 import argparse
@@ -58,9 +58,22 @@ class First(Exception):
     """The first block was called."""
 
 
+def read_wikitext(model: str, samples: int, length: int) -> Tensor:
+    """The first tokens of WikiText-2's training split, shape (samples, length)."""
+    from datasets import load_dataset
+
+    wanted = samples * length
+    rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="train")["text"]
+    text = "\n\n".join(rows)[: 20 * wanted]  # the whole split would take longer
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    return torch.tensor(ids[:wanted]).view(samples, length)
+
+
 @torch.no_grad()
 def papers(method: str, size: str, model: str, tokens: Tensor, out: str) -> None:
     """Prune block by block by the equations of the papers."""
+    if not torch.equal(read_wikitext(model, *tokens.shape), tokens):
+        raise SystemExit("the text is not the one that the other codes get")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     blocks = loaded.model.layers
     hidden, arguments = first_inputs(loaded, blocks[0], tokens)

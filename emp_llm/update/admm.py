@@ -16,9 +16,10 @@ The result is Z. Two things are added:
 
 - Inputs are scaled so that each has the second moment 1. Then the largest weights are those that
   change the outputs most.
-- The penalty rho grows in stages, from 0.1 to 1. While it is small, the mask changes freely. At
+- The penalty rho grows in stages, from 0.15 to 1. While it is small, the mask changes freely. At
   rho = 1, it rests where no removed weight, restored alone, would lower the error by more than the
-  square of the row's smallest kept weight.
+  square of the row's smallest kept weight. A stage takes a factorisation, and five cheap steps
+  cost as much; so stages are few, and the later ones, which find the values, are longer.
 
 The damping adds lambda ||V - W||^2 to the error. Where the layer shall return other outputs than W
 does, their products with the inputs (`right` of `admm`) take the place of W G.
@@ -44,9 +45,8 @@ from emp_llm.update.least_squares import (
 )
 from emp_llm.update.update import Allowed, Moments, Search
 
-# rho of each stage, from 0.1 to 1, relative to an input's own second moment
-_PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
-_STEPS = 5  # in a stage
+# rho of each stage, relative to an input's own second moment, and its number of steps
+_STAGES = tuple((0.15 ** (1 - stage / 5), steps) for stage, steps in enumerate((4, 5, 6, 7, 8, 2)))
 _PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
@@ -115,10 +115,10 @@ def admm(
         aim.div_(root)
         point = point * root
         dual = torch.zeros_like(point)
-        before = _PENALTIES[0]
+        before = _STAGES[0][0]
         identity = torch.eye(len(gram), device=gram.device)
         coarse = torch.bfloat16 if has_bfloat16(weight.device) else torch.float32
-        for penalty in _PENALTIES:
+        for penalty, steps in _STAGES:
             factor = system.clone()
             factor.diagonal().add_(penalty)
             if cholesky(factor) is None:
@@ -128,10 +128,10 @@ def admm(
             inverse = _gram_of_lower(factor)
             constant = add_product(aim, inverse)
             # Until the last stage, the digits of bfloat16 are enough for the search.
-            digits = torch.float32 if penalty == _PENALTIES[-1] else coarse
+            digits = torch.float32 if penalty == _STAGES[-1][0] else coarse
             pull = inverse.mul_(penalty).to(digits)
             dual.mul_(before / penalty)  # it is relative to the penalty
-            for _ in range(_STEPS):
+            for _ in range(steps):
                 point.add_(dual)
                 mask = _mask_of_largest(point, counts, pattern)
                 kept = point * mask

@@ -143,6 +143,8 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
     number of steps.
     """
     inverse = system.diagonal().reciprocal()
+    solution = torch.zeros_like(residual)
+    rows = torch.arange(len(residual), device=residual.device)
     change = torch.zeros_like(residual)
     product = torch.empty_like(residual)
     least = _ROUNDING * objective
@@ -151,6 +153,16 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
     descent = torch.linalg.vecdot(residual, direction)
     moving = descent > 0  # rows that are not solved
     while step < _MOST_STEPS and bool(moving.any()):
+        if 2 * int(moving.sum()) <= len(moving):  # a few rows take most of the steps
+            solution[rows] = change
+            rows, mask, least, objective = (
+                values[moving] for values in (rows, mask, least, objective)
+            )
+            change, residual, direction, descent = (
+                values[moving] for values in (change, residual, direction, descent)
+            )
+            product = torch.empty_like(residual)
+            moving = moving[moving]
         add_product(direction, system, product.zero_()).mul_(mask)
         curvature = torch.linalg.vecdot(direction, product)
         length = torch.where(moving & (curvature > 0), descent / curvature, 0)
@@ -164,7 +176,8 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
         moving &= (decrease > torch.maximum(_SMALL * objective, least)) & (descent > 0)
         direction.mul_(torch.where(moving, descent / before, 0)[:, None]).add_(product)
         step += 1
-    return change, step
+    solution[rows] = change
+    return solution, step
 
 
 def output_error(
