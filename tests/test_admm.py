@@ -1,5 +1,7 @@
 """ADMM on bare tensors, against an implementation in float64, row by row, by plain solves."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,11 +41,12 @@ def slow_admm(
         right = x.T @ y[:, row] + shift * dense
         point = dense
         dual = torch.zeros_like(dense)
-        before = 0.1
-        for penalty in torch.logspace(-1, 0, 8).tolist():
+        before = 0.15
+        penalties = torch.logspace(math.log10(0.15), 0, 6, dtype=torch.float64).tolist()
+        for penalty, steps in zip(penalties, (4, 5, 6, 7, 8, 5), strict=True):
             dual = dual * (before / penalty)
             before = penalty
-            for _ in range(5):
+            for _ in range(steps):
                 moved = point + dual
                 mask = torch.tensor(largest((moved * own.sqrt()).tolist(), counts[row]))
                 split = moved * mask

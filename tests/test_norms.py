@@ -41,6 +41,22 @@ def test_tokens_without_output_do_not_count() -> None:
     )
 
 
+def test_totals_lie_side_by_side() -> None:
+    """A small tensor for each layer, between the large ones of a pass, would break up the heap."""
+    sums = InputSums()
+    generator = torch.Generator().manual_seed(0)
+    seen = [torch.randn(3, 2 + layer, generator=generator) for layer in range(40)]
+    for _ in range(2):
+        for layer, inputs in enumerate(seen):
+            sums.observe(f"layer{layer}", inputs, torch.ones(3, 5))
+    assert len({total.untyped_storage().data_ptr() for total in sums.totals.values()}) == 1
+    for layer, inputs in enumerate(seen):
+        norm = (2 * inputs.square().sum(0)).sqrt()
+        torch.testing.assert_close(sums.value(NORM, f"layer{layer}"), norm)
+    sums.observe("large", torch.ones(1, 300_000), torch.ones(1, 5))
+    assert torch.equal(sums.value(NORM, "large"), torch.ones(300_000))
+
+
 def test_activations_name_no_folders(
     models: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activat
     pruner = plan(source, method)
     model = load_model(source, device_map)
     before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
+    places = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
     logits: list[Tensor] = []
 
     def end(_: Any, walk: Walk, *others: Any) -> None:
@@ -185,6 +186,8 @@ def propagated_from(source: Path, method: str, device_map: str) -> tuple[Activat
         assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), (
             "the dense weights are back"
         )
+        if name in before:  # they may lie in a mapped file
+            assert (parameter.data_ptr(), parameter._version) == places[name], "nobody wrote there"
     return norms, logits
 
 

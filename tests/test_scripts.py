@@ -13,6 +13,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import bench_helpers
+import bench_peers
 import bench_prune
 import pytest
 import torch
@@ -304,3 +306,54 @@ def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         told,
     ).groups()  # type: ignore[union-attr]
     assert first == again
+
+
+def test_memory_of_a_process_that_resets_its_peak(tmp_path: Path) -> None:
+    """As a run of emp-llm does at each stage."""
+    reset = "open('/proc/self/clear_refs', 'w').write('5')"
+    code = f"import time; x = bytes(range(256)) * 800_000; time.sleep(0.2); del x; {reset}"
+    used = bench_helpers.used_by([sys.executable, "-c", code], tmp_path, tmp_path / "log")
+    assert 0.2 < used["anonymous"] <= used["memory"] < 0.5
+    failed = bench_helpers.used_by([sys.executable, "-c", "1 / 0"], tmp_path, tmp_path / "log")
+    assert failed == {"failed": "ended with 1: ZeroDivisionError: division by zero"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "missing"], "--model: missing/config.json: no such file or folder."),
+        (["--shared", "missing"], "--shared: missing: no such file or folder."),
+        (["--samples", "0"], "--samples and --repeats must be at least 1."),
+        (["--rows", "wand a"], "--rows: none is named so. They are: wanda 0.5 ours; "),
+    ],
+)
+def test_bad_input_of_the_bench_of_peers(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    said: str,
+) -> None:
+    given = ["--model", str(SCRIPTS / "demo" / "model"), "--shared", str(tmp_path), *words]
+    assert run(monkeypatch, "bench_peers", str(tmp_path / "out"), *given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_peer_that_does_not_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its row says so, and the others run. A later bench tries it again."""
+    (tmp_path / "datasets").mkdir()
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(bench_peers, "OURS", {"wanda": "--method magnitude --bogus"})
+    given = [str(tmp_path), "--model", str(SCRIPTS / "demo" / "model"), "--shared", str(tmp_path)]
+    command = [*given, "--repeats", "1", "--rows", "wanda", "--write", str(tmp_path / "page")]
+    assert run(monkeypatch, "bench_peers", *command) == 0
+    table = (tmp_path / "page" / "peers.md").read_text()
+    assert "| llm-compressor | does not install: " in table
+    assert "| emp-llm | ended with 2: " in table
+    runs = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [one["row"][2] for one in runs] == ["ours", "papers", "llm-compressor"]
+    assert run(monkeypatch, "bench_peers", *command) == 0
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6

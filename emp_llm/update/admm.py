@@ -18,8 +18,8 @@ The result is Z. Two things are added:
   change the outputs most.
 - The penalty rho grows in stages, from 0.15 to 1. While it is small, the mask changes freely. At
   rho = 1, it rests where no removed weight, restored alone, would lower the error by more than the
-  square of the row's smallest kept weight. A stage takes a factorisation, and five cheap steps
-  cost as much; so stages are few, and the later ones, which find the values, are longer.
+  square of the row's smallest kept weight. A stage takes a factorisation, which costs as much as
+  eight steps; so stages are few, and those that find the values are longer.
 
 The damping adds lambda ||V - W||^2 to the error. Where the layer shall return other outputs than W
 does, their products with the inputs (`right` of `admm`) take the place of W G.
@@ -46,7 +46,7 @@ from emp_llm.update.least_squares import (
 from emp_llm.update.update import Allowed, Moments, Search
 
 # rho of each stage, relative to an input's own second moment, and its number of steps
-_STAGES = tuple((0.15 ** (1 - stage / 5), steps) for stage, steps in enumerate((4, 5, 6, 7, 8, 2)))
+_STAGES = tuple((0.15 ** (1 - stage / 5), steps) for stage, steps in enumerate((4, 5, 6, 7, 8, 5)))
 _PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
@@ -128,14 +128,17 @@ def admm(
             inverse = _gram_of_lower(factor)
             constant = add_product(aim, inverse)
             # Until the last stage, the digits of bfloat16 are enough for the search.
-            digits = torch.float32 if penalty == _STAGES[-1][0] else coarse
+            last = penalty == _STAGES[-1][0]
+            digits = torch.float32 if last else coarse
             pull = inverse.mul_(penalty).to(digits)
             dual.mul_(before / penalty)  # it is relative to the penalty
-            for _ in range(steps):
+            for step in range(steps):
                 point.add_(dual)
                 mask = _mask_of_largest(point, counts, pattern)
                 kept = point * mask
                 torch.sub(point, kept, out=dual)
+                if last and step == steps - 1:
+                    break
                 torch.sub(kept, dual, out=point)
                 if digits == torch.float32:
                     point = add_product(point, pull, constant.clone())
