@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -465,7 +463,7 @@ class _Healer(Trainer):  # type: ignore[misc]
             with torch.no_grad():
                 wanted = self.dense_logits(inputs["number"])
             logits = model(input_ids=ids, use_cache=False).logits
-        loss = _divergence(logits, wanted.to(logits.device)) / ids.numel()
+        loss = _Divergence.apply(logits, wanted.to(logits.device)) / ids.numel()  # type: ignore[no-untyped-call]
         return (loss, (logits, wanted)) if return_outputs else loss
 
     def prediction_step(
@@ -548,23 +546,34 @@ def _runner_of(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
     return runner
 
 
-def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+class _Divergence(torch.autograd.Function):
     """The sum over the tokens of KL(wanted || pruned) in nats, of logits of shape (sequences,
     tokens, vocabulary).
 
-    Memory holds float32 copies of a few positions at a time, also for the gradient.
+    The gradient for the pruned logits, softmax(logits) - softmax(wanted), comes with the value:
+    memory holds float32 copies of a few positions at a time, and nothing is computed twice.
     """
-    sums = [
-        recomputed(_divergence_of_piece, *pieces, use_reentrant=False)
-        for pieces in zip(logits.split(_POSITIONS, 1), wanted.split(_POSITIONS, 1), strict=True)  # type: ignore[no-untyped-call]
-    ]
-    return torch.stack(sums).sum()
 
+    @staticmethod
+    def forward(context: Any, logits: Tensor, wanted: Tensor) -> Tensor:
+        gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
+        sums = []
+        for first in range(0, logits.shape[1], _POSITIONS):
+            here = slice(first, first + _POSITIONS)
+            of_pruned = logits[:, here].float().log_softmax(-1)
+            of_dense = wanted[:, here].float().log_softmax(-1)
+            probabilities = of_dense.exp()
+            sums.append(of_dense.sub_(of_pruned).mul_(probabilities).sum())
+            if gradient is not None:
+                gradient[:, here] = of_pruned.exp_().sub_(probabilities)
+        if gradient is not None:
+            context.save_for_backward(gradient)
+        return torch.stack(sums).sum()
 
-def _divergence_of_piece(logits: Tensor, wanted: Tensor) -> Tensor:
-    of_pruned = logits.float().log_softmax(-1)
-    of_dense = wanted.float().log_softmax(-1)
-    return F.kl_div(of_pruned, of_dense, reduction="sum", log_target=True)
+    @staticmethod
+    def backward(context: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = context.saved_tensors
+        return gradient * scale, None
 
 
 class _Supervisor(TrainerCallback):  # type: ignore[misc]
