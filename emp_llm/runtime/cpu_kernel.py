@@ -37,7 +37,7 @@ _AHEAD = 4096  # bytes of values of each row to ask for in advance
 _MOST_VECTORS = 8  # of inputs that are multiplied together; more leave no registers for their sums
 _FEW = 192  # tokens whose inputs stay in the cache while many rows pass
 _CACHED = 9 << 16  # bytes of dense rows that stay in a thread's cache
-_MARGIN = 1.15  # by which torch must be faster: a small matrix is measured, which favours torch
+_MARGIN = 1.1  # by which torch must be faster: fewer columns than those measured favour the loops
 _TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
@@ -177,17 +177,20 @@ class CpuProducts:
         rows = self._rows.rows
         threads = torch.get_num_threads()
         inputs = x.to(instructions.dtype)
-        result = x.new_empty(tokens, rows)
+        result = inputs.new_empty(tokens, rows)
         dense = _compiled(dense_module, self._dtype, instructions)
         tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), instructions)
         for first in range(0, rows, tile.shape[0]):
             last = min(first + tile.shape[0], rows)
             self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
-            some_bias = None if bias is None else bias[first:last].to(instructions.dtype)
-            result[:, first:last] = functional.linear(
-                inputs, tile[: last - first, : x.shape[1]], some_bias
-            )
-        return result
+            weights = tile[: last - first, : x.shape[1]].T
+            products = result[:, first:last]
+            if bias is None:
+                torch.mm(inputs, weights, out=products)
+            else:
+                some_bias = bias[first:last].to(instructions.dtype)
+                torch.addmm(some_bias, inputs, weights, out=products)
+        return result.to(x.dtype)
 
     def _room(self, rows: int, instructions: Instructions) -> Tensor:
         """Memory for dense rows, padded to whole mask words. One word lies between two rows, or
@@ -221,20 +224,21 @@ class CpuProducts:
 def most_loop_tokens(instructions: Instructions) -> int:
     """The most tokens for which the compiled loops are faster than torch with dense rows.
 
-    This is measured once for a processor and a version of torch, in less than half a second; the
-    result is kept in a file of the cache folder.
+    This is measured once for a processor, its threads and a version of torch, in about a
+    second; the result is kept in a file of the cache folder.
     """
     machine = (
         llvm.get_host_cpu_name(),
         sorted(processor_features()),
         instructions.name,
+        torch.get_num_threads(),
         torch.__version__,
     )
     path = cache_folder() / "products" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError):
         return int(path.read_text())
-    rows = 512 * torch.get_num_threads()
-    columns = 2048
+    rows = 2048  # more weights than a cache holds
+    columns = 4096
     counts = (16, 32, 64, 128, 256)
     gains = [0.0]
     offsets = torch.arange(0, rows * columns // 2 + 1, columns // 2)
@@ -244,7 +248,7 @@ def most_loop_tokens(instructions: Instructions) -> int:
     for tokens in counts:
         x = torch.ones(tokens, columns, dtype=instructions.dtype)
         seconds = []
-        for run in 5 * (products.by_loops, products.by_torch):
+        for run in 3 * (products.by_loops, products.by_torch):
             begin = time.perf_counter()
             run(x, instructions)
             seconds.append(time.perf_counter() - begin)
