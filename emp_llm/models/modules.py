@@ -700,7 +700,7 @@ def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
         logits: shape (batch, tokens, vocabulary).
         batch: token ids, shape (batch, tokens).
     """
-    piece = 256
+    piece = 32
     logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
     sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
