@@ -17,6 +17,7 @@ that is in no file, which the system cannot take back.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,9 @@ class Bench:
         if words is None:
             about["failed"] = self._problem
         else:
+            # A run that was stopped would resume, and take less.
+            for left in (folder, folder.with_name(f".{name}.partial")):
+                shutil.rmtree(left, ignore_errors=True)
             about |= self._measured(words, name)
         if "failed" not in about and number == 0:
             about |= self._judged(folder, name)
