@@ -205,6 +205,8 @@ def test_both_ways_at_every_number_of_tokens(
         for tokens in counts:
             check_product(product(x[:tokens]), x[:tokens], weight)
             check_product(product(x[:tokens], bias), wide_x[:tokens], wide_weight)
+        by_default = product(x.clone().requires_grad_())  # a model that is called without no_grad
+        assert torch.equal(by_default.detach(), product(x))
 
 
 @pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")

@@ -169,6 +169,7 @@ class CpuProducts:
             result[first : first + _FEW] = some_sums
         return result
 
+    @torch.no_grad()  # with a gradient, torch writes no result in place
     def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
         """The products by torch, in the dtype of the instructions: a tile of rows after another is
         made dense.
@@ -176,7 +177,9 @@ class CpuProducts:
         tokens = x.shape[0]
         rows = self._rows.rows
         threads = torch.get_num_threads()
-        inputs = x.to(instructions.dtype)
+        inputs = x.detach().to(
+            instructions.dtype
+        )  # torch writes no result with a gradient in place
         result = inputs.new_empty(tokens, rows)
         dense = _compiled(dense_module, self._dtype, instructions)
         tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), instructions)
