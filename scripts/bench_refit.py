@@ -23,10 +23,10 @@ import torch
 from bench_helpers import hardware, in_turn, wall_time
 from torch import Tensor
 
+from emp_llm.common.machine import float32_products
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import (
     Solution,
-    float32_products,
     output_error,
     refit_rows,
     workspace_bytes,

@@ -49,6 +49,7 @@ from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
+from emp_llm.models.attention import FastAttention
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, find_towers, is_encoder_decoder, set_to_zero, weight_of
@@ -434,7 +435,8 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}
-    body(**moved, use_cache=False)
+    with FastAttention():
+        body(**moved, use_cache=False)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from emp_llm.common.errors import UserError, count_of, format_bytes
 
@@ -275,6 +276,7 @@ def machine_name() -> str:
     )
 
 
+@cache
 def cpu_fields() -> dict[str, str]:
     """The description of the last core in /proc/cpuinfo; empty without this file."""
     path = Path("/proc/cpuinfo")
@@ -294,3 +296,33 @@ def has_bfloat16(device: "torch.device") -> bool:
         {"avx512_bf16", "amx_bf16", "bf16"}
         & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     )
+
+
+@contextmanager
+def float32_products(precision: Literal["highest", "medium"]) -> Iterator[None]:
+    """Within this context, float32 products round to float32 only ("highest"), or their factors
+    are rounded first where that is faster ("medium"): to bfloat16 on CPUs, to TF32 on GPUs.
+    """
+    import torch
+
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set the precision of single backends
+        backends = {
+            torch.backends.cuda.matmul: "tf32",
+            torch.backends.mkldnn.matmul: "bf16",  # type: ignore[attr-defined]
+        }
+        precisions = [backend.fp32_precision for backend in backends]
+        for backend, fast in backends.items():
+            backend.fp32_precision = fast if precision == "medium" else "ieee"
+        try:
+            yield
+        finally:
+            for backend, before in zip(backends, precisions, strict=True):
+                backend.fp32_precision = before
+        return
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

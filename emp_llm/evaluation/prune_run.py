@@ -249,9 +249,16 @@ class PruneRun:
         source = self.source
         return model_origin(source.name, source.revision, self.checkpoint, self.quantization)
 
-    def dense(self) -> "PreTrainedModel":
-        """The dense model. Callers keep no reference to it."""
-        return self.models.get(self.source.folder, self.quantization)
+    def dense(self, by_blocks: bool = False) -> "PreTrainedModel":
+        """The dense model. Callers keep no reference to it.
+
+        Args:
+            by_blocks: it runs block by block alone.
+        """
+        if by_blocks:  # transformers would write experts that it puts together to disk once more
+            layers = [target.layer for target in self.architecture.select("all-linear")]
+            by_blocks = all(layer.expert is None for layer in layers)
+        return self.models.get(self.source.folder, self.quantization, by_blocks)
 
     def plan(self) -> DryRun:
         """What the run would do, and its need of memory and disk.
@@ -372,7 +379,7 @@ class PruneRun:
             if norms is None:
                 pruned_by = None if masker is None else recorded(self.recipe)
                 about = msgspec.structs.replace(self.origin, pruned_by=pruned_by)
-                dense = self.dense()
+                dense = self.dense(by_blocks=masker is not None)
                 with self.stopwatch("calibrate"):
                     norms = calibrated(
                         dense,
@@ -410,7 +417,7 @@ class PruneRun:
             if times is not None:
                 self.stopwatch.record |= times
                 return moved
-            dense = self.dense()
+            dense = self.dense(by_blocks=True)
             with self.stopwatch(name):
                 update(dense, moved=moved)
             out.note(refitted=dict(self.stopwatch.record))

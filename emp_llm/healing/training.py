@@ -47,11 +47,12 @@ from emp_llm.common.ranks import ranks
 from emp_llm.healing.blocks import heal_blocks, rate_of, rated
 from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes, healing_memory
 from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.attention import FastAttention
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
-from emp_llm.models.modules import mean_losses, weight_of
+from emp_llm.models.modules import mean_losses, set_to_zero, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.options.calibration import CalibrationOptions, Place
@@ -459,7 +460,8 @@ class _Healer(Trainer):  # type: ignore[misc]
         model.eval()
         ids = inputs["input_ids"]
         trim_heap()  # between sequences little is in use
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+        products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16)
+        with products, FastAttention():
             with torch.no_grad():
                 wanted = self.dense_logits(inputs["number"])
             logits = model(input_ids=ids, use_cache=False).logits
@@ -683,7 +685,7 @@ class _Adam(torch.optim.Optimizer):
         value = self.value_of(weight)
         value.addcdiv_(mean, square.div_(second).sqrt_().add_(_EPSILON), value=-rate / first)
         if name in self._masks:
-            value.masked_fill_(self._masks.removed(name, value), 0)
+            set_to_zero(value, self._masks.removed(name, value))
         self.set_value(weight, value)
 
     def value_of(self, weight: Tensor) -> Tensor:

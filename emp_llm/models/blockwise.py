@@ -35,6 +35,7 @@ from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.attention import FastAttention
 from emp_llm.models.modules import body_of, find_blocks, find_towers, is_encoder_decoder
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
 from emp_llm.options.calibration import Place
@@ -74,7 +75,8 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
     ids = batch.to(input_device(model))
     others = {"decoder_input_ids": decoder_ids(model, ids)} if is_encoder_decoder(model) else {}
     try:
-        return body(input_ids=ids, use_cache=False, **others)
+        with FastAttention():
+            return body(input_ids=ids, use_cache=False, **others)
     except (TypeError, ValueError, AttributeError) as error:
         if ran_out(error) or isinstance(error, UserError) or not find_towers(model).others:
             raise
@@ -306,6 +308,11 @@ class Walk:
             copy.put(number, self.hidden.get(number, self.device).clone())
         return copy
 
+    def store(self, width: int) -> "HiddenStates":
+        """A place for features of all tokens, of so many numbers each."""
+        size = self._tokens * width * self.hidden.get(0, self.device).element_size()
+        return HiddenStates(choose_place(self.runner.hidden_states, size, self.device))
+
     def advance(self, batch: Tensor) -> None:
         """Show that a batch has passed through a block."""
         self.bar.update(batch.numel() / self._tokens)
@@ -526,9 +533,10 @@ class Call:
 
     def on(self, block: nn.Module, hidden: Tensor) -> Any:
         """Call a block with these arguments."""
-        if self.keyword is None:
-            return block(hidden, *self.args, **self.kwargs)
-        return block(*self.args, **self.kwargs, **{self.keyword: hidden})
+        with FastAttention():
+            if self.keyword is None:
+                return block(hidden, *self.args, **self.kwargs)
+            return block(*self.args, **self.kwargs, **{self.keyword: hidden})
 
     def isolated(self) -> "Call":
         """The same call with copies of the containers in which a block may keep state, for a

@@ -335,10 +335,12 @@ def inputs_of(model: nn.Module, layer: Layer) -> int:
 
 
 def set_to_zero(weight: Tensor, removed: Tensor) -> None:
-    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill
-    FP8, so its bits are filled.
+    """Set weights to zero, in place; `removed` is bool, of the same shape. By their bits: torch
+    cannot fill FP8, and on CPUs it fills at a twentieth of this speed.
     """
-    (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)
+    of_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = weight.detach().view(of_size[weight.element_size()])
+    bits.bitwise_and_(removed.logical_not().to(bits.dtype).neg_())
 
 
 def find_towers(model: nn.Module) -> Towers:

@@ -27,24 +27,40 @@ class OneModel:
         trust_remote_code: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
-        self._loading = device_map, dtype, trust_remote_code
+        self._device_map = device_map
         self.dtype = dtype
         self.trust_remote_code = trust_remote_code
         self._stopwatch = stopwatch
-        self._held: tuple[Path, Quantization | None, PreTrainedModel] | None = None
+        self._held: tuple[Path, Quantization | None, str, PreTrainedModel] | None = None
 
-    def get(self, folder: Path, quantization: "Quantization | None" = None) -> "PreTrainedModel":
+    def get(
+        self,
+        folder: Path,
+        quantization: "Quantization | None" = None,
+        by_blocks: bool = False,
+    ) -> "PreTrainedModel":
         """The model of a folder: the one in memory, or loaded after that one is freed. Callers
         keep no reference to it.
+
+        Args:
+            by_blocks: it runs block by block alone. Without a GPU, and unless the user places it,
+                it stays on disk then: each block is read when its turn comes, in the same time.
         """
+        import torch
+
         from emp_llm.models.loading import load_model
 
-        if self._held is None or self._held[:2] != (folder, quantization):
+        place = self._device_map
+        on_cpu = place == "auto" and quantization is None and not torch.accelerator.is_available()
+        if by_blocks and on_cpu:
+            place = "disk"
+        if self._held is None or self._held[:3] != (folder, quantization, place):
             self.free()
             with self._stopwatch("load") if self._stopwatch is not None else nullcontext():
-                self._held = folder, quantization, load_model(folder, *self._loading, quantization)
+                model = load_model(folder, place, self.dtype, self.trust_remote_code, quantization)
+            self._held = folder, quantization, place, model
             self._stopwatch = None
-        return self._held[2]
+        return self._held[3]
 
     def free(self) -> None:
         """Free the model in memory, if there is one. An offloaded model is in a reference cycle."""

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emp_llm.common.machine import has_bfloat16
+from emp_llm.common.machine import float32_products, has_bfloat16
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
@@ -39,7 +39,6 @@ from emp_llm.update.least_squares import (
     check_finite,
     check_products,
     cholesky,
-    float32_products,
     symmetric,
     workspace_bytes,
 )

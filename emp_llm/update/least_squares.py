@@ -18,12 +18,12 @@ of a row that is zero outside of S, and is masked afterwards. So one matrix prod
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import float32_products
 from emp_llm.selection.rule import NonFiniteError
 
 _CHUNK = 1 << 24  # numbers in a chunk of rows
@@ -294,34 +294,6 @@ def check_products(weight: Tensor) -> None:
     """
     if not bool(weight.isfinite().all()):
         raise NonFiniteError("weight and gram are too large: their products go beyond float32")
-
-
-@contextmanager
-def float32_products(precision: Literal["highest", "medium"]) -> Iterator[None]:
-    """Within this context, float32 products round to float32 only ("highest"), or their factors
-    are rounded first where that is faster ("medium"): to bfloat16 on CPUs, to TF32 on GPUs.
-    """
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has set the precision of single backends
-        backends = {
-            torch.backends.cuda.matmul: "tf32",
-            torch.backends.mkldnn.matmul: "bf16",  # type: ignore[attr-defined]
-        }
-        precisions = [backend.fp32_precision for backend in backends]
-        for backend, fast in backends.items():
-            backend.fp32_precision = fast if precision == "medium" else "ieee"
-        try:
-            yield
-        finally:
-            for backend, before in zip(backends, precisions, strict=True):
-                backend.fp32_precision = before
-        return
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _rows_of_a_chunk(inputs: int) -> int:

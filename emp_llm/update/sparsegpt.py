@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import float32_products
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
@@ -29,7 +30,6 @@ from emp_llm.update.least_squares import (
     check_finite,
     check_products,
     cholesky,
-    float32_products,
     raised_dampings,
 )
 from emp_llm.update.update import LEAST_DAMPING, Allowed, Moments, Search

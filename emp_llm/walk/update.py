@@ -16,7 +16,7 @@ dense block, behind pruned blocks. They are one level.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import float32_products
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk, choose_place
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, set_to_zero, weight_of
@@ -42,7 +43,6 @@ from emp_llm.update.least_squares import (
     Solution,
     add_moments,
     add_product,
-    float32_products,
     output_error,
     symmetric,
 )
@@ -129,6 +129,7 @@ def update_model(
                 block.pass_pruned(number)
                 if not update.restores_dense:
                     walk.advance(batch)
+            block.close()
 
 
 class Block:
@@ -153,6 +154,8 @@ class Block:
         self.pruned = pruned
         self.masks = dict[str, Tensor]()
         self.times: Counter[str] = Counter()
+        self._end: Any = None  # the last target's module, and its inputs in each batch
+        self._end_inputs: HiddenStates | None = None
         self._parameters = {
             name: model.get_parameter(name)
             for name in dict.fromkeys(t.layer.parameter for t in targets)
@@ -189,31 +192,79 @@ class Block:
 
     def pass_pruned(self, number: int) -> None:
         """Pass a batch of the pruned stream through the pruned block."""
-        with self.pruned_weights():
-            self.pruned.put(number, self.step.output(number, self.pruned))
+        device = execution_device(self.step.block)
+        with self.pruned_weights(), torch.no_grad():
+            if self._end_inputs is None:
+                output = self.step.output(number, self.pruned)
+            else:
+                added = self._end(self._end_inputs.get(number, device))
+                output = self.pruned.get(number, device) + added
+        self.pruned.put(number, output)
 
-    def calls(
-        self, targets: list[Target], number: int, pruned: bool, whole: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """What some targets see in a batch: by name, their inputs and their outputs; and the
-        block's output.
+    def pass_to_end(self, end: Target, number: int) -> tuple[Tensor, Tensor]:
+        """Pass a batch of the pruned stream through the block up to its last target, whose outputs
+        are added to the block's. `pass_pruned` then goes on from there.
 
-        Args:
-            targets: of the block.
-            number: of the batch.
-            pruned: in the pruned stream, else in the dense one.
-            whole: run the block to its end. Else it stops when all targets were called, without an
-                output.
+        Returns:
+            The target's inputs, shape (tokens, inputs), and the block's output without the
+            target's, shape (sequences, length, hidden).
+        """
+        self._end = self.model.get_submodule(end.layer.name)
+        if self._end_inputs is None:
+            self._end_inputs = self.walk.store(end.matrix.columns)
+        inputs = list[Tensor]()
+
+        def add_nothing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            inputs.append(args[0].clone())  # the block may write into it
+            return torch.zeros_like(output)
+
+        handle = self._end.register_forward_hook(add_nothing)
+        try:
+            with self.pruned_weights():
+                rest = self.step.output(number, self.pruned)
+        finally:
+            handle.remove()
+        self._end_inputs.put(number, inputs[0])
+        self.pruned.put(number, rest)
+        return inputs[0].flatten(0, -2), rest
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        if self._end_inputs is not None:
+            self._end_inputs.close()
+
+    def dense_calls(
+        self, firsts: Collection[str], targets: list[Target], number: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """What the dense block does with a batch: by name, the inputs of some targets (`firsts`)
+        and the outputs of `targets`; and its own output.
         """
         inputs: dict[str, list[Tensor]] = {}
         outputs: dict[str, list[Tensor]] = {}
-        names = {target.name for target in targets}
-        output = None
 
         def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
-            for layer in layers:  # copies, because the block may write into both
-                inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).clone())
-                outputs.setdefault(layer.name, []).append(returned.detach().flatten(0, -2).clone())
+            for layer in layers:
+                if layer.name in firsts:
+                    inputs.setdefault(layer.name, []).append(_tokens_of(given))
+                outputs.setdefault(layer.name, []).append(_tokens_of(returned))
+
+        with layer_hooks(self.model, [target.layer for target in targets], observe):
+            output = self.step.output(number, self.dense)
+        return _of_all_calls(inputs), _of_all_calls(outputs), output
+
+    def pruned_inputs(self, targets: list[Target], number: int, whole: bool) -> dict[str, Tensor]:
+        """The inputs of some targets in a batch of the pruned stream, by name.
+
+        Args:
+            whole: run the block to its end. Else it stops when all targets were called as often as
+                in the dense block.
+        """
+        inputs: dict[str, list[Tensor]] = {}
+        names = {target.name for target in targets}
+
+        def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
+            for layer in layers:
+                inputs.setdefault(layer.name, []).append(_tokens_of(given))
             if not whole and all(
                 len(inputs.get(name, ())) >= self.times.get(name, 1) for name in names
             ):
@@ -222,18 +273,22 @@ class Block:
         with (
             layer_hooks(self.model, [target.layer for target in targets], observe),
             suppress(_AllSeen),
+            self.pruned_weights(),
         ):
-            if pruned:
-                with self.pruned_weights():
-                    output = self.step.output(number, self.pruned)
-            else:
-                output = self.step.output(number, self.dense)
-        return _of_all_calls(inputs), _of_all_calls(outputs), output
+            self.step.output(number, self.pruned)
+        return _of_all_calls(inputs)
+
+
+def _tokens_of(features: Tensor) -> Tensor:
+    """A copy, because the block may write into the features, of shape (tokens, features)."""
+    return features.detach().flatten(0, -2).clone()
 
 
 def _of_all_calls(calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     """The tokens of all calls of each layer, shape (tokens, features)."""
-    return {name: torch.cat(tokens) for name, tokens in calls.items()}
+    return {
+        name: tokens[0] if len(tokens) == 1 else torch.cat(tokens) for name, tokens in calls.items()
+    }
 
 
 class _AllSeen(Exception):
@@ -305,6 +360,8 @@ def _update_block(
         if update.restores_dense:
             dense = stack.enter_context(closing(_DenseCalls(block, levels, update.relative)))
         for level in [piece for whole in levels for piece in whole.in_pieces()]:
+            if level.closing and dense is not None:
+                dense.close()  # it restores the outputs of the block alone
             sums = _sums_of_level(block, dense, level, fitting, update.relative)
             pairs = [
                 (target, sums.get(first))
@@ -456,16 +513,12 @@ class _DenseCalls:
         inner = [level for level in levels if not level.routed and not level.closing]
         self._firsts = [first for level in inner for first in level.inputs]
         walk = block.walk
-        hidden = walk.hidden.get(0, walk.device)
-        tokens = sum(batch.numel() for batch in walk.batches)
-        width = sum(
-            targets[0].matrix.columns for level in inner for targets in level.inputs.values()
+        self._inputs = walk.store(
+            sum(targets[0].matrix.columns for level in inner for targets in level.inputs.values())
         )
-        size = tokens * width * hidden.element_size()
-        self._inputs = HiddenStates(choose_place(walk.runner.hidden_states, size, hidden.device))
         targets = [target for level in levels if not level.routed for target in level.targets]
         for number, batch in enumerate(walk.batches):
-            inputs, outputs, output = block.calls(targets, number, pruned=False, whole=True)
+            inputs, outputs, output = block.dense_calls(self._firsts, targets, number)
             for place, first in enumerate(self._firsts):
                 self._inputs.put(number * len(self._firsts) + place, inputs[first])
             for target in targets:
@@ -476,7 +529,6 @@ class _DenseCalls:
                 self.energy[number, target.name] = _energy(
                     returned if bias is None else returned - bias, weights
                 )
-            assert output is not None
             walk.hidden.put(number, output)
             walk.advance(batch)
 
@@ -595,9 +647,11 @@ def _sums_of_two_streams(
     by_first: dict[str, Sums] = {}
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
-        inputs, returned, output = block.calls(
-            firsts, number, pruned=True, whole=level.routed or level.closing
-        )
+        if level.closing:
+            x, rest = block.pass_to_end(firsts[0], number)
+            inputs = {firsts[0].name: x}
+        else:
+            inputs = block.pruned_inputs(firsts, number, whole=level.routed)
         for first, x in inputs.items():
             sums = by_first.setdefault(first, {})
             for target in level.inputs[first]:
@@ -608,10 +662,10 @@ def _sums_of_two_streams(
                     weights = _token_weights(y) if relative else None
                 else:
                     weights = dense.weights[number, name]
-                if level.closing and output is not None:
-                    missing = block.dense.get(number, output.device).float() - output.float()
+                if level.closing:
+                    missing = block.dense.get(number, rest.device).float() - rest.float()
                     bias = bias_of(block.model, target.layer)
-                    y = missing.flatten(0, -2) + returned[first].float()
+                    y = missing.flatten(0, -2)
                     y = y if bias is None else y - bias.float()
                 if name == first:
                     add_to(sums, "tokens", torch.tensor(len(x)))
@@ -664,7 +718,9 @@ def _updated(
     allowed = allowed_of(target) if update.searches else Allowed(mask=block.masks[target.name])
     solution = solved(target, update, weight, moments, allowed)
     mask = solution.mask
-    stored = in_stored_dtype(solution.weight, target).masked_fill_(~mask, 0).cpu()  # not -0.0
+    stored = in_stored_dtype(solution.weight, target)
+    set_to_zero(stored, ~mask)  # not -0.0
+    stored = stored.cpu()
     errors = output_errors(moments, weight, weight * mask, stored) or (0.0, 0.0)
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=errors[0], error_after=errors[1]
