@@ -13,7 +13,7 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import check_targets
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.selection.statistics import STATISTICS
+from emp_llm.selection.statistics import RELATIVE, STATISTICS
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -91,7 +91,7 @@ def calibrate(
             batch_size=text.batch_size,
             execution=text.execution,
             hidden_states=text.hidden_states,
-            statistics=further,
+            statistics=[RELATIVE.name, *further],
             blocks=layers.blocks,
             resume=out.progress if text.resumable_calibration else None,
         )

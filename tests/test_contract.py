@@ -170,7 +170,7 @@ def test_only_targets_change_by_the_masks_of_the_oracle(
 
 @pytest.mark.parametrize("family", MLP)
 def test_norms_are_those_of_plain_hooks(pruned: Pruning, text: Path, family: str) -> None:
-    run = pruned(family, "emp-wanda")
+    run = pruned(family, "emp-relative")
     model = mixtures.load(run.source)
     sums: dict[str, torch.Tensor] = {}
     relative: dict[str, torch.Tensor] = {}

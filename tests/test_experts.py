@@ -193,7 +193,7 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
             model(batch, use_cache=False)
     for handle in handles:
         handle.remove()
-    norms = calibrate_model(model, layers, tokens(), 2)
+    norms = calibrate_model(model, layers, tokens(), 2, ["relative"])
     for layer, _ in experts:
         assert norms.input_of[layer.name] in norms.tokens
         for norm, wanted in (

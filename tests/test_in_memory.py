@@ -266,7 +266,7 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     norms = []
     for data, options in ways:
         found = prune_model(
-            load(source, dtype=torch.float32), recipe_of(), data, tokenizer, **options
+            load(source, dtype=torch.float32), recipe_of("emp-relative"), data, tokenizer, **options
         )
         assert found.activations is not None
         assert found.record.calibration is not None
@@ -284,7 +284,7 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
             == other.statistics["relative"].keys()
             == norms[0].input_of.keys()
         )
-    masks = masks_of(model, recipe_of(), activations=norms[0])
+    masks = masks_of(model, recipe_of("emp-relative"), activations=norms[0])
     assert torch.equal(
         masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"]
     )

@@ -26,7 +26,7 @@ def test_the_digest_covers_norms_relative_to_the_outputs() -> None:
 
 def test_tokens_without_output_do_not_count() -> None:
     """Neither do they make a norm infinite; small outputs are used."""
-    sums = InputSums()
+    sums = InputSums(["relative"])
     inputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     sums.observe("layer", inputs, torch.tensor([[0.0, 0.0], [3e-15, 4e-15], [0.0, 5e-15]]))
     plain = sums.value(NORM, "layer")

@@ -31,8 +31,10 @@ from emp_llm import (
 )
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
+from emp_llm.models.blockwise import HiddenStates
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import RunReport, read_report
+from emp_llm.walk.update import Block
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -70,6 +72,52 @@ def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactor
     prune(models("llama"), output=folder / "refitted", refit=True, **common)
     prune(models("llama"), output=folder / "plain", baseline=folder / "refitted", **common)
     return folder / "refitted"
+
+
+@pytest.mark.parametrize(
+    ("family", "continued"),
+    [("llama", True), ("gpt2", True), ("gpt_neox", True), ("gemma2", False), ("mixtral", False)],
+)
+def test_the_last_pass_goes_on_from_the_end(
+    family: str,
+    continued: bool,
+    models: Models,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block whose last layer adds to its output runs once less, with the bits of a whole pass;
+    GPT-NeoX adds its parts in another order.
+    """
+    entered: dict[int, torch.Tensor] = {}
+    compared = []
+    to_end = Block.pass_to_end
+    whole = Block.pass_pruned
+
+    def noted(self: Block, end: Any, number: int) -> Any:
+        entered[number] = self.pruned.get(number, torch.device("cpu")).clone()
+        return to_end(self, end, number)
+
+    def both(self: Block, number: int) -> None:
+        whole(self, number)
+        if number in entered:
+            states = HiddenStates("cpu")
+            states.put(number, entered.pop(number))
+            with self.pruned_weights():
+                wanted = self.step.output(number, states)
+            output = self.pruned.get(number, torch.device("cpu"))
+            if family == "gpt_neox":
+                torch.testing.assert_close(output, wanted, rtol=0.02, atol=0.02)
+            else:
+                assert torch.equal(output, wanted)
+            compared.append(number)
+
+    monkeypatch.setattr(Block, "pass_to_end", noted)
+    monkeypatch.setattr(Block, "pass_pruned", both)
+    how: dict[str, Any] = GIVEN | {"calibration": str(text), "device_map": "cpu"}
+    prune(models(family), output=tmp_path / "out", method="wanda", refit=True, **how)
+    batches = 2  # the fourth sequence is held out
+    assert len(compared) == (2 * batches if continued else 0)
 
 
 CASES: dict[str, tuple[str, Recipe]] = {

@@ -27,7 +27,7 @@ from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
-from emp_llm.selection.statistics import ALWAYS, NORM, RELATIVE, STATISTICS
+from emp_llm.selection.statistics import NORM, RELATIVE, STATISTICS
 
 METADATA_KEY = "emp_llm"
 _REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"
@@ -67,8 +67,8 @@ class Activations:
         them.
         """
         digest = hashlib.sha256()
-        others = sorted(self.statistics.keys() - {*ALWAYS})
-        for statistic in (*ALWAYS, *others):
+        first = (NORM.name, RELATIVE.name)
+        for statistic in (*first, *sorted(self.statistics.keys() - {*first})):
             for layer, value in sorted(self.statistics.get(statistic, {}).items()):
                 if statistic == NORM.name:
                     name = f"{layer} {value.dtype} {tuple(value.shape)} {self.tokens_of(layer)}"

@@ -20,7 +20,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import inputs_of
-from emp_llm.selection.statistics import ALWAYS, STATISTICS, LayerCall, Statistic
+from emp_llm.selection.statistics import NORM, STATISTICS, LayerCall, Statistic
 
 Totals = dict[tuple[str, str], Tensor]
 _ROOM = 1 << 17  # numbers that are allocated at a time for totals
@@ -47,7 +47,7 @@ class InputSums:
     """The totals that hooks collect, and which layers share an input.
 
     Args:
-        statistics: names of those to collect beside `ALWAYS`.
+        statistics: names of those to collect beside the norms.
 
     Attributes:
         totals: so far, float64, by the name of the statistic and the layer: the first layer of each
@@ -60,7 +60,7 @@ class InputSums:
     """
 
     def __init__(self, statistics: Iterable[str] = ()) -> None:
-        names = {*ALWAYS, *statistics}
+        names = {NORM.name, *statistics}
         self.statistics = [each for name, each in STATISTICS.items() if name in names]
         self.totals: Totals = {}
         self.input_of: dict[str, str] = {}

@@ -640,7 +640,8 @@ class Recipe:
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the statistics that the scores need beside the norms."""
-        return self.score.criterion.statistics
+        relative = ("relative",) if self.score.relative else ()
+        return (*relative, *self.score.criterion.statistics)
 
     @property
     def counts_by_magnitude(self) -> bool:

@@ -124,4 +124,3 @@ MAXIMUM = Statistic(
     combine=lambda one, other: one.maximum(other),
 )
 STATISTICS = {statistic.name: statistic for statistic in (NORM, RELATIVE, MEAN, VARIANCE, MAXIMUM)}
-ALWAYS = (NORM.name, RELATIVE.name)  # in every activations file; others where they are asked for
