@@ -72,6 +72,7 @@ _RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a whi
 _CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
 _PATIENCE = 4  # rises in a row
 _HASHES = "hashes.json"  # written last in a checkpoint
+_TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
 _POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
 _BETAS = (0.9, 0.95)  # of Adam
@@ -450,6 +451,7 @@ class _Healer(Trainer):  # type: ignore[misc]
     dense_logits: Callable[[Tensor], Tensor]  # of sequences, by their numbers
     adam: "_Adam"
     in_bfloat16 = False  # the products
+    passes = 0
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
@@ -459,7 +461,9 @@ class _Healer(Trainer):  # type: ignore[misc]
         """
         model.eval()
         ids = inputs["input_ids"]
-        trim_heap()  # between sequences little is in use
+        self.passes += 1
+        if self.passes % _TRIM == 1:
+            trim_heap()  # between passes little is in use
         products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16)
         with products, FastAttention():
             with torch.no_grad():
@@ -575,7 +579,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, scale: Tensor) -> tuple[Tensor, None]:
         (gradient,) = context.saved_tensors
-        return gradient * scale, None
+        return gradient.mul_(scale), None
 
 
 class _Supervisor(TrainerCallback):  # type: ignore[misc]
