@@ -76,7 +76,14 @@ def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("family", "continued"),
-    [("llama", True), ("gpt2", True), ("gpt_neox", True), ("gemma2", False), ("mixtral", False)],
+    [
+        ("llama", True),
+        ("gpt2", True),
+        ("opt", True),
+        ("gpt_neox", True),
+        ("gemma2", False),
+        ("mixtral", False),
+    ],
 )
 def test_the_last_pass_goes_on_from_the_end(
     family: str,

@@ -197,8 +197,9 @@ class Block:
             if self._end_inputs is None:
                 output = self.step.output(number, self.pruned)
             else:
+                rest = self.pruned.get(number, device)
                 added = self._end(self._end_inputs.get(number, device))
-                output = self.pruned.get(number, device) + added
+                output = rest + added.view(rest.shape)  # some blocks flatten the sequences
         self.pruned.put(number, output)
 
     def pass_to_end(self, end: Target, number: int) -> tuple[Tensor, Tensor]:
