@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(attention, "_SHORT", 32)
     monkeypatch.setattr(attention, "_BLOCK", 16)
-    monkeypatch.setattr(attention, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(attention, "_is_slow_in_torch", lambda: True)
     monkeypatch.setattr(attention._CausalAttention, "apply", counted)
     return seen
 
@@ -85,7 +85,7 @@ def test_as_exact_as_torch(
     wanted = results([tensor.double() for tensor in given], **how)
     plain = results(given, **how)
     with pytest.MonkeyPatch.context() as patch, FastAttention():
-        patch.setattr(attention, "has_bfloat16", lambda device: True)
+        patch.setattr(attention, "_is_slow_in_torch", lambda: True)
         patch.setattr(attention, "_CACHE", cache)
         ours = results(given, **how)
     assert not torch.equal(ours[0], plain[0])  # it was not torch's
@@ -117,7 +117,7 @@ def test_the_rest_is_torchs(
     length = how.pop("length", 64)
     queries = how.pop("queries", length)
     if not how.pop("instructions", True):
-        monkeypatch.setattr(attention, "has_bfloat16", lambda device: False)
+        monkeypatch.setattr(attention, "_is_slow_in_torch", lambda: False)
     key, value = (features(1, length, 2, 16, seed=seed).to(dtype) for seed in (1, 2))
     query = features(1, queries, 2, 16, seed=0).to(dtype)
     found = []
@@ -127,6 +127,21 @@ def test_the_rest_is_torchs(
             found.append(torch_attention(query, key, value, **how))
     assert torch.equal(*found)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "slow"),
+    [
+        ({"flags": "avx2 avx512f avx512_bf16"}, True),
+        ({"flags": "avx512_bf16 amx_bf16 amx_tile"}, False),
+        ({"flags": "avx2 avx512f"}, False),
+        ({"Features": "asimd bf16"}, False),
+        ({}, False),
+    ],
+)
+def test_processors(fields: dict[str, str], slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "cpu_fields", lambda: fields)
+    assert attention._is_slow_in_torch() == slow
 
 
 def test_commands_take_it(

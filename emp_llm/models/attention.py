@@ -1,5 +1,6 @@
-"""Causal attention on CPUs with instructions for products of bfloat16, in half the time that
-`torch.nn.functional.scaled_dot_product_attention` takes there, forward and backward.
+"""Causal attention on CPUs with AVX512-BF16, in half the time that
+`torch.nn.functional.scaled_dot_product_attention` takes there, forward and backward. With AMX,
+torch has products of its own for it; no other processor was measured.
 
 The queries come in blocks, and each block meets only the keys before its end. The scores of a
 block stay in the processor's cache, in float32: products of bfloat16 numbers are exact, and their
@@ -15,7 +16,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from emp_llm.common.machine import float32_products, has_bfloat16
+from emp_llm.common.machine import cpu_fields, float32_products
 
 _BLOCK = 128  # queries
 _SHORT = 256  # tokens: up to so many, torch is as fast
@@ -24,7 +25,7 @@ _CACHE = 1 << 20  # bytes of scores at a time
 
 class FastAttention(TorchFunctionMode):
     """Inside this context, torch's causal attention is this module's wherever that is faster:
-    bfloat16 on such a CPU, as many keys as queries, no mask and no dropout.
+    bfloat16 on such a processor, as many keys as queries, no mask and no dropout.
     """
 
     def __torch_function__(
@@ -53,7 +54,7 @@ def _attention(
         and all(x.dim() == 4 and x.is_cpu and _in_bfloat16(x) for x in (query, key, value))
         and query.shape[2] == key.shape[2] > _SHORT
         and (enable_gqa or query.shape[1] == key.shape[1])
-        and has_bfloat16(query.device)
+        and _is_slow_in_torch()
     )
     if not fast:
         return scaled_dot_product_attention(
@@ -76,6 +77,12 @@ def _attention(
         features**-0.5 if scale is None else scale,
     )
     return result.view(sequences, heads, length, -1)
+
+
+def _is_slow_in_torch() -> bool:
+    """Whether this processor is of the kind that this module was measured on."""
+    flags = cpu_fields().get("flags", "").split()
+    return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
 def _in_bfloat16(features: Tensor) -> bool:
