@@ -90,6 +90,7 @@ def test_commands_of_benchmarks_parse() -> None:
         ("bench_masks", "--rows 8 --repeats 1 --threads 1"),
         ("bench_runtime", "--rows 8 --repeats 1 --threads 1 --layer-only"),
         ("bench_refit", "--shapes 24x40 --tokens 100 --repeats 1 --threads 1"),
+        ("bench_attention", "--shapes 1,2,1,300,8 --repeats 1"),
         ("fuzz_checkpoint", "--executions 20"),
     ],
 )

@@ -255,9 +255,10 @@ class PruneRun:
         Args:
             by_blocks: it runs block by block alone.
         """
-        if by_blocks:  # transformers would write experts that it puts together to disk once more
+        if by_blocks:  # transformers would write to disk what it puts together or dequantises
             layers = [target.layer for target in self.architecture.select("all-linear")]
-            by_blocks = all(layer.expert is None for layer in layers)
+            quantised = "quantization_config" in self.checkpoint.config
+            by_blocks = not quantised and all(layer.expert is None for layer in layers)
         return self.models.get(self.source.folder, self.quantization, by_blocks)
 
     def plan(self) -> DryRun:
