@@ -20,7 +20,7 @@ from emp_llm.common.machine import cpu_fields, float32_products
 
 _BLOCK = 128  # queries
 _SHORT = 256  # tokens: up to so many, torch is as fast
-_CACHE = 1 << 20  # bytes of scores at a time
+_CACHE = 1 << 20  # bytes of scores at a time, of each thread
 
 
 class FastAttention(TorchFunctionMode):
@@ -148,7 +148,7 @@ class _CausalAttention(torch.autograd.Function):
 def _parts(query: Tensor) -> list[slice]:
     """Heads whose scores fit in the cache together."""
     shared, heads, length, _ = query.shape
-    size = max(1, _CACHE // (4 * heads * _BLOCK * length))
+    size = max(1, torch.get_num_threads() * _CACHE // (4 * heads * _BLOCK * length))
     return [slice(first, first + size) for first in range(0, shared, size)]
 
 
