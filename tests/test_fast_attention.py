@@ -51,7 +51,7 @@ def results(tensors: list[Tensor], **how: Any) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, weights)]
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     sequences=st.integers(1, 3),
     length=st.integers(257, 450),
