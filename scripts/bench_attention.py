@@ -9,6 +9,7 @@ Each shape is SEQUENCES,HEADS,SHARED,LENGTH,FEATURES, where SHARED is the number
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 
 import torch
 from bench_helpers import hardware, in_turn
@@ -58,18 +59,18 @@ def _measured(sizes: list[int], repeats: int) -> list[str]:
     query, key, value = features(heads), features(shared), features(shared)
     weights = features(heads).detach()
 
-    def attend(*given: Tensor) -> Tensor:
-        return scaled_dot_product_attention(*given, is_causal=True, enable_gqa=heads > shared)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        gqa = heads > shared
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 
-    def ours(*given: Tensor) -> Tensor:
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with FastAttention():
-            return attend(*given)
+            return attend(query, key, value)
 
-    def both(way: object) -> None:
-        assert callable(way)
+    def both(way: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         torch.autograd.grad(way(query, key, value), (query, key, value), weights)
 
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "torch": lambda: attend(query.detach(), key.detach(), value.detach()),
         "ours": lambda: ours(query.detach(), key.detach(), value.detach()),
         "both, torch": lambda: both(attend),
@@ -77,7 +78,8 @@ def _measured(sizes: list[int], repeats: int) -> list[str]:
     }
     found, failed = in_turn(ways, repeats, warm_up=True)
     assert not failed
-    exact = attend(*(tensor.detach()[:1].double() for tensor in (query, key, value)))
+    first = (tensor.detach()[:1].double() for tensor in (query, key, value))
+    exact = attend(*first)
     errors = [
         float((way(query, key, value).detach()[:1].double() - exact).norm() / exact.norm())
         for way in (attend, ours)
