@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,19 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return subprocess.CompletedProcess(line, ended, out.getvalue(), err.getvalue())
 
     return call
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The device maps with which models are loaded from now on."""
+    from emp_llm.models import loading
+
+    found: list[str] = []
+    load = loading.load_model
+
+    def noted(folder: Path, place: str, *rest: Any) -> Any:
+        found.append(place)
+        return load(folder, place, *rest)
+
+    monkeypatch.setattr(loading, "load_model", noted)
+    return found

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
+from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.heal import heal
-from emp_llm.models import attention, loading
+from emp_llm.models import attention
 from emp_llm.models.attention import FastAttention
+from emp_llm.models.loading import load_model
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -147,8 +149,8 @@ def test_processors(fields: dict[str, str], slow: bool, monkeypatch: pytest.Monk
 def test_commands_take_it(
     models: Models, text: Path, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calibration in both ways, updates, perplexity, and the training, whose features are
-    float32 before autocast.
+    """Calibration in both ways, updates, perplexity, and the training, whose features are float32
+    before autocast.
     """
     how: dict[str, Any] = {"calibration": str(text), "samples": 16, "seqlen": 64}
     model = str(models("llama"))
@@ -162,13 +164,16 @@ def test_commands_take_it(
         prune(model, output=tmp_path / name, check=False, **how, **changes)
         assert set(calls) == {64}
     calls.clear()
+    perplexity(load_model(models("llama"), "cpu"), torch.arange(4, 84), 80)
+    assert set(calls) == {80}
+    calls.clear()
     monkeypatch.setattr("emp_llm.healing.training.has_bfloat16", lambda device: True)
     heal(tmp_path / "whole", dense=model, output=tmp_path / "healed", heal_steps=1, **how)
     assert set(calls) == {64}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "places"),
+    ("family", "changes", "expected"),
     [
         ("llama", {"method": "wanda"}, ["auto"]),
         ("llama", {"method": "wanda", "propagate": "pruned"}, ["disk"]),
@@ -181,24 +186,17 @@ def test_commands_take_it(
 def test_blocks_are_read_when_their_turn_comes(
     family: str,
     changes: dict[str, Any],
-    places: list[str],
+    expected: list[str],
     models: Models,
     text: Path,
     tmp_path: Path,
+    places: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a GPU, and unless the user says where the model lies. Not of experts, which
     transformers would write to disk once more.
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    found = []
-    load = loading.load_model
-
-    def noted(folder: Path, place: str, *rest: Any) -> Any:
-        found.append(place)
-        return load(folder, place, *rest)
-
-    monkeypatch.setattr(loading, "load_model", noted)
     how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32, "check": False}
     prune(str(models(family)), output=tmp_path / "out", **how, **changes)
-    assert found == places
+    assert places == expected

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm import reapply_mask
 from emp_llm.calibrate import calibrate
-from emp_llm.models import loading
 from emp_llm.models.loading import load_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
@@ -272,18 +271,8 @@ def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -
         np.testing.assert_allclose(other.numpy(), norm, rtol=1e-3)
 
 
-def test_pruned_propagation(
-    fp8: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruned_propagation(fp8: Path, text: Path, tmp_path: Path, places: list[str]) -> None:
     """The dequantised model stays in memory: transformers would write it to disk."""
-    places = []
-    load = loading.load_model
-
-    def noted(folder: Path, place: str, *rest: Any) -> Any:
-        places.append(place)
-        return load(folder, place, *rest)
-
-    monkeypatch.setattr(loading, "load_model", noted)
     how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "check": False}
     for place in ("auto", "disk"):
         out = tmp_path / place

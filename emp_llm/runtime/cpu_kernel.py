@@ -177,9 +177,7 @@ class CpuProducts:
         tokens = x.shape[0]
         rows = self._rows.rows
         threads = torch.get_num_threads()
-        inputs = x.detach().to(
-            instructions.dtype
-        )  # torch writes no result with a gradient in place
+        inputs = x.to(instructions.dtype)
         result = inputs.new_empty(tokens, rows)
         dense = _compiled(dense_module, self._dtype, instructions)
         tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), instructions)
