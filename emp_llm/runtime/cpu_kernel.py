@@ -4,6 +4,10 @@ processor on which they run.
 A mask word has the bits of 64 columns. The loops take it in chunks of one vector: they load as many
 values as the vector holds, spread them over the lanes whose bits are set, and leave zero in the
 others. A row is always summed in the same order, so results do not depend on the number of threads.
+
+Few tokens are multiplied while the values are spread, and no dense row is written to memory. For
+more tokens, each thread makes a few rows dense in its cache, in the order in which its processor
+multiplies matrices. Where torch is faster still, it multiplies dense tiles of rows.
 """
 
 import ctypes
@@ -34,10 +38,10 @@ NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _WORD = {"BF16": I16, "F16": I16, "F32": I32}
 _LONGEST_LOAD = 32  # values that one load reads
 _AHEAD = 4096  # bytes of values of each row to ask for in advance
-_MOST_VECTORS = 8  # of inputs that are multiplied together; more leave no registers for their sums
-_FEW = 192  # tokens whose inputs stay in the cache while many rows pass
-_CACHED = 9 << 16  # bytes of dense rows that stay in a thread's cache
-_MARGIN = 1.05  # by which torch must be faster: fewer columns than those measured favour the loops
+_MOST_VECTORS = 8  # of inputs that are multiplied with one row; more leave no registers for sums
+_VECTORS = 2  # of rows that are dense at a time
+_BLOCK = 2048  # words of an input that lie together
+_GAP = 16  # words between them, or many inputs would share the same lines of the cache
 _TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
@@ -67,6 +71,8 @@ _TASK = (
     "inputs_stride",
     "results",  # address
     "results_stride",
+    "bias",  # address of what is added to the results
+    "bias_stride",
 )
 _Task = ctypes.c_int64 * len(_TASK)
 _engines: list[Any] = []  # they own the compiled code
@@ -97,6 +103,16 @@ class Instructions:
     def dtype(self) -> torch.dtype:
         """In which weights and inputs are multiplied."""
         return torch.bfloat16 if self.dot else torch.float32
+
+    @property
+    def pairs(self) -> int:
+        """Weights or inputs in a word of 32 bits."""
+        return 2 if self.dot else 1
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits in a vector."""
+        return self.lanes // self.pairs
 
 
 class CpuProducts:
@@ -138,36 +154,60 @@ class CpuProducts:
         instructions = self._instructions
         if instructions.dot and x.dtype != torch.bfloat16:
             instructions = AVX512
-        if x.shape[0] <= _MOST_VECTORS or x.shape[0] <= most_loop_tokens(instructions):
+        if x.shape[0] == 0 or self._rows.rows == 0:
+            return x.new_empty(x.shape[0], self._rows.rows)
+        if x.shape[0] <= _MOST_VECTORS:
             return self.by_loops(x, instructions, bias)
+        if x.shape[0] <= most_tokens(instructions):
+            return self.by_tiles(x, instructions, bias)
         return self.by_torch(x, instructions, bias)
 
     def by_loops(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products by the compiled loops. For many tokens, they make a stripe of rows dense in
-        the thread's cache first.
+        """The products of at most eight tokens: no dense row is written to memory."""
+        tokens = x.shape[0]
+        rows = self._rows.rows
+        inputs = self._room(tokens, instructions).zero_()
+        inputs[:, : x.shape[1]] = x
+        sums = torch.empty(tokens, rows)
+        height = 12 * -(-rows // (12 * 16 * torch.get_num_threads()))
+        product = _compiled(product_module, self._dtype, instructions, tokens)
+        self._run(product, 0, rows, height, None, inputs, sums, _start(bias, tokens, rows))
+        return sums.to(x.dtype)
+
+    def by_tiles(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
+        """The products of nine tokens or more: each thread makes a few rows dense in its cache and
+        multiplies them with all tokens.
         """
         tokens = x.shape[0]
         rows = self._rows.rows
-        threads = torch.get_num_threads()
-        inputs = self._room(tokens, instructions).zero_()
-        result = x.new_empty(tokens, rows)
-        tiles = tokens > _MOST_VECTORS
-        inputs[:, : x.shape[1]] = x
-        cached_rows = _CACHED // (inputs.stride(0) * inputs.itemsize) // 12 * 12
-        height = max(12, min(cached_rows, rows // (4 * threads)))
-        tile = self._room(threads * height if tiles else 0, instructions)
-        sums = torch.empty(min(_FEW, tokens), rows)
-        for first in range(0, tokens if rows else 0, _FEW):
-            some_inputs = inputs[first : first + _FEW]
-            some_sums = sums[: tokens - first]
-            passes = -(-some_inputs.shape[0] // _MOST_VECTORS)
-            vectors = -(-some_inputs.shape[0] // passes)
-            product = _compiled(product_module, self._dtype, instructions, vectors, tiles)
-            self._run(product, 0, rows, height, tile, some_inputs, some_sums)
-            if bias is not None:
-                some_sums.add_(bias)
-            result[first : first + _FEW] = some_sums
-        return result
+        height = _VECTORS * instructions.words
+        width = max(rows, height)
+        tile = torch.empty(
+            torch.get_num_threads(), height * self._padded // instructions.pairs, dtype=torch.int32
+        )
+        inputs = self._blocks(x, instructions)
+        result = x.new_empty(tokens, width)
+        passes = -(-tokens // (instructions.sums // _VECTORS))
+        together = -(-tokens // passes)
+        product = _compiled(tile_module, self._dtype, instructions, NAMES[x.dtype], together)
+        self._run(product, 0, rows, height, tile, inputs, result, _start(bias, tokens, width))
+        return result[:, :rows].contiguous()
+
+    def _blocks(self, x: Tensor, instructions: Instructions) -> Tensor:
+        """The inputs in blocks of `_BLOCK` words, with zeros up to whole mask words.
+
+        Returns:
+            Shape (blocks, tokens, inputs of a block and of a gap).
+        """
+        columns = _BLOCK * instructions.pairs
+        gap = _GAP * instructions.pairs
+        blocks = -(-self._padded // columns)
+        inputs = torch.empty(blocks, x.shape[0], columns + gap, dtype=instructions.dtype)
+        for first, block in zip(range(0, self._padded, columns), inputs, strict=True):
+            part = x[:, first : first + columns]
+            block[:, : part.shape[1]] = part
+            block[:, part.shape[1] : self._padded - first] = 0
+        return inputs
 
     @torch.no_grad()  # with a gradient, torch writes no result in place
     def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
@@ -202,28 +242,30 @@ class CpuProducts:
         ]
 
     def _run(
-        self,
-        function: int,
-        first: int,
-        last: int,
-        height: int,
-        tile: Tensor,
-        *inputs_and_results: Tensor,
+        self, function: int, first: int, last: int, height: int, *matrices: Tensor | None
     ) -> None:
-        matrices = [
+        numbers = [
             number
-            for matrix in (tile, *inputs_and_results)
-            for number in (matrix.data_ptr(), matrix.stride(0))
+            for matrix in matrices
+            for number in ((0, 0) if matrix is None else (matrix.data_ptr(), matrix.stride(0)))
         ]
         stripes = -(-(last - first) // height)
-        tokens = inputs_and_results[0].shape[0] if inputs_and_results else 0
-        task = _Task(0, stripes, first, last, height, 0, *self._weights, tokens, *matrices)
+        tokens = 0 if len(matrices) == 1 else matrices[-1].shape[0]
+        task = _Task(0, stripes, first, last, height, 0, *self._weights, tokens, *numbers)
         _run_on_threads(function, ctypes.addressof(task), min(stripes, torch.get_num_threads()))
 
 
+def _start(bias: Tensor | None, tokens: int, rows: int) -> Tensor:
+    """What is added to the results, of shape (tokens, rows): the bias, or zeros."""
+    start = torch.zeros(rows)
+    if bias is not None:
+        start[: bias.shape[0]] = bias
+    return start.expand(tokens, -1)
+
+
 @cache
-def most_loop_tokens(instructions: Instructions) -> int:
-    """The most tokens for which the compiled loops are faster than torch with dense rows.
+def most_tokens(instructions: Instructions) -> int:
+    """The most tokens for which our tiles are faster than torch with dense rows.
 
     This is measured once for a processor, its threads and a version of torch, in about a
     second; the result is kept in a file of the cache folder.
@@ -235,7 +277,7 @@ def most_loop_tokens(instructions: Instructions) -> int:
         torch.get_num_threads(),
         torch.__version__,
     )
-    path = cache_folder() / "products" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
+    path = cache_folder() / "tiles" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError):
         return int(path.read_text())
     rows = 2048  # more weights than a cache holds
@@ -249,11 +291,11 @@ def most_loop_tokens(instructions: Instructions) -> int:
     for tokens in counts:
         x = torch.ones(tokens, columns, dtype=instructions.dtype)
         seconds = []
-        for run in 3 * (products.by_loops, products.by_torch):
+        for run in 3 * (products.by_tiles, products.by_torch):
             begin = time.perf_counter()
             run(x, instructions)
             seconds.append(time.perf_counter() - begin)
-        gains.append(gains[-1] + math.log(_MARGIN * min(seconds[1::2]) / min(seconds[::2])))
+        gains.append(gains[-1] + math.log(min(seconds[1::2]) / min(seconds[::2])))
     # One wrong time does not decide.
     most = (_MOST_VECTORS, *counts[:-1], 1 << 62)[gains.index(max(gains))]
     with suppress(OSError):
@@ -277,93 +319,145 @@ def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     return [each for each in fitting if processor_features().issuperset(each.features)]
 
 
-def product_module(dtype: str, instructions: Instructions, vectors: int, tiles: bool) -> ir.Module:
-    """Products of rows with inputs: results[token, row] = sum over the columns of
-    W[row, column] * inputs[token, column]. The inputs are in the dtype of the instructions, and
-    zero beyond the columns; the results are float32.
+def product_module(dtype: str, instructions: Instructions, tokens: int) -> ir.Module:
+    """Products of rows with inputs: results[token, row] = bias[token, row] + sum over the columns
+    of W[row, column] * inputs[token, column]. The inputs are in the dtype of the instructions, and
+    zero beyond the columns; bias and results are float32.
 
     Args:
         dtype: of the values: "BF16", "F16" or "F32".
-        vectors: tokens that are taken together, at most the number of tokens. The last ones end
-            with the last token, so some may be taken twice.
-        tiles: a stripe of rows is made dense in `tile`, which has room for one of each thread.
-            Otherwise no dense row is written to memory.
+        tokens: how many, 1 to 8.
     """
     word = ir.VectorType(I16 if instructions.dot else FLOAT, instructions.lanes)
     sum_type = ir.VectorType(
         FLOAT, instructions.lanes // 2 if instructions.dot else instructions.lanes
     )
     # Rows that share their loads of the inputs.
-    shared = min(4, instructions.sums // vectors) if vectors > 1 else 1
+    shared = min(4, instructions.sums // tokens) if tokens > 1 else 1
     # A single result has two sums, or each addition would wait for the one before.
-    parallel = 2 if vectors == 1 else 1
+    parallel = 2 if tokens == 1 else 1
 
-    def product(
-        b: Any, task: dict[str, Any], tile: Any, token: Any, row: Any, together: int
-    ) -> None:
-        """The results of `vectors` tokens from `token` on and `together` rows from `row` on."""
+    def product(b: Any, task: dict[str, Any], row: Any, together: int) -> None:
+        """The results of `together` rows from `row` on."""
         rows = [b.add(row, number(i)) for i in range(together)]
-        tokens = [b.add(token, number(j)) for j in range(vectors)]
-        inputs = [b.mul(each, task["inputs_stride"]) for each in tokens]
-        dense = [b.mul(b.add(tile, each), task["tile_stride"]) for each in rows]
+        inputs = [b.mul(number(token), task["inputs_stride"]) for token in range(tokens)]
 
         def add_word(at: Any, weights: Weights, sums: list[Any]) -> list[Any]:
             for chunk in range(WORD_COLUMNS // instructions.lanes):
                 factors = [weights(i, chunk) for i in range(together)]
                 column = _column(b, instructions, at, chunk)
-                for j in range(vectors):
-                    x = fetch(b, task["inputs"], b.add(column, inputs[j]), word)
+                for token in range(tokens):
+                    x = fetch(b, task["inputs"], b.add(column, inputs[token]), word)
                     for i in range(together):
-                        k = (i * vectors + j) * parallel + chunk % parallel
+                        k = (i * tokens + token) * parallel + chunk % parallel
                         sums[k] = _multiply_add(b, sums[k], factors[i], x)
             return sums
 
-        def add_dense(at: Any, sums: list[Any]) -> list[Any]:
-            def weights(i: int, chunk: int) -> Any:
-                column = _column(b, instructions, at, chunk)
-                return fetch(b, task["tile"], b.add(dense[i], column), word)
-
-            return add_word(at, weights, sums)
-
-        sums = [ir.Constant(sum_type, None)] * (together * vectors * parallel)
-        if tiles:
-            sums = _for_range(b, number(0), task["words"], 1, sums, add_dense)
-        else:
-            sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word)
+        sums = [ir.Constant(sum_type, None)] * (together * tokens * parallel)
+        sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word)
         for i in range(together):
-            for j in range(vectors):
-                lanes = sums[(i * vectors + j) * parallel]
+            for token in range(tokens):
+                lanes = sums[(i * tokens + token) * parallel]
                 if parallel == 2:
                     lanes = b.fadd(lanes, sums[1])
+                start = fetch(b, task["bias"], _place(b, task, "bias", number(token), rows[i]), FLOAT)
                 name = f"llvm.vector.reduce.fadd.v{sum_type.count}f32"
                 total = intrinsic(b, name, FLOAT, [ir.Constant(FLOAT, -0.0), lanes], ("reassoc",))
-                place = b.add(rows[i], b.mul(task["results_stride"], tokens[j]))
-                store(b, total, task["results"], place)
+                place = _place(b, task, "results", number(token), rows[i])
+                store(b, b.fadd(total, start), task["results"], place)
 
     def multiply_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        # The place of a row in the tile, less its number.
-        tile = b.sub(b.mul(task["slot"], task["height"]), first)
-        if tiles:
-            _make_dense(b, task, instructions, dtype, tile, first, last)
         middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(shared)), number(shared)))
+        _for_range(b, first, middle, shared, [], lambda row, _: product(b, task, row, shared))
+        if shared > 1:
+            _for_range(b, middle, last, 1, [], lambda row, _: product(b, task, row, 1))
+
+    return _module(multiply_stripe)
+
+
+def tile_module(
+    dtype: str, instructions: Instructions, result_dtype: str, together: int
+) -> ir.Module:
+    """The products of `product_module` for more tokens, rounded to the dtype of the results.
+
+    Each thread makes some rows dense in its tile. There, a word of 32 bits of each row lies beside
+    the same word of the next row, so that one vector has a word of as many rows as it has sums. An
+    input is multiplied with a vector after another, one word in all its lanes.
+
+    Args:
+        dtype: of the values: "BF16", "F16" or "F32".
+        result_dtype: likewise.
+        together: tokens that are taken together, at most the number of tokens. The last ones end
+            with the last token, so some may be taken twice.
+    """
+    count = instructions.words
+    vector = ir.VectorType(I32, count)
+    sum_type = ir.VectorType(FLOAT, count)
+    operand = ir.VectorType(I16, instructions.lanes) if instructions.dot else sum_type
+    height = _VECTORS * count
+    mask_words = WORD_COLUMNS // instructions.pairs  # words of 32 bits for each
+
+    def fill_tile(b: Any, task: dict[str, Any], tile: Any, first: Any) -> None:
+        latest = b.sub(task["last"], number(1))
+        for start in range(0, height, count):
+            rows = [_least(b, b.add(first, number(start + i)), latest) for i in range(count)]
+
+            def put_word(at: Any, weights: Weights, _: list[Any], start: int = start) -> None:
+                place = b.add(tile, b.add(b.mul(at, number(mask_words * height)), number(start)))
+                for chunk in range(WORD_COLUMNS // instructions.lanes):
+                    words = [b.bitcast(weights(i, chunk), vector) for i in range(count)]
+                    for i, column in enumerate(_transposed(b, words), chunk * count):
+                        store(b, column, task["tile"], b.add(place, number(i * height)))
+
+            _for_each_mask_word(b, task, instructions, dtype, rows, [], put_word)
+
+    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, _: Any) -> None:
+        first = _least(b, first, b.sub(task["last"], number(height)))
+        first = b.select(b.icmp_signed("<", first, number(0)), number(0), first)
+        tile = b.mul(task["slot"], task["tile_stride"])
+        fill_tile(b, task, tile, first)
+        words = b.mul(task["words"], number(mask_words))
 
         def of_tokens(token: Any, _: Any) -> None:
-            latest = b.sub(task["tokens"], number(vectors))
-            token = b.select(b.icmp_signed("<", token, latest), token, latest)
-            _for_range(
-                b,
-                first,
-                middle,
-                shared,
-                [],
-                lambda row, _: product(b, task, tile, token, row, shared),
-            )
-            if shared > 1:
-                _for_range(
-                    b, middle, last, 1, [], lambda row, _: product(b, task, tile, token, row, 1)
-                )
+            token = _least(b, token, b.sub(task["tokens"], number(together)))
 
-        _for_range(b, number(0), task["tokens"], vectors, [], of_tokens)
+            def add_block(at: Any, sums: list[Any]) -> list[Any]:
+                block = b.mul(b.sdiv(at, number(_BLOCK)), task["tokens"])
+                input_place = b.mul(b.add(block, token), number(_BLOCK + _GAP))
+                tile_place = b.add(tile, b.mul(at, number(height)))
+
+                def add_word(k: Any, sums: list[Any]) -> list[Any]:
+                    weights = []
+                    for start in range(0, height, count):
+                        place = b.add(b.add(tile_place, b.mul(k, number(height))), number(start))
+                        weights.append(b.bitcast(fetch(b, task["tile"], place, vector), operand))
+                    for j in range(together):
+                        place = b.add(b.add(input_place, k), number(j * (_BLOCK + _GAP)))
+                        word = fetch(b, task["inputs"], place, I32)
+                        x = b.bitcast(_in_all_lanes(b, word, count), operand)
+                        for i in range(_VECTORS):
+                            sum_place = j * _VECTORS + i
+                            sums[sum_place] = _multiply_add(b, sums[sum_place], weights[i], x)
+                    return sums
+
+                in_block = _least(b, b.sub(words, at), number(_BLOCK))
+                return _for_range(b, number(0), in_block, 1, sums, add_word)
+
+            places = [
+                (b.add(token, number(j)), b.add(first, number(start)))
+                for j in range(together)
+                for start in range(0, height, count)
+            ]
+            sums = [
+                fetch(b, task["bias"], _place(b, task, "bias", *place), sum_type)
+                for place in places
+            ]
+            sums = _for_range(b, number(0), words, _BLOCK, sums, add_block)
+            for place, total in zip(places, sums, strict=True):
+                result = _rounded(b, total, result_dtype)
+                store(b, result, task["results"], _place(b, task, "results", *place))
+
+        _for_range(b, number(0), task["tokens"], together, [], of_tokens)
 
     return _module(multiply_stripe)
 
@@ -374,37 +468,28 @@ def dense_module(dtype: str, instructions: Instructions) -> ir.Module:
     """
 
     def expand_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
-        _make_dense(b, task, instructions, dtype, b.neg(task["first"]), first, last)
+        def expand_row(row: Any, _: Any) -> None:
+            start = b.mul(b.sub(row, task["first"]), task["tile_stride"])
+
+            def put_word(at: Any, weights: Weights, _: list[Any]) -> None:
+                for chunk in range(WORD_COLUMNS // instructions.lanes):
+                    place = b.add(start, _column(b, instructions, at, chunk))
+                    store(b, weights(0, chunk), task["tile"], place)
+
+            _for_each_mask_word(b, task, instructions, dtype, [row], [], put_word)
+
+        _for_range(b, first, last, 1, [], expand_row)
 
     return _module(expand_stripe)
 
 
-def _make_dense(
-    b: Any,
-    task: dict[str, Any],
-    instructions: Instructions,
-    dtype: str,
-    tile: Any,
-    first: Any,
-    last: Any,
-) -> None:
-    """Write the dense rows first to last - 1; row r is row r + `tile` of the task's tile."""
+def _place(b: Any, task: dict[str, Any], name: str, token: Any, row: Any) -> Any:
+    """The place of a row's number for a token in a matrix of the task."""
+    return b.add(b.mul(token, task[f"{name}_stride"]), row)
 
-    def dense(row: Any, _: Any) -> None:
-        start = b.mul(b.add(row, tile), task["tile_stride"])
 
-        def put_word(at: Any, weights: Weights, _: list[Any]) -> None:
-            for chunk in range(WORD_COLUMNS // instructions.lanes):
-                store(
-                    b,
-                    weights(0, chunk),
-                    task["tile"],
-                    b.add(start, _column(b, instructions, at, chunk)),
-                )
-
-        _for_each_mask_word(b, task, instructions, dtype, [row], [], put_word)
-
-    _for_range(b, first, last, 1, [], dense)
+def _least(b: Any, one: Any, other: Any) -> Any:
+    return b.select(b.icmp_signed("<", one, other), one, other)
 
 
 def _column(b: Any, instructions: Instructions, at: Any, chunk: int) -> Any:
@@ -423,7 +508,7 @@ def _module(body: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
     task["slot"] = b.atomic_rmw(
         "add", b.gep(run.args[0], [number(_TASK.index("slot"))]), number(1), "monotonic"
     )
-    for name in ("values", "tail", "mask", "offsets", "tile", "inputs", "results"):
+    for name in ("values", "tail", "mask", "offsets", "tile", "inputs", "results", "bias"):
         task[name] = b.inttoptr(task[name], I8.as_pointer())
 
     def take() -> Any:
@@ -432,7 +517,7 @@ def _module(body: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
     def stripe(values: list[Any]) -> Values:
         first = b.add(task["first"], b.mul(values[0], task["height"]))
         end = b.add(first, task["height"])
-        body(b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"]))
+        body(b, task, first, _least(b, end, task["last"]))
         return [take()]
 
     _while(b, [take()], lambda values: b.icmp_signed("<", values[0], task["stripes"]), stripe)
@@ -492,6 +577,51 @@ def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
     pairs = ir.VectorType(I32, sum_type.count)
     arguments = [sums, b.bitcast(weights, pairs), b.bitcast(x, pairs)]
     return intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", sum_type, arguments)
+
+
+def _transposed(b: Any, rows: Values) -> list[Any]:
+    """The columns of a square matrix, which is given by its rows. Their number is a power of two.
+
+    Blocks of half the size change their places, then the blocks within them.
+    """
+    vectors = list(rows)
+    count = len(vectors)
+    size = count // 2
+    while size:
+        halves = [bool(i & size) for i in range(count)]
+        upper = [count + j - size if second else j for j, second in enumerate(halves)]
+        lower = [count + j if second else j + size for j, second in enumerate(halves)]
+        orders = [ir.Constant(ir.VectorType(I32, count), order) for order in (upper, lower)]
+        for i in range(count):
+            if not halves[i]:
+                pair = vectors[i], vectors[i + size]
+                vectors[i], vectors[i + size] = (b.shuffle_vector(*pair, way) for way in orders)
+        size //= 2
+    return vectors
+
+
+def _in_all_lanes(b: Any, word: Any, count: int) -> Any:
+    """A vector with the same word of 32 bits in all its lanes."""
+    undefined = ir.Constant(ir.VectorType(I32, count), ir.Undefined)
+    single = b.insert_element(undefined, word, ir.Constant(I32, 0))
+    return b.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(I32, count), None))
+
+
+def _rounded(b: Any, floats: Any, dtype: str) -> Any:
+    """float32 numbers in a dtype, to the nearest, of two the even one."""
+    count = floats.type.count
+    if dtype == "F32":
+        return floats
+    if dtype == "F16":
+        return b.fptrunc(floats, ir.VectorType(ir.HalfType(), count))
+    words = ir.VectorType(I32, count)
+    bits = b.bitcast(floats, words)
+    odd = b.and_(b.lshr(bits, ir.Constant(words, [16] * count)), ir.Constant(words, [1] * count))
+    half = b.add(odd, ir.Constant(words, [(1 << 15) - 1] * count))
+    nearest = b.lshr(b.add(bits, half), ir.Constant(words, [16] * count))
+    nan = ir.Constant(words, [0x7FC0] * count)
+    chosen = b.select(b.fcmp_unordered("uno", floats, floats), nan, nearest)
+    return b.trunc(chosen, ir.VectorType(I16, count))
 
 
 def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
