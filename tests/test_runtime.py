@@ -43,6 +43,7 @@ from emp_llm.runtime.cpu_kernel import (
     Instructions,
     instructions_for,
     product_module,
+    tile_module,
 )
 from emp_llm.runtime.loader import NEVER, sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
@@ -120,10 +121,11 @@ def test_special_numbers_survive() -> None:
         packed = pack_rows(own)
         bits = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(packed.dense().view(bits), own.view(bits))
-        product = products_of(packed)(torch.ones(1, 4, dtype=dtype))
-        assert product[0, 0] == torch.inf
-        assert product[0, 1].isnan()
-        assert product[0, 2] == 0
+        for tokens in (1, 20):
+            product = products_of(packed)(torch.ones(tokens, 4, dtype=dtype))
+            assert product[:, 0].eq(torch.inf).all()
+            assert product[:, 1].isnan().all()
+            assert product[:, 2].eq(0).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -132,7 +134,7 @@ def test_threads_change_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(30, 200).bfloat16()
     threads = torch.get_num_threads()
     results = []
-    monkeypatch.setattr(cpu_kernel, "most_loop_tokens", lambda _: 30)
+    monkeypatch.setattr(cpu_kernel, "most_tokens", lambda _: 30)
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
@@ -171,10 +173,12 @@ def test_every_instruction_set_compiles() -> None:
         "avx512": ("skylake-avx512", ["vpexpandd", "vfmadd"]),
         "avx2": ("haswell", ["vpermd", "vfmadd"]),
     }
-    for instructions, tiles in itertools.product(INSTRUCTIONS, (False, True)):
+    for instructions in INSTRUCTIONS:
         processor, names = wanted[instructions.name]
-        for dtype in ("BF16",) if instructions.dot else cpu_kernel.NAMES.values():
-            module = product_module(dtype, instructions, 2, tiles)
+        dtypes = ("BF16",) if instructions.dot else cpu_kernel.NAMES.values()
+        for dtype, of_module in itertools.product(dtypes, (product_module, tile_module)):
+            result_dtype = (dtype,) if of_module is tile_module else ()
+            module = of_module(dtype, instructions, *result_dtype, 2)
             module.triple = "x86_64-unknown-linux-gnu"
             parsed = llvm.parse_assembly(str(module))
             parsed.verify()
@@ -185,14 +189,13 @@ def test_every_instruction_set_compiles() -> None:
 
 @pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
 @pytest.mark.parametrize("way", WAYS[:-1])
-@pytest.mark.parametrize("columns", [203, 256])
-def test_both_ways_at_every_number_of_tokens(
+@pytest.mark.parametrize("columns", [203, 256, 4500])
+def test_all_ways_at_every_number_of_tokens(
     way: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loops here and torch's product, around their limits, with a bias that is added before
-    the rounding.
+    """The loops, the tiles and torch's product, around their limits, with a bias that is added
+    before the rounding.
     """
-    monkeypatch.setattr(cpu_kernel, "_FEW", 16)  # tokens at a time
     monkeypatch.setattr(cpu_kernel, "_TILE", 1 << 12)  # weights that are dense at a time
     weight = sparse_matrix(91, columns, 0.5, torch.bfloat16)
     bias = torch.randn(91).bfloat16()
@@ -200,7 +203,7 @@ def test_both_ways_at_every_number_of_tokens(
     wide_x = functional.pad(x, (0, 1), value=1)
     wide_weight = torch.cat([weight, bias[:, None]], 1)
     for limit, counts in ((1 << 62, range(41)), (8, (0, 8, 9, 16, 17, 40)), (20, (20, 21))):
-        monkeypatch.setattr(cpu_kernel, "most_loop_tokens", lambda _, limit=limit: limit)
+        monkeypatch.setattr(cpu_kernel, "most_tokens", lambda _, limit=limit: limit)
         product = product_by(pack_rows(weight), way)
         for tokens in counts:
             check_product(product(x[:tokens]), x[:tokens], weight)
@@ -214,22 +217,22 @@ def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """The faster way is taken; a torch or a processor that was not measured before is measured."""
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path))
     (instructions,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
-    measure = cpu_kernel.most_loop_tokens.__wrapped__
+    measure = cpu_kernel.most_tokens.__wrapped__
     slow = [""]
     measured = []
 
     def timed(name: str) -> Callable[..., None]:
         def run(self: CpuProducts, x: Tensor, instructions: Instructions) -> None:
             measured.append(x.shape[0])
-            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "by_loops") * 9
+            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "by_tiles") * 9
 
         return run
 
     clock = [0.0]
     monkeypatch.setattr(cpu_kernel.time, "perf_counter", lambda: clock[0])
-    for name in ("by_loops", "by_torch"):
+    for name in ("by_tiles", "by_torch"):
         monkeypatch.setattr(CpuProducts, name, timed(name))
-    for slow[0], limit in (("by_loops", 8), ("by_torch", 64)):
+    for slow[0], limit in (("by_tiles", 8), ("by_torch", 64)):
         monkeypatch.setattr(torch, "__version__", f"one in which {slow[0]} is slow")
         for _ in range(2):
             measured.clear()

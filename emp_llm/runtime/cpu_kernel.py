@@ -37,8 +37,11 @@ FLOAT = ir.FloatType()
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _WORD = {"BF16": I16, "F16": I16, "F32": I32}
 _LONGEST_LOAD = 32  # values that one load reads
+_LINE = 512  # bits of a line of the cache
 _AHEAD = 4096  # bytes of values of each row to ask for in advance
-_MOST_VECTORS = 8  # of inputs that are multiplied with one row; more leave no registers for sums
+_FEW = 5  # tokens for which the loops are faster than tiles
+_MOST_VECTORS = 8  # likewise, if all inputs stay in the nearest cache
+_CACHED = 40 << 10  # bytes of them
 _VECTORS = 2  # of rows that are dense at a time
 _BLOCK = 2048  # words of an input that lie together
 _GAP = 16  # words between them, or many inputs would share the same lines of the cache
@@ -144,6 +147,7 @@ class CpuProducts:
             rows.words,
         )
 
+    @torch.no_grad()  # with a gradient, torch writes no result in place
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W.T + bias for x of shape (tokens, inputs), in float32 sums, rounded once to the
         dtype of x.
@@ -154,11 +158,13 @@ class CpuProducts:
         instructions = self._instructions
         if instructions.dot and x.dtype != torch.bfloat16:
             instructions = AVX512
-        if x.shape[0] == 0 or self._rows.rows == 0:
-            return x.new_empty(x.shape[0], self._rows.rows)
-        if x.shape[0] <= _MOST_VECTORS:
+        tokens = x.shape[0]
+        size = tokens * self._padded * instructions.dtype.itemsize
+        if tokens == 0 or self._rows.rows == 0:
+            return x.new_empty(tokens, self._rows.rows)
+        if tokens <= _FEW or (tokens <= _MOST_VECTORS and size <= _CACHED):
             return self.by_loops(x, instructions, bias)
-        if x.shape[0] <= most_tokens(instructions):
+        if tokens <= _MOST_VECTORS or tokens <= most_tokens(instructions):
             return self.by_tiles(x, instructions, bias)
         return self.by_torch(x, instructions, bias)
 
@@ -166,32 +172,33 @@ class CpuProducts:
         """The products of at most eight tokens: no dense row is written to memory."""
         tokens = x.shape[0]
         rows = self._rows.rows
-        inputs = self._room(tokens, instructions).zero_()
-        inputs[:, : x.shape[1]] = x
+        padded = functional.pad(x.to(instructions.dtype), (0, self._padded - x.shape[1]))
+        # The columns of a mask word lie together, for one token after another.
+        inputs = padded.reshape(tokens, -1, WORD_COLUMNS).transpose(0, 1).contiguous()
         sums = torch.empty(tokens, rows)
         height = 12 * -(-rows // (12 * 16 * torch.get_num_threads()))
         product = _compiled(product_module, self._dtype, instructions, tokens)
-        self._run(product, 0, rows, height, None, inputs, sums, _start(bias, tokens, rows))
+        self._run(product, 0, rows, height, None, inputs, sums, _start(bias, rows))
         return sums.to(x.dtype)
 
     def by_tiles(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products of nine tokens or more: each thread makes a few rows dense in its cache and
+        """The products of more tokens: each thread makes a few rows dense in its cache and
         multiplies them with all tokens.
         """
         tokens = x.shape[0]
         rows = self._rows.rows
         height = _VECTORS * instructions.words
         width = max(rows, height)
-        tile = torch.empty(
-            torch.get_num_threads(), height * self._padded // instructions.pairs, dtype=torch.int32
-        )
+        words = self._padded // instructions.pairs
+        tile = torch.empty(torch.get_num_threads(), height * words, dtype=torch.int32)
         inputs = self._blocks(x, instructions)
-        result = x.new_empty(tokens, width)
+        result_dtype = x.dtype if x.dtype in NAMES else torch.float32
+        result = x.new_empty(tokens, width, dtype=result_dtype)
         passes = -(-tokens // (instructions.sums // _VECTORS))
         together = -(-tokens // passes)
-        product = _compiled(tile_module, self._dtype, instructions, NAMES[x.dtype], together)
-        self._run(product, 0, rows, height, tile, inputs, result, _start(bias, tokens, width))
-        return result[:, :rows].contiguous()
+        product = _compiled(tile_module, self._dtype, instructions, NAMES[result_dtype], together)
+        self._run(product, 0, rows, height, tile, inputs, result, _start(bias, width))
+        return result[:, :rows].contiguous().to(x.dtype)
 
     def _blocks(self, x: Tensor, instructions: Instructions) -> Tensor:
         """The inputs in blocks of `_BLOCK` words, with zeros up to whole mask words.
@@ -209,7 +216,6 @@ class CpuProducts:
             block[:, part.shape[1] : self._padded - first] = 0
         return inputs
 
-    @torch.no_grad()  # with a gradient, torch writes no result in place
     def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
         """The products by torch, in the dtype of the instructions: a tile of rows after another is
         made dense.
@@ -220,9 +226,11 @@ class CpuProducts:
         inputs = x.to(instructions.dtype)
         result = inputs.new_empty(tokens, rows)
         dense = _compiled(dense_module, self._dtype, instructions)
-        tile = self._room(max(1, min(rows, threads * _TILE // max(1, self._padded))), instructions)
-        for first in range(0, rows, tile.shape[0]):
-            last = min(first + tile.shape[0], rows)
+        tile_rows = max(1, min(rows, threads * _TILE // max(1, self._padded)))
+        # One word lies between two rows, or many rows would share the same lines of the cache.
+        tile = torch.empty(tile_rows, self._padded + WORD_COLUMNS, dtype=instructions.dtype)
+        for first in range(0, rows, tile_rows):
+            last = min(first + tile_rows, rows)
             self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
             weights = tile[: last - first, : x.shape[1]].T
             products = result[:, first:last]
@@ -233,34 +241,35 @@ class CpuProducts:
                 torch.addmm(some_bias, inputs, weights, out=products)
         return result.to(x.dtype)
 
-    def _room(self, rows: int, instructions: Instructions) -> Tensor:
-        """Memory for dense rows, padded to whole mask words. One word lies between two rows, or
-        many rows would share the same lines of the cache.
-        """
-        return torch.empty(rows, self._padded + WORD_COLUMNS, dtype=instructions.dtype)[
-            :, : self._padded
-        ]
-
     def _run(
-        self, function: int, first: int, last: int, height: int, *matrices: Tensor | None
+        self,
+        function: int,
+        first: int,
+        last: int,
+        height: int,
+        tile: Tensor | None,
+        inputs: Tensor | None = None,
+        results: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
+        """Call a function on each thread, for the rows first to last - 1, `height` at a time."""
         numbers = [
             number
-            for matrix in matrices
+            for matrix in (tile, inputs, results, bias)
             for number in ((0, 0) if matrix is None else (matrix.data_ptr(), matrix.stride(0)))
         ]
         stripes = -(-(last - first) // height)
-        tokens = 0 if len(matrices) == 1 else matrices[-1].shape[0]
+        tokens = 0 if results is None else results.shape[0]
         task = _Task(0, stripes, first, last, height, 0, *self._weights, tokens, *numbers)
         _run_on_threads(function, ctypes.addressof(task), min(stripes, torch.get_num_threads()))
 
 
-def _start(bias: Tensor | None, tokens: int, rows: int) -> Tensor:
-    """What is added to the results, of shape (tokens, rows): the bias, or zeros."""
+def _start(bias: Tensor | None, rows: int) -> Tensor:
+    """What is added to the results of each row: the bias, or zero."""
     start = torch.zeros(rows)
     if bias is not None:
         start[: bias.shape[0]] = bias
-    return start.expand(tokens, -1)
+    return start
 
 
 @cache
@@ -329,44 +338,47 @@ def product_module(dtype: str, instructions: Instructions, tokens: int) -> ir.Mo
         tokens: how many, 1 to 8.
     """
     word = ir.VectorType(I16 if instructions.dot else FLOAT, instructions.lanes)
-    sum_type = ir.VectorType(
-        FLOAT, instructions.lanes // 2 if instructions.dot else instructions.lanes
-    )
+    sum_type = ir.VectorType(FLOAT, instructions.words)
     # Rows that share their loads of the inputs.
-    shared = min(4, instructions.sums // tokens) if tokens > 1 else 1
+    shared = min(4, (instructions.sums + 3) // (tokens + 1)) if tokens > 1 else 1
     # A single result has two sums, or each addition would wait for the one before.
     parallel = 2 if tokens == 1 else 1
 
     def product(b: Any, task: dict[str, Any], row: Any, together: int) -> None:
         """The results of `together` rows from `row` on."""
         rows = [b.add(row, number(i)) for i in range(together)]
-        inputs = [b.mul(number(token), task["inputs_stride"]) for token in range(tokens)]
 
         def add_word(at: Any, weights: Weights, sums: list[Any]) -> list[Any]:
+            inputs = b.mul(at, number(tokens * WORD_COLUMNS))
             for chunk in range(WORD_COLUMNS // instructions.lanes):
                 factors = [weights(i, chunk) for i in range(together)]
-                column = _column(b, instructions, at, chunk)
                 for token in range(tokens):
-                    x = fetch(b, task["inputs"], b.add(column, inputs[token]), word)
+                    column = number(token * WORD_COLUMNS + chunk * instructions.lanes)
+                    x = fetch(b, task["inputs"], b.add(inputs, column), word)
                     for i in range(together):
                         k = (i * tokens + token) * parallel + chunk % parallel
                         sums[k] = _multiply_add(b, sums[k], factors[i], x)
             return sums
 
+        ahead = number(_AHEAD * together * 8 // _WORD[dtype].width)
+        if together > 1:  # at least what all of them have, or they ask for each other's values
+            end = fetch(b, task["offsets"], b.add(row, number(together)), I64)
+            own = b.sub(end, fetch(b, task["offsets"], row, I64))
+            ahead = b.select(b.icmp_signed("<", ahead, own), own, ahead)
         sums = [ir.Constant(sum_type, None)] * (together * tokens * parallel)
-        sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word)
+        sums = _for_each_mask_word(b, task, instructions, dtype, rows, sums, add_word, ahead)
         for i in range(together):
             for token in range(tokens):
                 lanes = sums[(i * tokens + token) * parallel]
                 if parallel == 2:
                     lanes = b.fadd(lanes, sums[1])
-                start = fetch(b, task["bias"], _place(b, task, "bias", number(token), rows[i]), FLOAT)
                 name = f"llvm.vector.reduce.fadd.v{sum_type.count}f32"
                 total = intrinsic(b, name, FLOAT, [ir.Constant(FLOAT, -0.0), lanes], ("reassoc",))
-                place = _place(b, task, "results", number(token), rows[i])
-                store(b, b.fadd(total, start), task["results"], place)
+                total = b.fadd(total, fetch(b, task["bias"], rows[i], FLOAT))
+                place = b.add(rows[i], b.mul(task["results_stride"], number(token)))
+                store(b, total, task["results"], place)
 
-    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
+    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, last: Any, _: Any) -> None:
         middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), number(shared)), number(shared)))
         _for_range(b, first, middle, shared, [], lambda row, _: product(b, task, row, shared))
         if shared > 1:
@@ -411,14 +423,20 @@ def tile_module(
 
             _for_each_mask_word(b, task, instructions, dtype, rows, [], put_word)
 
-    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, _: Any) -> None:
+    def multiply_stripe(b: Any, task: dict[str, Any], first: Any, _: Any, following: Any) -> None:
         first = _least(b, first, b.sub(task["last"], number(height)))
         first = b.select(b.icmp_signed("<", first, number(0)), number(0), first)
         tile = b.mul(task["slot"], task["tile_stride"])
         fill_tile(b, task, tile, first)
         words = b.mul(task["words"], number(mask_words))
+        # While it multiplies, it asks for the values and masks of its next rows.
+        next_mask = b.mul(following, task["words"])
+        next_value = fetch(b, task["offsets"], following, I64)
+        after_next = _least(b, b.add(following, number(height)), task["last"])
+        last_value = fetch(b, task["offsets"], after_next, I64)
 
         def of_tokens(token: Any, _: Any) -> None:
+            asked = b.mul(b.sdiv(token, number(together)), words)
             token = _least(b, token, b.sub(task["tokens"], number(together)))
 
             def add_block(at: Any, sums: list[Any]) -> list[Any]:
@@ -427,14 +445,19 @@ def tile_module(
                 tile_place = b.add(tile, b.mul(at, number(height)))
 
                 def add_word(k: Any, sums: list[Any]) -> list[Any]:
+                    word = b.add(at, k)
+                    line = b.mul(b.add(asked, word), number(_LINE // _WORD[dtype].width))
+                    value = _least(b, b.add(next_value, line), last_value)
+                    _ask_for(b, task["values"], value, _WORD[dtype])
+                    _ask_for(b, task["mask"], b.add(next_mask, word), I64)
                     weights = []
                     for start in range(0, height, count):
                         place = b.add(b.add(tile_place, b.mul(k, number(height))), number(start))
                         weights.append(b.bitcast(fetch(b, task["tile"], place, vector), operand))
                     for j in range(together):
                         place = b.add(b.add(input_place, k), number(j * (_BLOCK + _GAP)))
-                        word = fetch(b, task["inputs"], place, I32)
-                        x = b.bitcast(_in_all_lanes(b, word, count), operand)
+                        x = fetch(b, task["inputs"], place, I32)
+                        x = b.bitcast(_in_all_lanes(b, x, count), operand)
                         for i in range(_VECTORS):
                             sum_place = j * _VECTORS + i
                             sums[sum_place] = _multiply_add(b, sums[sum_place], weights[i], x)
@@ -448,14 +471,11 @@ def tile_module(
                 for j in range(together)
                 for start in range(0, height, count)
             ]
-            sums = [
-                fetch(b, task["bias"], _place(b, task, "bias", *place), sum_type)
-                for place in places
-            ]
+            sums = [fetch(b, task["bias"], row, sum_type) for _, row in places]
             sums = _for_range(b, number(0), words, _BLOCK, sums, add_block)
-            for place, total in zip(places, sums, strict=True):
-                result = _rounded(b, total, result_dtype)
-                store(b, result, task["results"], _place(b, task, "results", *place))
+            for (result_token, row), total in zip(places, sums, strict=True):
+                place = b.add(b.mul(result_token, task["results_stride"]), row)
+                store(b, _rounded(b, total, result_dtype), task["results"], place)
 
         _for_range(b, number(0), task["tokens"], together, [], of_tokens)
 
@@ -467,7 +487,7 @@ def dense_module(dtype: str, instructions: Instructions) -> ir.Module:
     columns of their mask words.
     """
 
-    def expand_stripe(b: Any, task: dict[str, Any], first: Any, last: Any) -> None:
+    def expand_stripe(b: Any, task: dict[str, Any], first: Any, last: Any, _: Any) -> None:
         def expand_row(row: Any, _: Any) -> None:
             start = b.mul(b.sub(row, task["first"]), task["tile_stride"])
 
@@ -476,16 +496,12 @@ def dense_module(dtype: str, instructions: Instructions) -> ir.Module:
                     place = b.add(start, _column(b, instructions, at, chunk))
                     store(b, weights(0, chunk), task["tile"], place)
 
-            _for_each_mask_word(b, task, instructions, dtype, [row], [], put_word)
+            ahead = number(_AHEAD * 8 // _WORD[dtype].width)
+            _for_each_mask_word(b, task, instructions, dtype, [row], [], put_word, ahead)
 
         _for_range(b, first, last, 1, [], expand_row)
 
     return _module(expand_stripe)
-
-
-def _place(b: Any, task: dict[str, Any], name: str, token: Any, row: Any) -> Any:
-    """The place of a row's number for a token in a matrix of the task."""
-    return b.add(b.mul(token, task[f"{name}_stride"]), row)
 
 
 def _least(b: Any, one: Any, other: Any) -> Any:
@@ -497,7 +513,7 @@ def _column(b: Any, instructions: Instructions, at: Any, chunk: int) -> Any:
     return b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * instructions.lanes))
 
 
-def _module(body: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
+def _module(body: Callable[[Any, dict[str, Any], Any, Any, Any], None]) -> ir.Module:
     """A function `run(task)` that runs the code of `body(builder, task, first, last)` for stripe
     after stripe of rows, first to last - 1, until none is left.
     """
@@ -514,11 +530,15 @@ def _module(body: Callable[[Any, dict[str, Any], Any, Any], None]) -> ir.Module:
     def take() -> Any:
         return b.atomic_rmw("add", run.args[0], number(1), "monotonic")
 
+    def first_row(stripe: Any) -> Any:
+        return b.add(task["first"], b.mul(stripe, task["height"]))
+
     def stripe(values: list[Any]) -> Values:
-        first = b.add(task["first"], b.mul(values[0], task["height"]))
-        end = b.add(first, task["height"])
-        body(b, task, first, _least(b, end, task["last"]))
-        return [take()]
+        following = take()
+        first = first_row(values[0])
+        last = _least(b, b.add(first, task["height"]), task["last"])
+        body(b, task, first, last, _least(b, first_row(following), task["last"]))
+        return [following]
 
     _while(b, [take()], lambda values: b.icmp_signed("<", values[0], task["stripes"]), stripe)
     b.ret_void()
@@ -533,40 +553,43 @@ def _for_each_mask_word(
     rows: Values,
     initial: Values,
     body: Callable[[Any, Weights, list[Any]], Values | None],
+    ahead: Any = None,
 ) -> list[Any]:
     """Walk some rows together, `values = body(at, weights, values)` for each mask word: `at` is its
     place in a row, and `weights` gives the weights of its chunks. Returns the last values.
+
+    Values are asked for so many in advance, if `ahead` is given.
     """
-    word = _WORD[dtype]
-    starts = [fetch(b, task["offsets"], row, I64) for row in rows]
+    width = _WORD[dtype]
+    count = len(rows)
     masks = [b.mul(row, task["words"]) for row in rows]
-    values = [
-        b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"])
-        for row in rows
-    ]
+    starts = []
+    for row in rows:
+        values = b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"])
+        starts.append(_address(b, values, fetch(b, task["offsets"], row, I64), width))
 
     def one_word(at: Any, carried: list[Any]) -> Values:
-        places = carried[: len(rows)]
-        others = carried[len(rows) :]
+        values = carried[:count]
         bits = [fetch(b, task["mask"], b.add(mask, at), I64) for mask in masks]
-        for base, place in zip(values, places, strict=True):
-            _ask_for(b, base, b.add(place, number(_AHEAD * len(rows) * 8 // word.width)), word)
+        if ahead is not None:
+            for value in values:
+                _ask_for(b, value, ahead, width)
 
         def weights(i: int, chunk: int) -> Any:
             first = chunk * instructions.lanes
             below = _popcount(b, b.and_(bits[i], number((1 << first) - 1)))
-            words = instructions.spread(
-                b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype
-            )
+            rest = b.lshr(bits[i], number(first))
+            words = instructions.spread(b, values[i], below, rest, dtype)
             return words if instructions.dot else _floats(b, words, dtype, instructions.lanes)
 
-        following = body(at, weights, others) or []
-        return [
-            *(b.add(place, _popcount(b, mask)) for place, mask in zip(places, bits, strict=True)),
-            *following,
+        following = body(at, weights, carried[count:]) or []
+        next_values = [
+            _address(b, value, _popcount(b, mask), width)
+            for value, mask in zip(values, bits, strict=True)
         ]
+        return [*next_values, *following]
 
-    return _for_range(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
+    return _for_range(b, number(0), task["words"], 1, [*starts, *initial], one_word)[count:]
 
 
 def _multiply_add(b: Any, sums: Any, weights: Any, x: Any) -> Any:
