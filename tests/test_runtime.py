@@ -40,8 +40,8 @@ from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
 from emp_llm.runtime.cpu_kernel import (
     INSTRUCTIONS,
     CpuProducts,
-    Instructions,
     instructions_for,
+    processor_features,
     product_module,
     tile_module,
 )
@@ -129,12 +129,11 @@ def test_special_numbers_survive() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_threads_change_no_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bit(way: str) -> None:
     packed = pack_rows(sparse_matrix(3000, 200, 0.6, torch.bfloat16))
     x = torch.randn(30, 200).bfloat16()
     threads = torch.get_num_threads()
     results = []
-    monkeypatch.setattr(cpu_kernel, "most_tokens", lambda _: 30)
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
@@ -193,54 +192,24 @@ def test_every_instruction_set_compiles() -> None:
 def test_all_ways_at_every_number_of_tokens(
     way: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loops, the tiles and torch's product, around their limits, with a bias that is added
-    before the rounding.
+    """The loops, the tiles and, on processors with AMX, torch's product, around their limits, with
+    a bias that is added before the rounding.
     """
-    monkeypatch.setattr(cpu_kernel, "_TILE", 1 << 12)  # weights that are dense at a time
+    monkeypatch.setattr(cpu_kernel, "_TILED", 20)  # tokens
+    monkeypatch.setattr(cpu_kernel, "_TORCH_TILE", 1 << 12)  # weights that are dense at a time
     weight = sparse_matrix(91, columns, 0.5, torch.bfloat16)
     bias = torch.randn(91).bfloat16()
     x = torch.randn(40, columns).bfloat16()
     wide_x = functional.pad(x, (0, 1), value=1)
     wide_weight = torch.cat([weight, bias[:, None]], 1)
-    for limit, counts in ((1 << 62, range(41)), (8, (0, 8, 9, 16, 17, 40)), (20, (20, 21))):
-        monkeypatch.setattr(cpu_kernel, "most_tokens", lambda _, limit=limit: limit)
-        product = product_by(pack_rows(weight), way)
-        for tokens in counts:
+    product = product_by(pack_rows(weight), way)
+    for features in (processor_features(), processor_features() | {"amx-bf16"}):
+        monkeypatch.setattr(cpu_kernel, "processor_features", lambda features=features: features)
+        for tokens in range(41):
             check_product(product(x[:tokens]), x[:tokens], weight)
             check_product(product(x[:tokens], bias), wide_x[:tokens], wide_weight)
         by_default = product(x.clone().requires_grad_())  # a model that is called without no_grad
         assert torch.equal(by_default.detach(), product(x))
-
-
-@pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
-def test_the_way_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The faster way is taken; a torch or a processor that was not measured before is measured."""
-    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path))
-    (instructions,) = [each for each in INSTRUCTIONS if each.name == WAYS[0]]
-    measure = cpu_kernel.most_tokens.__wrapped__
-    slow = [""]
-    measured = []
-
-    def timed(name: str) -> Callable[..., None]:
-        def run(self: CpuProducts, x: Tensor, instructions: Instructions) -> None:
-            measured.append(x.shape[0])
-            clock[0] += (2 if name == slow[0] else 1) + (x.shape[0] > 64 and name == "by_tiles") * 9
-
-        return run
-
-    clock = [0.0]
-    monkeypatch.setattr(cpu_kernel.time, "perf_counter", lambda: clock[0])
-    for name in ("by_tiles", "by_torch"):
-        monkeypatch.setattr(CpuProducts, name, timed(name))
-    for slow[0], limit in (("by_tiles", 8), ("by_torch", 64)):
-        monkeypatch.setattr(torch, "__version__", f"one in which {slow[0]} is slow")
-        for _ in range(2):
-            measured.clear()
-            assert measure(instructions) == limit
-        assert not measured
-    monkeypatch.setenv("EMP_LLM_CACHE", "/proc/none")  # no such folder can be made
-    assert measure(instructions) == 64
-    assert measured
 
 
 def test_it_is_a_linear_layer() -> None:

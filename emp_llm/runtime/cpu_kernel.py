@@ -7,16 +7,12 @@ others. A row is always summed in the same order, so results do not depend on th
 
 Few tokens are multiplied while the values are spread, and no dense row is written to memory. For
 more tokens, each thread makes a few rows dense in its cache, in the order in which its processor
-multiplies matrices. Where torch is faster still, it multiplies dense tiles of rows.
+multiplies matrices. Only the matrix units of AMX are left to torch, with rows that are made dense.
 """
 
 import ctypes
-import hashlib
-import math
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +24,6 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn import functional
 
-from emp_llm.checkpoint.files import write_bytes
-from emp_llm.common.paths import cache_folder
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -45,7 +39,8 @@ _CACHED = 40 << 10  # bytes of them
 _VECTORS = 2  # of rows that are dense at a time
 _BLOCK = 2048  # words of an input that lie together
 _GAP = 16  # words between them, or many inputs would share the same lines of the cache
-_TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
+_TILED = 32  # tokens for which tiles are faster than torch with AMX, by estimate
+_TORCH_TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
 # (index of a row, number of a chunk) -> the weights of the chunk, one vector
@@ -164,9 +159,9 @@ class CpuProducts:
             return x.new_empty(tokens, self._rows.rows)
         if tokens <= _FEW or (tokens <= _MOST_VECTORS and size <= _CACHED):
             return self.by_loops(x, instructions, bias)
-        if tokens <= _MOST_VECTORS or tokens <= most_tokens(instructions):
-            return self.by_tiles(x, instructions, bias)
-        return self.by_torch(x, instructions, bias)
+        if tokens > _TILED and instructions.dot and "amx-bf16" in processor_features():
+            return self.by_torch(x, bias)
+        return self.by_tiles(x, instructions, bias)
 
     def by_loops(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
         """The products of at most eight tokens: no dense row is written to memory."""
@@ -216,30 +211,25 @@ class CpuProducts:
             block[:, part.shape[1] : self._padded - first] = 0
         return inputs
 
-    def by_torch(self, x: Tensor, instructions: Instructions, bias: Tensor | None = None) -> Tensor:
-        """The products by torch, in the dtype of the instructions: a tile of rows after another is
-        made dense.
-        """
-        tokens = x.shape[0]
+    def by_torch(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The products by torch, in bfloat16: some rows after others are made dense."""
         rows = self._rows.rows
         threads = torch.get_num_threads()
-        inputs = x.to(instructions.dtype)
-        result = inputs.new_empty(tokens, rows)
-        dense = _compiled(dense_module, self._dtype, instructions)
-        tile_rows = max(1, min(rows, threads * _TILE // max(1, self._padded)))
+        result = x.new_empty(x.shape[0], rows)
+        dense = _compiled(dense_module, self._dtype, self._instructions)
+        height = max(1, min(rows, threads * _TORCH_TILE // max(1, self._padded)))
         # One word lies between two rows, or many rows would share the same lines of the cache.
-        tile = torch.empty(tile_rows, self._padded + WORD_COLUMNS, dtype=instructions.dtype)
-        for first in range(0, rows, tile_rows):
-            last = min(first + tile_rows, rows)
+        tile = x.new_empty(height, self._padded + WORD_COLUMNS)
+        for first in range(0, rows, height):
+            last = min(first + height, rows)
             self._run(dense, first, last, -(-(last - first) // (4 * threads)), tile)
             weights = tile[: last - first, : x.shape[1]].T
             products = result[:, first:last]
             if bias is None:
-                torch.mm(inputs, weights, out=products)
+                torch.mm(x, weights, out=products)
             else:
-                some_bias = bias[first:last].to(instructions.dtype)
-                torch.addmm(some_bias, inputs, weights, out=products)
-        return result.to(x.dtype)
+                torch.addmm(bias[first:last].to(x.dtype), x, weights, out=products)
+        return result
 
     def _run(
         self,
@@ -270,46 +260,6 @@ def _start(bias: Tensor | None, rows: int) -> Tensor:
     if bias is not None:
         start[: bias.shape[0]] = bias
     return start
-
-
-@cache
-def most_tokens(instructions: Instructions) -> int:
-    """The most tokens for which our tiles are faster than torch with dense rows.
-
-    This is measured once for a processor, its threads and a version of torch, in about a
-    second; the result is kept in a file of the cache folder.
-    """
-    machine = (
-        llvm.get_host_cpu_name(),
-        sorted(processor_features()),
-        instructions.name,
-        torch.get_num_threads(),
-        torch.__version__,
-    )
-    path = cache_folder() / "tiles" / hashlib.sha256(repr(machine).encode()).hexdigest()[:32]
-    with suppress(OSError, ValueError):
-        return int(path.read_text())
-    rows = 2048  # more weights than a cache holds
-    columns = 4096
-    counts = (16, 32, 64, 128, 256)
-    gains = [0.0]
-    offsets = torch.arange(0, rows * columns // 2 + 1, columns // 2)
-    mask = torch.full((rows, columns // 8), 0x55, dtype=torch.uint8)
-    values = torch.ones(rows * columns // 2, dtype=instructions.dtype)
-    products = CpuProducts(PackedRows(mask, values, offsets, columns), instructions)
-    for tokens in counts:
-        x = torch.ones(tokens, columns, dtype=instructions.dtype)
-        seconds = []
-        for run in 3 * (products.by_tiles, products.by_torch):
-            begin = time.perf_counter()
-            run(x, instructions)
-            seconds.append(time.perf_counter() - begin)
-        gains.append(gains[-1] + math.log(min(seconds[1::2]) / min(seconds[::2])))
-    # One wrong time does not decide.
-    most = (_MOST_VECTORS, *counts[:-1], 1 << 62)[gains.index(max(gains))]
-    with suppress(OSError):
-        write_bytes(path, str(most).encode())
-    return most
 
 
 @cache
