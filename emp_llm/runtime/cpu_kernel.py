@@ -31,7 +31,7 @@ FLOAT = ir.FloatType()
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _WORD = {"BF16": I16, "F16": I16, "F32": I32}
 _LONGEST_LOAD = 32  # values that one load reads
-_LINE = 512  # bits of a line of the cache
+_PACE = 16  # bits of the fraction of a pace
 _AHEAD = 4096  # bytes of values of each row to ask for in advance
 _FEW = 5  # tokens for which the loops are faster than tiles
 _MOST_VECTORS = 8  # likewise, if all inputs stay in the nearest cache
@@ -379,11 +379,15 @@ def tile_module(
         tile = b.mul(task["slot"], task["tile_stride"])
         fill_tile(b, task, tile, first)
         words = b.mul(task["words"], number(mask_words))
-        # While it multiplies, it asks for the values and masks of its next rows.
+        # While it multiplies, it asks for the values and masks of its next rows, evenly: in bursts,
+        # the memory does not keep up.
         next_mask = b.mul(following, task["words"])
         next_value = fetch(b, task["offsets"], following, I64)
         after_next = _least(b, b.add(following, number(height)), task["last"])
         last_value = fetch(b, task["offsets"], after_next, I64)
+        passes = b.sdiv(b.add(task["tokens"], number(together - 1)), number(together))
+        next_values = b.shl(b.sub(last_value, next_value), number(_PACE))
+        pace = b.sdiv(next_values, b.mul(passes, words))  # values for each word, a fraction
 
         def of_tokens(token: Any, _: Any) -> None:
             asked = b.mul(b.sdiv(token, number(together)), words)
@@ -396,9 +400,8 @@ def tile_module(
 
                 def add_word(k: Any, sums: list[Any]) -> list[Any]:
                     word = b.add(at, k)
-                    line = b.mul(b.add(asked, word), number(_LINE // _WORD[dtype].width))
-                    value = _least(b, b.add(next_value, line), last_value)
-                    _ask_for(b, task["values"], value, _WORD[dtype])
+                    values = b.ashr(b.mul(b.add(asked, word), pace), number(_PACE))
+                    _ask_for(b, task["values"], b.add(next_value, values), _WORD[dtype])
                     _ask_for(b, task["mask"], b.add(next_mask, word), I64)
                     weights = []
                     for start in range(0, height, count):
