@@ -195,7 +195,8 @@ def test_all_ways_at_every_number_of_tokens(
     """The loops, the tiles and, on processors with AMX, torch's product, around their limits, with
     a bias that is added before the rounding.
     """
-    monkeypatch.setattr(cpu_kernel, "_TILED", 20)  # tokens
+    monkeypatch.setattr(cpu_kernel, "_CHUNK", 30)  # tokens
+    monkeypatch.setattr(cpu_kernel, "_TILED", 20)  # likewise
     monkeypatch.setattr(cpu_kernel, "_TORCH_TILE", 1 << 12)  # weights that are dense at a time
     weight = sparse_matrix(91, columns, 0.5, torch.bfloat16)
     bias = torch.randn(91).bfloat16()

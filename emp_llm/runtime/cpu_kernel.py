@@ -37,8 +37,7 @@ _FEW = 5  # tokens for which the loops are faster than tiles
 _MOST_VECTORS = 8  # likewise, if all inputs stay in the nearest cache
 _CACHED = 40 << 10  # bytes of them
 _VECTORS = 2  # of rows that are dense at a time
-_BLOCK = 2048  # words of an input that lie together
-_GAP = 16  # words between them, or many inputs would share the same lines of the cache
+_CHUNK = 2048  # tokens; of more, the inputs leave the caches while the rows pass
 _TILED = 32  # tokens for which tiles are faster than torch with AMX, by estimate
 _TORCH_TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
@@ -167,7 +166,7 @@ class CpuProducts:
         """The products of at most eight tokens: no dense row is written to memory."""
         tokens = x.shape[0]
         rows = self._rows.rows
-        padded = functional.pad(x.to(instructions.dtype), (0, self._padded - x.shape[1]))
+        padded = self._padded_inputs(x, instructions)
         # The columns of a mask word lie together, for one token after another.
         inputs = padded.reshape(tokens, -1, WORD_COLUMNS).transpose(0, 1).contiguous()
         sums = torch.empty(tokens, rows)
@@ -180,36 +179,29 @@ class CpuProducts:
         """The products of more tokens: each thread makes a few rows dense in its cache and
         multiplies them with all tokens.
         """
-        tokens = x.shape[0]
         rows = self._rows.rows
         height = _VECTORS * instructions.words
         width = max(rows, height)
         words = self._padded // instructions.pairs
         tile = torch.empty(torch.get_num_threads(), height * words, dtype=torch.int32)
-        inputs = self._blocks(x, instructions)
+        start = _start(bias, width)
         result_dtype = x.dtype if x.dtype in NAMES else torch.float32
-        result = x.new_empty(tokens, width, dtype=result_dtype)
-        passes = -(-tokens // (instructions.sums // _VECTORS))
-        together = -(-tokens // passes)
-        product = _compiled(tile_module, self._dtype, instructions, NAMES[result_dtype], together)
-        self._run(product, 0, rows, height, tile, inputs, result, _start(bias, width))
+        result = x.new_empty(x.shape[0], width, dtype=result_dtype)
+        for first in range(0, x.shape[0], _CHUNK):
+            inputs = self._padded_inputs(x[first : first + _CHUNK], instructions).contiguous()
+            tokens = inputs.shape[0]
+            passes = -(-tokens // (instructions.sums // _VECTORS))
+            arguments = self._dtype, instructions, NAMES[result_dtype], -(-tokens // passes)
+            product = _compiled(tile_module, *arguments)
+            results = result[first : first + tokens]
+            self._run(product, 0, rows, height, tile, inputs, results, start)
         return result[:, :rows].contiguous().to(x.dtype)
 
-    def _blocks(self, x: Tensor, instructions: Instructions) -> Tensor:
-        """The inputs in blocks of `_BLOCK` words, with zeros up to whole mask words.
-
-        Returns:
-            Shape (blocks, tokens, inputs of a block and of a gap).
-        """
-        columns = _BLOCK * instructions.pairs
-        gap = _GAP * instructions.pairs
-        blocks = -(-self._padded // columns)
-        inputs = torch.empty(blocks, x.shape[0], columns + gap, dtype=instructions.dtype)
-        for first, block in zip(range(0, self._padded, columns), inputs, strict=True):
-            part = x[:, first : first + columns]
-            block[:, : part.shape[1]] = part
-            block[:, part.shape[1] : self._padded - first] = 0
-        return inputs
+    def _padded_inputs(self, x: Tensor, instructions: Instructions) -> Tensor:
+        """The inputs in the dtype of the instructions, with zeros up to whole mask words."""
+        missing = self._padded - x.shape[1]
+        inputs = x.to(instructions.dtype)
+        return functional.pad(inputs, (0, missing)) if missing else inputs
 
     def by_torch(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The products by torch, in bfloat16: some rows after others are made dense."""
@@ -392,32 +384,24 @@ def tile_module(
         def of_tokens(token: Any, _: Any) -> None:
             asked = b.mul(b.sdiv(token, number(together)), words)
             token = _least(b, token, b.sub(task["tokens"], number(together)))
+            stride = b.sdiv(task["inputs_stride"], number(instructions.pairs))
+            inputs = [b.mul(b.add(token, number(j)), stride) for j in range(together)]
 
-            def add_block(at: Any, sums: list[Any]) -> list[Any]:
-                block = b.mul(b.sdiv(at, number(_BLOCK)), task["tokens"])
-                input_place = b.mul(b.add(block, token), number(_BLOCK + _GAP))
-                tile_place = b.add(tile, b.mul(at, number(height)))
-
-                def add_word(k: Any, sums: list[Any]) -> list[Any]:
-                    word = b.add(at, k)
-                    values = b.ashr(b.mul(b.add(asked, word), pace), number(_PACE))
-                    _ask_for(b, task["values"], b.add(next_value, values), _WORD[dtype])
-                    _ask_for(b, task["mask"], b.add(next_mask, word), I64)
-                    weights = []
-                    for start in range(0, height, count):
-                        place = b.add(b.add(tile_place, b.mul(k, number(height))), number(start))
-                        weights.append(b.bitcast(fetch(b, task["tile"], place, vector), operand))
-                    for j in range(together):
-                        place = b.add(b.add(input_place, k), number(j * (_BLOCK + _GAP)))
-                        x = fetch(b, task["inputs"], place, I32)
-                        x = b.bitcast(_in_all_lanes(b, x, count), operand)
-                        for i in range(_VECTORS):
-                            sum_place = j * _VECTORS + i
-                            sums[sum_place] = _multiply_add(b, sums[sum_place], weights[i], x)
-                    return sums
-
-                in_block = _least(b, b.sub(words, at), number(_BLOCK))
-                return _for_range(b, number(0), in_block, 1, sums, add_word)
+            def add_word(k: Any, sums: list[Any]) -> list[Any]:
+                values = b.ashr(b.mul(b.add(asked, k), pace), number(_PACE))
+                _ask_for(b, task["values"], b.add(next_value, values), _WORD[dtype])
+                _ask_for(b, task["mask"], b.add(next_mask, k), I64)
+                weights = []
+                for start in range(0, height, count):
+                    place = b.add(b.add(tile, b.mul(k, number(height))), number(start))
+                    weights.append(b.bitcast(fetch(b, task["tile"], place, vector), operand))
+                for j in range(together):
+                    x = fetch(b, task["inputs"], b.add(inputs[j], k), I32)
+                    x = b.bitcast(_in_all_lanes(b, x, count), operand)
+                    for i in range(_VECTORS):
+                        sum_place = j * _VECTORS + i
+                        sums[sum_place] = _multiply_add(b, sums[sum_place], weights[i], x)
+                return sums
 
             places = [
                 (b.add(token, number(j)), b.add(first, number(start)))
@@ -425,7 +409,7 @@ def tile_module(
                 for start in range(0, height, count)
             ]
             sums = [fetch(b, task["bias"], row, sum_type) for _, row in places]
-            sums = _for_range(b, number(0), words, _BLOCK, sums, add_block)
+            sums = _for_range(b, number(0), words, 1, sums, add_word)
             for (result_token, row), total in zip(places, sums, strict=True):
                 place = b.add(b.mul(result_token, task["results_stride"]), row)
                 store(b, _rounded(b, total, result_dtype), task["results"], place)
@@ -776,7 +760,9 @@ def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
     module.triple = machine.triple
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = False  # twice as many sums do not fit into the registers
+    passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(parsed, passes)
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
