@@ -4,13 +4,13 @@ billion weights.
     python scripts/bench_runtime.py [--threads 2] [--repeats 15] [--rows 22016] [--layer-only]
     [--write]
 
-Layer: a bfloat16 matrix of rows x 4096 with random zeros. "copy" is the time in which torch copies
-the dense matrix: a dense product at the bandwidth of a copy (bytes copied per second) takes as
-long. Reading alone may be up to twice as fast. "torch" is torch's own bfloat16 linear. "limit" is
-the ratio of the bytes: no product can be faster than a dense one by more, if both read at full
-bandwidth. The runs of a table take turns; ratios are medians of the rounds. One thread is timed by
-its processor time, which other programs on the machine do not lengthen as they do the time of the
-clock.
+Layer: a matrix of rows x 4096 with random zeros, of bfloat16 where nothing else is said. "copy" is
+the time in which torch copies the dense matrix: a dense product at the bandwidth of a copy (bytes
+copied per second) takes as long. Reading alone may be up to twice as fast. "torch" is torch's own
+linear. "limit" is the ratio of the bytes: no product can be faster than a dense one by more, if
+both read at full bandwidth. The runs of a table take turns; ratios are medians of the rounds. One
+thread is timed by its processor time, which other programs on the machine do not lengthen as they
+do the time of the clock.
 
 Model: a random Llama of TinyLlama's shape with tied embeddings, pruned to 50 % of all linear layers
 by magnitude, packed, and measured by `emp-llm bench`, each in a process of its own so that its
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +70,12 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help=f"add the tables to {RESULTS.name}")
     options = parser.parse_args(line)
     torch.set_num_threads(options.threads)
-    parts = [zeros_table(options), tokens_table(options)]
+    parts = [
+        zeros_table(options),
+        tokens_table(options, torch.bfloat16, PRUNED),
+        tokens_table(options, torch.float16, (0.5,)),
+        tokens_table(options, torch.float32, (0.5,)),
+    ]
     if not options.layer_only:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             parts.append(model_table(Path(folder), options))
@@ -129,20 +134,21 @@ def zeros_table(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def tokens_table(options: argparse.Namespace) -> str:
-    """By the number of tokens, for each share of zeros of a pruned model."""
+def tokens_table(options: argparse.Namespace, dtype: torch.dtype, shares: Sequence[float]) -> str:
+    """By the number of tokens, for some shares of zeros."""
     lines = [
         f"{options.rows} x {COLUMNS}, by the number of tokens and the share of zeros; torch is its "
-        "bfloat16 linear:\n",
-        "| tokens | torch |" + "".join(f" {zeros:.0%} | torch / sparse |" for zeros in PRUNED),
-        "|---:" * (2 + 2 * len(PRUNED)) + "|",
+        f"linear, both in {str(dtype).removeprefix('torch.')}:\n",
+        "| tokens | torch |" + "".join(f" {zeros:.0%} | torch / sparse |" for zeros in shares),
+        "|---:" * (2 + 2 * len(shares)) + "|",
     ]
-    weight = random_weight(options.rows, 0.5)
+    weight = random_weight(options.rows, 0.5).to(dtype)
     products = {
-        zeros: products_of(pack_rows(random_weight(options.rows, zeros))) for zeros in PRUNED
+        zeros: products_of(pack_rows(random_weight(options.rows, zeros).to(dtype)))
+        for zeros in shares
     }
     for tokens in TOKENS:
-        x = torch.randn(tokens, COLUMNS).bfloat16()
+        x = torch.randn(tokens, COLUMNS).to(dtype)
         runs = {"torch": partial(functional.linear, x, weight)}
         runs |= {f"{zeros:.0%}": partial(product, x) for zeros, product in products.items()}
         times = rounds(runs, max(5, options.repeats // (1 + tokens // 32)))
