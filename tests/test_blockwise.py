@@ -3,6 +3,7 @@ of the weights.
 """
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import torch_openmp
+from emp_llm.models import offload
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import find_blocks
@@ -64,6 +67,35 @@ def test_logits_are_the_models(models: Models, family: str, device_map: str, pla
             assert all(p.is_meta for p in runner.blocks[1].parameters()), (
                 "its weights are gone again"
             )
+
+
+@pytest.mark.skipif(torch_openmp() is None, reason="torch has no OpenMP of GCC here")
+def test_the_thread_that_reads_blocks_has_no_team(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a team of its own, all threads of the process would be more than the processors, and
+    libgomp would put them to sleep at every wait.
+    """
+    threads = torch.get_num_threads()
+    seen = []
+    load = offload._load_weights
+
+    def noted(modules: Any) -> int:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return load(modules)
+
+    monkeypatch.setattr(offload, "_load_weights", noted)
+    try:
+        torch.set_num_threads(3)
+        for _ in BlockwiseModel(load_model(models("llama"), "disk"), None, "cpu").forward(
+            [tokens()]
+        ):
+            seen.append((threading.current_thread().name, torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(threads)
+    of_threads = dict(seen)
+    assert of_threads.pop("MainThread") == 3
+    assert of_threads == {"emp-llm-weights_0": 1}
 
 
 class _Toy(nn.Module):

@@ -33,6 +33,7 @@ _PACKAGES = (
     "safetensors",
     "lm-eval",
 )
+_OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 # getrusage counts in kB on Linux, in bytes on macOS.
@@ -283,6 +284,34 @@ def cpu_fields() -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     return {key.strip(): " ".join(value.split()) for key, value in pairs}
+
+
+@cache
+def torch_openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch has loaded, with GOMP_parallel; None if there is none."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
+    for path in sorted(paths, key=lambda path: ("/torch" not in path, path)):  # torch's own first
+        library = ctypes.CDLL(path) if Path(path).name.startswith(_OPENMP) else None
+        if library is not None and hasattr(library, "GOMP_parallel"):
+            return library
+    return None
+
+
+def without_team() -> None:
+    """Let torch use no other threads for what this thread does.
+
+    libgomp gives a team of its own to each thread that wants one. As soon as all teams have more
+    threads than the machine has processors, every thread sleeps wherever it waits for others, in
+    the teams of the other threads too, and waking up takes longer than most of torch's operations.
+    """
+    import torch
+
+    torch.get_num_threads()  # torch sets the number at its first use in a thread
+    openmp = torch_openmp()
+    if openmp is not None:
+        openmp.omp_set_num_threads(1)
 
 
 def has_bfloat16(device: "torch.device") -> bool:

@@ -14,7 +14,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import Tensor, nn
 
-from emp_llm.common.machine import trim_heap
+from emp_llm.common.machine import trim_heap, without_team
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -82,7 +82,7 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
         The bytes that were loaded for the block. Its weights are on its device until the next block
         is requested.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights") as thread:
+    with ThreadPoolExecutor(1, "emp-llm-weights", initializer=without_team) as thread:
         try:
             ahead = [thread.submit(_load_weights, block.modules()) for block in blocks[:1]]
             for number, block in enumerate(blocks, 1):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from llvmlite import ir
 from torch import Tensor
 from torch.nn import functional
 
+from emp_llm.common.machine import torch_openmp
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -40,7 +40,6 @@ _VECTORS = 2  # of rows that are dense at a time
 _CHUNK = 2048  # tokens; of more, the inputs leave the caches while the rows pass
 _TILED = 32  # tokens for which tiles are faster than torch with AMX, by estimate
 _TORCH_TILE = 1 << 21  # weights that are dense at a time for torch, for each thread
-_OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 Values = Sequence[Any]  # values of LLVM that a loop carries
 # (index of a row, number of a chunk) -> the weights of the chunk, one vector
 Weights = Callable[[int, int], Any]
@@ -353,17 +352,21 @@ def tile_module(
 
     def fill_tile(b: Any, task: dict[str, Any], tile: Any, first: Any) -> None:
         latest = b.sub(task["last"], number(1))
-        for start in range(0, height, count):
-            rows = [_least(b, b.add(first, number(start + i)), latest) for i in range(count)]
 
-            def put_word(at: Any, weights: Weights, _: list[Any], start: int = start) -> None:
-                place = b.add(tile, b.add(b.mul(at, number(mask_words * height)), number(start)))
+        def fill_vector(start: Any, _: Any) -> None:
+            row = b.add(first, start)
+            rows = [_least(b, b.add(row, number(i)), latest) for i in range(count)]
+
+            def put_word(at: Any, weights: Weights, _: list[Any]) -> None:
+                place = b.add(tile, b.add(b.mul(at, number(mask_words * height)), start))
                 for chunk in range(WORD_COLUMNS // instructions.lanes):
                     words = [b.bitcast(weights(i, chunk), vector) for i in range(count)]
                     for i, column in enumerate(_transposed(b, words), chunk * count):
                         store(b, column, task["tile"], b.add(place, number(i * height)))
 
             _for_each_mask_word(b, task, instructions, dtype, rows, [], put_word)
+
+        _for_range(b, number(0), number(height), count, [], fill_vector)
 
     def multiply_stripe(b: Any, task: dict[str, Any], first: Any, _: Any, following: Any) -> None:
         first = _least(b, first, b.sub(task["last"], number(height)))
@@ -778,31 +781,15 @@ def _run_on_threads(function: int, task: int, threads: int) -> None:
     for a processor until then.
     """
     call = _FUNCTION(function)
-    parallel = _openmp() if threads > 1 else None
-    if parallel is not None:
-        parallel(function, task, threads, 0)
+    openmp = torch_openmp() if threads > 1 else None
+    if openmp is not None:
+        openmp.GOMP_parallel(ctypes.c_void_p(function), ctypes.c_void_p(task), threads, 0)
         return
     others = [_thread_pool(threads - 1).submit(call, task) for _ in range(threads - 1)]
     call(task)
     for other in others:
         if not other.cancel():
             other.result()
-
-
-@cache
-def _openmp() -> Callable[..., Any] | None:
-    """GOMP_parallel of the OpenMP library that torch has loaded; None if there is none."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.is_file() else []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
-    for path in sorted(paths, key=lambda path: ("/torch" not in path, path)):  # torch's own first
-        library = ctypes.CDLL(path) if Path(path).name.startswith(_OPENMP) else None
-        if library is not None and hasattr(library, "GOMP_parallel"):
-            parallel = library.GOMP_parallel
-            parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            parallel.restype = None
-            return parallel
-    return None
 
 
 @cache
