@@ -88,7 +88,7 @@ class Generation:
         import torch
         from transformers import TextIteratorStreamer
 
-        from emp_llm.common.machine import peak_memory
+        from emp_llm.common.machine import peak_memory, release_team
 
         if self.figures is not None:
             yield from self._pieces
@@ -117,6 +117,7 @@ class Generation:
                 streamer.end()
 
         start = time.perf_counter()
+        release_team()
         thread = Thread(target=work, name="emp-llm-generate")
         thread.start()
         try:

@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -33,6 +34,7 @@ import emp_llm
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.packed_format import PackedFolder, PackedShard
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import torch_openmp
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
@@ -436,6 +438,26 @@ def test_generate(sparse_models: Models, command: Run) -> None:
     assert "tokens/s; peak memory" in sparse.stderr
     quiet = command("generate", "--model", model, *line, "--runtime", "dense", "-q")
     assert (quiet.stdout, quiet.stderr) == (sparse.stdout, "")
+
+
+@pytest.mark.skipif(torch_openmp() is None, reason="torch has no OpenMP of GCC here")
+def test_generation_has_the_processors_for_itself(sparse_models: Models) -> None:
+    """The threads of the caller's team end, or those of the generation would sleep at each wait."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        generation = emp_llm.generate(
+            sparse_models("llama"), prompt="The lamp", max_new_tokens=3, device="cpu"
+        )
+        torch.ones(1 << 20).add_(1)
+        before = len(os.listdir("/proc/self/task"))
+        assert generation.text
+        deadline = time.monotonic() + 10  # its own threads end a moment later
+        while len(os.listdir("/proc/self/task")) > before - 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_generate_from_python(sparse_models: Models) -> None:

@@ -33,6 +33,7 @@ _PACKAGES = (
     "safetensors",
     "lm-eval",
 )
+_HARD_PAUSE = 2  # omp_pause_hard
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -299,13 +300,20 @@ def torch_openmp() -> ctypes.CDLL | None:
     return None
 
 
-def without_team() -> None:
-    """Let torch use no other threads for what this thread does.
+def release_team() -> None:
+    """End the threads that OpenMP keeps for this one, before another one computes with torch.
 
-    libgomp gives a team of its own to each thread that wants one. As soon as all teams have more
-    threads than the machine has processors, every thread sleeps wherever it waits for others, in
-    the teams of the other threads too, and waking up takes longer than most of torch's operations.
+    libgomp keeps a team of threads for each thread that has computed. As soon as all teams have
+    more threads than the machine has processors, every thread sleeps wherever it waits for others,
+    and waking up takes longer than most of torch's operations.
     """
+    openmp = torch_openmp()
+    if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):
+        openmp.omp_pause_resource_all(_HARD_PAUSE)
+
+
+def without_team() -> None:
+    """Let torch use no other threads for what this thread does, as in `release_team`."""
     import torch
 
     torch.get_num_threads()  # torch sets the number at its first use in a thread
