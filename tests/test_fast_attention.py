@@ -175,12 +175,12 @@ def test_commands_take_it(
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
-        ("llama", {"method": "wanda"}, ["auto"]),
-        ("llama", {"method": "wanda", "propagate": "pruned"}, ["disk"]),
-        ("llama", {"method": "sparsegpt"}, ["disk"]),
-        ("llama", {"method": "sparsegpt", "device_map": "cpu"}, ["cpu"]),
-        ("llama", {"method": "wanda", "refit": True}, ["auto", "disk"]),
-        ("mixtral", {"method": "sparsegpt"}, ["auto"]),
+        ("llama", {"method": "wanda"}, ["auto", "auto"]),
+        ("llama", {"method": "wanda", "propagate": "pruned"}, ["disk", "disk"]),
+        ("llama", {"method": "sparsegpt"}, ["disk", "disk"]),
+        ("llama", {"method": "sparsegpt", "device_map": "cpu"}, ["cpu", "cpu"]),
+        ("llama", {"method": "wanda", "refit": True}, ["auto", "disk", "disk"]),
+        ("mixtral", {"method": "sparsegpt"}, ["auto", "auto"]),
     ],
 )
 def test_blocks_are_read_when_their_turn_comes(
@@ -193,10 +193,10 @@ def test_blocks_are_read_when_their_turn_comes(
     places: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a GPU, and unless the user says where the model lies. Not of experts, which
-    transformers would write to disk once more.
+    """Without a GPU, and unless the user says where the model lies: of the dense model, and of the
+    pruned one that is checked. Not of experts, which transformers would write to disk once more.
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32, "check": False}
+    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32}
     prune(str(models(family)), output=tmp_path / "out", **how, **changes)
     assert places == expected

@@ -255,11 +255,14 @@ class PruneRun:
         Args:
             by_blocks: it runs block by block alone.
         """
+        return self._model(self.source.folder, by_blocks)
+
+    def _model(self, folder: Path, by_blocks: bool) -> "PreTrainedModel":
         if by_blocks:  # transformers would write to disk what it puts together or dequantises
             layers = [target.layer for target in self.architecture.select("all-linear")]
             quantised = "quantization_config" in self.checkpoint.config
             by_blocks = not quantised and all(layer.expert is None for layer in layers)
-        return self.models.get(self.source.folder, self.quantization, by_blocks)
+        return self.models.get(folder, self.quantization, by_blocks)
 
     def plan(self) -> DryRun:
         """What the run would do, and its need of memory and disk.
@@ -439,9 +442,11 @@ class PruneRun:
         config = self.checkpoint.config
         if config.get("is_encoder_decoder") or headless_class(config) is not None:
             return None
+        recipe = self.recipe
+        moves_blocks = recipe.update is not None or self.options.propagate == "pruned"
         with self.stopwatch("check"):
             try:
-                model = self.models.get(folder, self.quantization)
+                model = self._model(folder, by_blocks=moves_blocks and recipe.structure is None)
                 record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
             except UserError as error:
                 logger.warning(
