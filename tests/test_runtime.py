@@ -452,6 +452,7 @@ def test_generation_has_the_processors_for_itself(sparse_models: Models) -> None
         torch.ones(1 << 20).add_(1)
         before = len(os.listdir("/proc/self/task"))
         assert generation.text
+        assert torch.get_num_threads() == 3
         deadline = time.monotonic() + 10  # its own threads end a moment later
         while len(os.listdir("/proc/self/task")) > before - 2:
             assert time.monotonic() < deadline

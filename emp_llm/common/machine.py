@@ -33,7 +33,7 @@ _PACKAGES = (
     "safetensors",
     "lm-eval",
 )
-_HARD_PAUSE = 2  # omp_pause_hard
+_SOFT_PAUSE = 1  # omp_pause_soft
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -309,7 +309,7 @@ def release_team() -> None:
     """
     openmp = torch_openmp()
     if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):
-        openmp.omp_pause_resource_all(_HARD_PAUSE)
+        openmp.omp_pause_resource_all(_SOFT_PAUSE)
 
 
 def without_team() -> None:
