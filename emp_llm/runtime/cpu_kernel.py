@@ -334,8 +334,8 @@ def tile_module(
     """The products of `product_module` for more tokens, rounded to the dtype of the results.
 
     Each thread makes some rows dense in its tile. There, a word of 32 bits of each row lies beside
-    the same word of the next row, so that one vector has a word of as many rows as it has sums. An
-    input is multiplied with a vector after another, one word in all its lanes.
+    the same word of the next row. So one vector holds the same word of many rows, and is multiplied
+    with that word of an input, which is copied to all its lanes.
 
     Args:
         dtype: of the values: "BF16", "F16" or "F32".
