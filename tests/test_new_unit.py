@@ -13,10 +13,13 @@ from safetensors.torch import load_file
 from tiny import weights_of
 from transformers import AutoConfig
 
+from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
+from emp_llm.options.recipe import StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.structure.neurons import Neurons
-from emp_llm.structure.unit_model import KINDS
+from emp_llm.structure.scores import unit_scores
+from emp_llm.structure.unit_model import KINDS, unit_model
 from emp_llm.structure.units import UnitModel
 from emp_llm.verify import verify
 
@@ -39,6 +42,16 @@ class Pairs(Neurons):
 
     def fields(self, config: Any, stays: Mapping[int, int]) -> dict[str, Any]:
         return {"intermediate_size": 2 * stays[self.block]}
+
+
+def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
+    """The options refuse both; a kind that is not in their table meets a sentence."""
+    (layers,) = unit_model(models("llama"), StructureRecipe(structure="layers")).units
+    with pytest.raises(UserError, match="layers have no score by their weights"):
+        unit_scores([layers], "magnitude")
+    nothing: Any = None
+    with pytest.raises(UserError, match="layers have no weights that a refit moves"):
+        layers.refit({}, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(

@@ -206,11 +206,24 @@ def test_all_ways_at_every_number_of_tokens(
     wide_x = functional.pad(x, (0, 1), value=1)
     wide_weight = torch.cat([weight, bias[:, None]], 1)
     product = product_by(pack_rows(weight), way)
-    for features in (processor_features(), processor_features() | {"amx-bf16"}):
+    by_torch: list[int] = []
+    of_torch = CpuProducts.by_torch
+
+    def noted(self: CpuProducts, x: Tensor, bias: Tensor | None) -> Tensor:
+        by_torch.append(x.shape[0])
+        return of_torch(self, x, bias)
+
+    monkeypatch.setattr(CpuProducts, "by_torch", noted)
+    without_amx = processor_features() - {"amx-bf16"}
+    for features in (without_amx, without_amx | {"amx-bf16"}):
         monkeypatch.setattr(cpu_kernel, "processor_features", lambda features=features: features)
+        by_torch.clear()
         for tokens in range(41):
             check_product(product(x[:tokens]), x[:tokens], weight)
             check_product(product(x[:tokens], bias), wide_x[:tokens], wide_weight)
+        has_amx = way == "avx512bf16" and features != without_amx
+        assert set(by_torch) == set(range(21, 41) if has_amx else ())
+        assert torch.equal(product(x.double()), product(x.float()).double())
         by_default = product(x.clone().requires_grad_())  # a model that is called without no_grad
         assert torch.equal(by_default.detach(), product(x))
 

@@ -313,7 +313,7 @@ def release_team() -> None:
 
 
 def without_team() -> None:
-    """Let torch use no other threads for what this thread does, as in `release_team`."""
+    """Let torch compute on this thread alone, which then has no team (see `release_team`)."""
     import torch
 
     torch.get_num_threads()  # torch sets the number at its first use in a thread

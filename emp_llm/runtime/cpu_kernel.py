@@ -68,7 +68,6 @@ _TASK = (
     "results",  # address
     "results_stride",
     "bias",  # address of what is added to the results
-    "bias_stride",
 )
 _Task = ctypes.c_int64 * len(_TASK)
 _engines: list[Any] = []  # they own the compiled code
@@ -101,14 +100,14 @@ class Instructions:
         return torch.bfloat16 if self.dot else torch.float32
 
     @property
-    def pairs(self) -> int:
+    def per_word(self) -> int:
         """Weights or inputs in a word of 32 bits."""
         return 2 if self.dot else 1
 
     @property
     def words(self) -> int:
         """Words of 32 bits in a vector."""
-        return self.lanes // self.pairs
+        return self.lanes // self.per_word
 
 
 class CpuProducts:
@@ -181,7 +180,7 @@ class CpuProducts:
         rows = self._rows.rows
         height = _VECTORS * instructions.words
         width = max(rows, height)
-        words = self._padded // instructions.pairs
+        words = self._padded // instructions.per_word
         tile = torch.empty(torch.get_num_threads(), height * words, dtype=torch.int32)
         start = _start(bias, width)
         result_dtype = x.dtype if x.dtype in NAMES else torch.float32
@@ -236,9 +235,10 @@ class CpuProducts:
         """Call a function on each thread, for the rows first to last - 1, `height` at a time."""
         numbers = [
             number
-            for matrix in (tile, inputs, results, bias)
+            for matrix in (tile, inputs, results)
             for number in ((0, 0) if matrix is None else (matrix.data_ptr(), matrix.stride(0)))
         ]
+        numbers.append(0 if bias is None else bias.data_ptr())
         stripes = -(-(last - first) // height)
         tokens = 0 if results is None else results.shape[0]
         task = _Task(0, stripes, first, last, height, 0, *self._weights, tokens, *numbers)
@@ -348,7 +348,7 @@ def tile_module(
     sum_type = ir.VectorType(FLOAT, count)
     operand = ir.VectorType(I16, instructions.lanes) if instructions.dot else sum_type
     height = _VECTORS * count
-    mask_words = WORD_COLUMNS // instructions.pairs  # words of 32 bits for each
+    mask_words = WORD_COLUMNS // instructions.per_word  # words of 32 bits for each
 
     def fill_tile(b: Any, task: dict[str, Any], tile: Any, first: Any) -> None:
         latest = b.sub(task["last"], number(1))
@@ -387,7 +387,7 @@ def tile_module(
         def of_tokens(token: Any, _: Any) -> None:
             asked = b.mul(b.sdiv(token, number(together)), words)
             token = _least(b, token, b.sub(task["tokens"], number(together)))
-            stride = b.sdiv(task["inputs_stride"], number(instructions.pairs))
+            stride = b.sdiv(task["inputs_stride"], number(instructions.per_word))
             inputs = [b.mul(b.add(token, number(j)), stride) for j in range(together)]
 
             def add_word(k: Any, sums: list[Any]) -> list[Any]:

@@ -206,8 +206,11 @@ class Units(ABC):
     def score_of_weights(self, squares: Squares, norms: Scores | None) -> Scores:
         """The score of each unit by its weights; with `norms`, those of the inputs of its last
         layer.
+
+        Raises:
+            UserError: these units have none. The options refuse such a criterion before.
         """
-        raise NotImplementedError
+        raise UserError(f"{self.kind} have no score by their weights. Choose another --method.")
 
     @classmethod
     @abstractmethod
@@ -304,8 +307,11 @@ class Units(ABC):
     ) -> None:
         """Move the fitted matrices of all units of a model; `options` are those of `update_model`.
         A collective call.
+
+        Raises:
+            UserError: these units have none. The options refuse a refit before.
         """
-        raise NotImplementedError
+        raise UserError(f"{cls.kind} have no weights that a refit moves. Leave out --refit.")
 
     # Compared with the dense model.
 
