@@ -23,7 +23,7 @@ from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
 from emp_llm.common.progress import loudness, progress_of
-from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
+from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
 from emp_llm.options.base import GivenOptions, Opt, Option, options_in, options_of
 
 R = TypeVar("R")
@@ -227,12 +227,13 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a
     traceback.
     """
-    # Only rank 0 prints results; errors of other ranks name their rank.
-    rank = int(os.environ.get("RANK", "0"))
-    mark = f"rank {rank}: " if rank else ""
     # torch, not imported yet, then asks Linux for large pages: fewer system seconds.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    mark = ""
     try:
+        # Only rank 0 prints results; errors of other ranks name their rank.
+        rank = start_job().index
+        mark = f"rank {rank}: " if rank else ""
         # On a scheduler's SIGTERM, incomplete files are deleted as on Ctrl-C.
         signal.signal(signal.SIGTERM, _terminate)
         _set_up_logging(mark, rank)

@@ -133,10 +133,6 @@ def _forget() -> None:
     """
     from accelerate.state import AcceleratorState, PartialState
 
-    from emp_llm.common import ranks
-
-    ranks.ranks.cache_clear()
-    ranks._state.cache_clear()
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     logging.getLogger().handlers = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from emp_llm.common.errors import format_bytes
 from emp_llm.common.machine import available_cores, available_memory, peak_memory_text
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import ranks_of_job
 
 logger = logging.getLogger(__name__)
 _SECONDS = 30.0  # between two lines
@@ -44,7 +44,7 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     if quiet:
         package.setLevel(logging.WARNING)
         _Shown.quiet = True
-    if verbose and ranks().main:
+    if verbose and ranks_of_job().main:
         package.setLevel(logging.DEBUG)
     start = time.perf_counter()
     try:
@@ -160,7 +160,7 @@ def load_packages() -> None:
 
 def shows_bars() -> bool:
     """Whether this process draws bars: on the first rank, on a terminal, and unless it is quiet."""
-    return ranks().main and sys.stderr.isatty() and not _Shown.quiet
+    return ranks_of_job().main and sys.stderr.isatty() and not _Shown.quiet
 
 
 def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar:
@@ -173,7 +173,7 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
             are shown in thousands, millions and so on.
         leave: the finished bar stays on the terminal.
     """
-    if not ranks().main or _Shown.quiet:
+    if not ranks_of_job().main or _Shown.quiet:
         return Bar()
     title = title if _Shown.stage in ("", title) else f"{_Shown.stage}: {title}"
     if not sys.stderr.isatty():

@@ -1,8 +1,13 @@
 """Ranks: the processes of one command, started by torchrun or accelerate. A single process is
 rank 0 of 1.
+
+A script may have a process group of its own before it calls the library. Its ranks are the ranks
+then: the group is joined, neither started nor ended, and its errors stay as they are. Functions on
+a model in memory make no collective calls (`alone`), so that one process may call them.
 """
 
 import atexit
+import logging
 import os
 import re
 import socket
@@ -12,12 +17,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from emp_llm.common.errors import UserError, quotable
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 RESUMES = "The same command resumes where it stopped."
 LOST_CODE = 75  # exit code of a rank that ends because another is gone: EX_TEMPFAIL of sysexits.h
@@ -31,6 +39,8 @@ _BROKEN = re.compile(
 _SILENT = re.compile(r"Timed out waiting|[Tt]imeout")
 _END = "emp_llm/end"  # where the first rank that fails leaves its message for the others
 _LETTERS = 1000  # of that message
+_MEET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what ranks need, to meet
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RankLost(BaseException):
@@ -72,7 +82,7 @@ class Ranks:
 
         if self.count == 1:
             return torch.accelerator.current_accelerator() or torch.device("cpu")
-        return torch.device(_state().device)
+        return torch.device(accelerate_state().device)
 
     def assigned(self, items: Sequence[T]) -> Sequence[T]:
         """The items that this rank works on: every `count`-th."""
@@ -90,8 +100,7 @@ class Ranks:
 
         values: list[Any] = [None] * self.count
         with rank_losses():
-            _state()
-            distributed.all_gather_object(values, value)
+            distributed.all_gather_object(values, value, group=_group())
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -106,8 +115,7 @@ class Ranks:
 
         values = [value]
         with rank_losses():
-            _state()
-            distributed.broadcast_object_list(values, src=0)
+            distributed.broadcast_object_list(values, src=0, group=_group())
         return values[0]
 
     def first(self, function: Callable[[], T]) -> T:
@@ -121,26 +129,78 @@ class Ranks:
         return result
 
 
-@cache
 def ranks() -> Ranks:
-    """The ranks of this job.
+    """The ranks that share the work: those of this job, or this process alone inside `alone`."""
+    return Ranks(0, 1) if _Joined.alone else ranks_of_job()
 
-    A process joins the others at its first collective call. So every rank reports wrong input
-    itself, and loses no connection to a rank that has ended with the same error.
+
+def ranks_of_job() -> Ranks:
+    """The ranks of this job: those of the process group, if there is one; else those that meet at
+    the first collective call, by the variables of torchrun.
+
+    So every rank reports wrong input itself, and loses no connection to a rank that has ended with
+    the same error.
+
+    Raises:
+        UserError: a variable is wrong.
     """
-    return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    if _is_joined():
+        distributed = sys.modules["torch.distributed"]
+        return Ranks(distributed.get_rank(), distributed.get_world_size())
+    found, missing = _by_variables()
+    if missing:
+        _warn_of_leftovers(missing)
+    return found
+
+
+def start_job() -> Ranks:
+    """The ranks of a command's job. If the variables are left over from another job, they are
+    removed, so that no other package reads them.
+    """
+    found = ranks_of_job()
+    if _by_variables()[1]:
+        for name in (*_MEET[:2], *_LOCAL):
+            os.environ.pop(name, None)
+    return found
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside this context, this process does the whole work and makes no collective call: for
+    functions that a script may call in one of its processes, or in each with another model.
+    """
+    _Joined.alone.append(None)
+    try:
+        yield
+    finally:
+        _Joined.alone.pop()
+
+
+def device_alone() -> str | None:
+    """The device map of a model that one process of several works on alone: its own GPU. None for
+    a single process, which may use all.
+    """
+    if ranks_of_job().count == 1:
+        return None
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return "cpu"
+    index = _whole("LOCAL_RANK", 0) % torch.accelerator.device_count()
+    return f"{accelerator.type}:{index}"
 
 
 @contextmanager
 def rank_losses() -> Iterator[None]:
     """Inside this context, a collective call that fails because another rank is gone raises
-    RankLost, with the cause.
+    RankLost, with the cause. Errors in the process group of a script stay as they are.
     """
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not _is_joined() or not (_BROKEN.search(text) or _SILENT.search(text)):
+        if not _is_own() or not (_BROKEN.search(text) or _SILENT.search(text)):
             raise
         atexit.unregister(_leave)
         raise _loss(text) from error
@@ -149,10 +209,10 @@ def rank_losses() -> Iterator[None]:
 def tell_ranks(code: int, message: str) -> None:
     """Leave the cause of this rank's end for the others, unless another rank has left one."""
     # The loss of another rank is not a cause.
-    if _is_joined() and code != LOST_CODE:
+    if _is_own() and code != LOST_CODE:
         cause = " ".join(message.split())[:_LETTERS]
         with suppress(RuntimeError):  # the store is gone
-            _join().compare_set(
+            _Joined.store.compare_set(
                 _END,
                 "",
                 f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}",
@@ -169,7 +229,7 @@ def _loss(text: str) -> RankLost:
             f"network is gone. {RESUMES}"
         )
     with suppress(RuntimeError):
-        store = _join()
+        store = _Joined.store
         store.set_timeout(timedelta(seconds=5))
         if store.check([_END]):
             code, _, message = store.get(_END).decode(errors="replace").partition(" ")
@@ -182,51 +242,152 @@ def _loss(text: str) -> RankLost:
 
 def _patience() -> int:
     """Seconds that a rank waits for another in a collective call."""
-    return int(os.environ.get(SILENT_SECONDS) or _DAY)
+    return _whole(SILENT_SECONDS, _DAY, 1)
+
+
+def _whole(name: str, default: int, minimum: int = 0) -> int:
+    """The whole number that a variable of the environment holds.
+
+    Raises:
+        UserError: it holds something else, or less than the minimum.
+    """
+    text = os.environ.get(name) or str(default)
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        raise UserError(
+            f"the environment variable {name} is {quotable(text)!r}; it must be a whole number of "
+            f"at least {minimum}. Unset it, or correct it."
+        )
+    return int(text)
+
+
+def _by_variables() -> tuple[Ranks, list[str]]:
+    """The ranks that the variables of torchrun tell of; and which are missing of those that the
+    ranks need to meet, where some are left over: then there is one rank.
+
+    Raises:
+        UserError: a variable is wrong.
+    """
+    index = _whole("RANK", 0)
+    count = _whole("WORLD_SIZE", 1, 1)
+    _whole("LOCAL_RANK", 0)
+    if "WORLD_SIZE" in os.environ and index >= count:
+        raise UserError(
+            f"RANK is {index} and WORLD_SIZE is {count}, but ranks count from 0 to {count - 1}. "
+            "Start the processes with torchrun, or unset both variables."
+        )
+    missing = [name for name in _MEET if not os.environ.get(name)]
+    if missing and (index, count) != (0, 1):
+        return Ranks(0, 1), missing
+    return Ranks(index, count), []
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log a warning once in a process."""
+    logger.warning("warning: %s", message)
+
+
+def _warn_of_leftovers(missing: Sequence[str]) -> None:
+    found = " and ".join(f"{name}={os.environ[name]}" for name in _MEET[:2] if name in os.environ)
+    _warn(
+        f"{found} without {' and '.join(missing)}: this process runs alone. Start several with "
+        "torchrun, or unset what is left over."
+    )
+
+
+class _Joined:
+    """What this process knows of the process group of its job.
+
+    Attributes:
+        world: torch's default group, which the others are of.
+        store: in which the ranks met; None: a script started the group.
+        objects: the group in which objects travel between the ranks; None: the default group.
+        alone: an entry for each context of `alone`.
+    """
+
+    world: Any = None
+    store: Any = None
+    objects: Any = None
+    alone: ClassVar[list[None]] = []
 
 
 def _is_joined() -> bool:
     return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
 
 
-@cache
-def _join() -> Any:
-    """Join the other ranks, and return the store in which they met.
+def _is_own() -> bool:
+    """Whether there is a process group, and emp-llm started it."""
+    return _is_joined() and _is_known() and _Joined.store is not None
+
+
+def _is_known() -> bool:
+    return sys.modules["torch.distributed"].group.WORLD is _Joined.world
+
+
+def _group() -> Any:
+    """The process group in which objects travel between the ranks: it joins them first.
 
     Objects travel by gloo, also between GPUs: it reports a lost rank as an error, where NCCL aborts
-    the process.
+    the process. In the group of a script, which may have no gloo, they get a group of their own.
+
+    Raises:
+        UserError: torch has no gloo.
     """
+    from torch import distributed
+
+    if not _is_joined():
+        _join()
+    if not _is_known():
+        if not distributed.is_gloo_available():
+            raise UserError(
+                "The processes exchange their sums by gloo, and this torch is built without it. "
+                "Call emp-llm in one process, before init_process_group."
+            )
+        _Joined.objects = distributed.new_group(
+            backend="gloo", timeout=timedelta(seconds=_patience())
+        )
+        _Joined.world = distributed.group.WORLD
+        _Joined.store = None
+    return _Joined.objects
+
+
+def _join() -> None:
+    """Start the process group of this job's ranks."""
     import torch
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    patience = timedelta(seconds=_patience())
     try:
         store, rank, count = next(rendezvous("env://", timeout=_MEETING))
-        patience = timedelta(seconds=_patience())
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=count, timeout=patience
         )
     except distributed.DistError as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise RankLost(f"The ranks did not meet at {address} ({cause}). {RESUMES}") from error
+    _Joined.world = distributed.group.WORLD
+    _Joined.store = store
+    _Joined.objects = None
     atexit.register(_leave)
-    return store
+    accelerate_state()
 
 
-@cache
-def _state() -> Any:
-    """accelerate's view of the ranks, which knows the device of each; lm-eval uses it too."""
+def accelerate_state() -> Any:
+    """accelerate's view of the ranks, which knows the device of each; lm-eval uses it too. A
+    collective call.
+    """
     import torch
     from accelerate import PartialState
 
-    _join()
+    _group()
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _leave() -> None:
-    if _is_joined():
+    if _is_own():
         from torch import distributed
 
         distributed.destroy_process_group()

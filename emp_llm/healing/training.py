@@ -55,6 +55,7 @@ from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import mean_losses, set_to_zero, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
+from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
@@ -94,7 +95,8 @@ def heal_model(
     seed: int = 0,
 ) -> HealingRecord:
     """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token
-    probabilities.
+    probabilities. In a script of several processes, all must call it: each runs its share of every
+    step.
 
     Args:
         model: pruned; of transformers, whole in memory, of any floating-point dtype. A copy of it
@@ -118,6 +120,13 @@ def heal_model(
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
     if type(steps) is not int or steps < 1:
         raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
+    for given in (model, dense):
+        if not isinstance(given, PreTrainedModel):
+            raise UserError(
+                f"model is a {type(given).__name__}; heal_model takes a model of transformers. Of "
+                "a wrapped model, give what is inside (model.module)."
+            )
+        check_not_sharded(given)
     dense_tokens = dense.config.get_text_config().vocab_size
     pruned_tokens = model.config.get_text_config().vocab_size
     if dense_tokens != pruned_tokens:

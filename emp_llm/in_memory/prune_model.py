@@ -18,6 +18,7 @@ from emp_llm.calibration.data import IN_MEMORY, CalibrationText, data_in_memory
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
+from emp_llm.common.ranks import alone, device_alone
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.models.architecture import Target, check_calibrated
@@ -69,7 +70,9 @@ def prune_model(
     """Prune a model in memory, in place. The masks are those of the command for the same weights,
     recipe and calibration.
 
-    Everything is decided before the first weight changes.
+    Everything is decided before the first weight changes. In a script of several processes, each
+    that calls it does the whole work alone: equal models and data give equal masks. Only healing
+    takes all processes.
 
     Args:
         model: of transformers, on any devices, also with parts offloaded to the CPU; or any module
@@ -96,8 +99,9 @@ def prune_model(
             be used. The model is unchanged.
     """
     recipe = _recipe_of(recipe, options)
-    plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
-    report, moved = _decide(plain, recipe, calibration)
+    with alone():
+        plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
+        report, moved = _decide(plain, recipe, calibration)
     heal = recipe.heal
     dense = None if heal is None else copy.deepcopy(plain)
     report.masks.apply(plain)
@@ -146,8 +150,9 @@ def masks_of(
     update = asked.update
     if update is not None and not update.searches:
         asked = replace(asked, update=None)
-    plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
-    return _decide(plain, asked, calibration)[0].masks
+    with alone():
+        plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
+        return _decide(plain, asked, calibration)[0].masks
 
 
 def _recipe_of(given: Recipe | str | None, options: Mapping[str, Any]) -> Recipe:
@@ -227,7 +232,7 @@ def _opened(
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
         calibration = replace(calibration, tokenizer=calibration.tokenizer or folder)
-        model = load_model(folder)
+        model = load_model(folder, device_alone() or "auto")
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id."

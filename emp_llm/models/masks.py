@@ -17,6 +17,14 @@ from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.modules import set_to_zero
 from emp_llm.models.offload import resident_parameter
+from emp_llm.models.sharded import (
+    check_maskable,
+    is_sharded,
+    own_part,
+    own_values,
+    place_of,
+    reshard,
+)
 from emp_llm.options.base import check_type
 
 _KEY = "emp_llm"
@@ -40,6 +48,7 @@ class Masks(Mapping[str, Tensor]):
     def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
         self._bits: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, tuple[Any, Tensor]] = {}  # of sharded weights: place, bits
         check_type("masks", masks, Mapping, NoneType)
         for name, mask in (masks or {}).items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -52,7 +61,8 @@ class Masks(Mapping[str, Tensor]):
 
     def put(self, name: str, mask: NDArray[Any]) -> None:
         """Set the mask of a parameter: bool, of its shape."""
-        self._bits[name] = torch.from_numpy(np.packbits(mask, bitorder="little"))
+        self._bits[name] = _packed(mask)
+        self._parts.pop(name, None)
         self._shapes[name] = tuple(mask.shape)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -68,7 +78,8 @@ class Masks(Mapping[str, Tensor]):
         return len(self._bits)
 
     def apply(self, model: nn.Module) -> None:
-        """Set the removed weights of a model to zero, in place. No other weight changes.
+        """Set the removed weights of a model to zero, in place. No other weight changes. If the
+        model is sharded, each process does so in its own part.
 
         Raises:
             UserError: the model lacks a parameter, or it has another shape, is quantised or not in
@@ -78,8 +89,8 @@ class Masks(Mapping[str, Tensor]):
             set_to_zero(weight, removed)
 
     def broken(self, model: nn.Module) -> int:
-        """The number of removed weights that are not zero in a model. Errors are those of
-        `apply`.
+        """The number of removed weights that are not zero in a model, or in this process's part
+        of it. Errors are those of `apply`.
         """
         return sum(
             int(weight.ne(0).logical_and_(removed).sum())
@@ -137,22 +148,38 @@ class Masks(Mapping[str, Tensor]):
         return masks
 
     def _removed(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """(weight, removed) of each parameter: its values, and a boolean mask of its shape."""
+        """(weight, removed) of each parameter: its values in this process, and a boolean mask of
+        their shape.
+        """
         model = plain_model(model)
+        check_maskable(model)
+        reshard(model)
         # All are checked before any is changed.
         weights = {name: self._weight(model, name) for name in self._bits}
         for name, weight in weights.items():
-            yield weight, self.removed(name, weight)
+            yield own_values(weight), self.removed(name, weight)
 
     def removed(self, name: str, weight: Tensor) -> Tensor:
         """Where a parameter's weights are removed: bool, of the shape and on the device of
-        `weight`.
+        `weight`, or of this process's part of it.
         """
+        bits = self._bits_of(name, weight)
+        weight = own_values(weight)
+        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+        return (bits[:, None] & places).eq(0).view(-1)[: weight.numel()].view(weight.shape)
+
+    def _bits_of(self, name: str, weight: Tensor) -> Tensor:
+        """The bits of a parameter, or of this process's part of it, on its device."""
+        if is_sharded(weight):
+            place = place_of(weight)
+            if name not in self._parts or self._parts[name][0] != place:
+                part = _packed(own_part(self[name], name, weight).numpy())
+                self._parts[name] = place, part.to(weight.device)
+            return self._parts[name][1]
         bits = self._bits[name]
         if bits.device != weight.device:
             bits = self._bits[name] = bits.to(weight.device)
-        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-        return (bits[:, None] & places).eq(0).view(-1)[: weight.numel()].view(weight.shape)
+        return bits
 
     def _weight(self, model: nn.Module, name: str) -> Tensor:
         weight = resident_parameter(model, name)
@@ -164,6 +191,10 @@ class Masks(Mapping[str, Tensor]):
             )
         check_whole(name, weight, self._shapes[name])
         return weight
+
+
+def _packed(mask: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.packbits(mask, bitorder="little"))
 
 
 def plain_model(model: nn.Module) -> nn.Module:

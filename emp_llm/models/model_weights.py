@@ -25,6 +25,7 @@ from emp_llm.models.masks import check_merged
 from emp_llm.models.modules import Towers, block_lists, model_layers, rows_in
 from emp_llm.models.names import MIXES_TOKENS
 from emp_llm.models.offload import resident_parameter
+from emp_llm.models.sharded import check_not_sharded
 
 # In the names of wrapped parts.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -40,11 +41,12 @@ class ModelWeights(Checkpoint):
         model: of `plain_model`, on any devices; parts may be offloaded to the CPU.
 
     Raises:
-        UserError: adapters are not merged, a part is wrapped, or a weight is on the meta device or
-            on disk.
+        UserError: adapters are not merged, a part is wrapped, or a weight is on the meta device, on
+            disk or sharded over processes.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_not_sharded(model)
         check_merged(model)
         for name, _ in model.named_modules():
             if name.rpartition(".")[2] in _WRAPPED:

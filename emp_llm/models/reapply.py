@@ -24,6 +24,7 @@ from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model
 from emp_llm.models.modules import rows_in, weight_of
+from emp_llm.models.sharded import check_maskable, is_sharded, reshard, stand_in
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Targets
 from emp_llm.options.recipe_options import RecipeOptions
@@ -44,8 +45,8 @@ def masks_in(
     Args:
         folder: the pruned checkpoint, or its packed folder, with weights or a mask alone.
         model: loaded from the checkpoint, or from a model derived from it; on any device, of any
-            floating-point dtype. LoRA adapters must be merged, and weights whole (not quantised,
-            offloaded to disk or sharded over processes).
+            floating-point dtype. LoRA adapters must be merged, and weights in memory (not quantised
+            or offloaded to disk). They may be sharded by fully_shard or tensor parallelism.
         targets: name suffixes, a regular expression, or "mlp" or "all-linear"; None: the layers of
             the run that pruned it.
         blocks: name of the list of decoder blocks; None: that of the run.
@@ -77,14 +78,16 @@ def stored_masks(
     parameters: dict[str, NDArray[np.bool_]] = {}
     for target in targets:
         layer = target.layer
-        check_whole(
-            layer.name, weight_of(model, layer), (target.matrix.rows, target.matrix.columns)
+        parameter = model.get_parameter(layer.parameter)
+        weight = (
+            rows_in(stand_in(parameter), layer)
+            if is_sharded(parameter)
+            else weight_of(model, layer)
         )
+        check_whole(layer.name, weight, (target.matrix.rows, target.matrix.columns))
         by_tensor[target.matrix.stored.name].append(target)
         if layer.parameter not in parameters:
-            parameters[layer.parameter] = np.ones(
-                model.get_parameter(layer.parameter).shape, dtype=np.bool_
-            )
+            parameters[layer.parameter] = np.ones(parameter.shape, dtype=np.bool_)
     for name, of_tensor in by_tensor.items():
         stored = checkpoint.tensors[name]
         kept = _stored_mask(packed, stored).reshape(stored.shape)
@@ -113,7 +116,9 @@ def find_masks(
             options_of(RecipeOptions)[name].checked(value)
     check_type("masks", masks, Path, str, Mapping)
     model = plain_model(model)
+    check_maskable(model)
     check_merged(model)
+    reshard(model)
     if not isinstance(masks, Path | str):
         return masks if isinstance(masks, Masks) else Masks(masks)
     if Path(masks).is_file():
@@ -133,15 +138,16 @@ def reapply_mask(
     Call it after merging adapters or editing weights.
 
     Args:
-        model: on any device, of any floating-point dtype; adapters merged, and weights whole, as
-            `masks_in` says.
+        model: on any device, of any floating-point dtype; adapters merged, and weights in memory,
+            as `masks_in` says. If they are sharded by fully_shard or tensor parallelism, each
+            process does this to its own part, and must call it.
         masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors
             by parameter name, true where a weight stays.
         targets: with a folder, the layers (see `masks_in`); None: those of the run that pruned it.
         blocks: with a folder, the name of the list of decoder blocks; None: that of the run.
 
     Returns:
-        The number of these weights that were not zero before.
+        The number of these weights that were not zero before, in this process.
 
     Raises:
         UserError: the masks cannot be read or are of another model, or a weight is not whole.
@@ -160,7 +166,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
     Each step of the optimizer changes the removed weights too; the callback sets them to zero
     again, before anything is saved or evaluated:
     `Trainer(..., callbacks=[SparsityCallback("pruned")])`. LoRA freezes the base and needs no
-    callback; call `reapply_mask(model.merge_and_unload(), "pruned")` after the training. The masks
+    callback; call `reapply_mask(model.merge_and_unload(), "pruned")` after the training. It works
+    under DistributedDataParallel and FSDP2 too, where each process masks its own part. The masks
     take one bit of memory for every weight of the targets. Arguments and errors are those of
     `reapply_mask`; errors are raised when the training begins.
     """

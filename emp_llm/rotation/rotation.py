@@ -30,11 +30,13 @@ from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory, out_of_memory
 from emp_llm.common.progress import progress_bar
+from emp_llm.common.ranks import alone
 from emp_llm.models.layers import Layer
 from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import bias_of, body_of, find_blocks, weight_of
 from emp_llm.models.names import ROUTERS, WRITERS
 from emp_llm.models.offload import input_device, is_offloaded
+from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import parse_pattern
 from emp_llm.records.rotation import RotationRecord
@@ -124,7 +126,7 @@ def rotate_model(
     seed: int = 0,
 ) -> RotationRecord:
     """Turn the basis of a dense model in memory, in place. It computes the same and loses less when
-    it is pruned.
+    it is pruned. A process of several turns its model alone, as for `prune_model`.
 
     Args:
         model: a decoder of transformers with an RMSNorm in front of each attention, MLP and head,
@@ -159,6 +161,7 @@ def rotate_model(
     dtype = model.dtype
     dtypes = {values: values.dtype for values in [*model.parameters(), *model.buffers()]}
     with (
+        alone(),
         torch.no_grad(),
         in_evaluation_mode(model),
         out_of_memory(lambda: "rotation: out of memory. Use a larger device."),
@@ -207,6 +210,7 @@ def rotate_model(
 
 def _check_rotatable(model: PreTrainedModel) -> None:
     """Raise UserError unless all weights of a decoder are in memory, as finite numbers."""
+    check_not_sharded(model)
     if is_offloaded(model):
         raise UserError(
             "a rotation needs the model whole in memory in float32, and a part of it is offloaded."
