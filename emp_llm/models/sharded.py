@@ -97,11 +97,9 @@ def own_part(whole: Tensor, name: str, weight: Tensor) -> Tensor:
     steps = list(zip(placements, sizes, coordinates, strict=False))
     part = whole
     for placement, size, number in sorted(steps, key=lambda step: _is_strided(step[0])):
-        if placement.is_replicate():
-            continue
         dimension = getattr(placement, "dim", None)
-        if dimension is None:
-            break
+        if dimension is None:  # each process holds all of it
+            continue
         chunks = part.chunk(size, dimension)
         part = chunks[number] if number < len(chunks) else part.narrow(dimension, 0, 0)
     several = sum(_is_strided(placement) for placement in placements) > 1
