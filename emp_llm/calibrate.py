@@ -52,7 +52,8 @@ def calibrate(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
-    from emp_llm.calibration.passes import calibrated, model_origin
+    from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
+    from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.ranks import ranks
@@ -80,6 +81,8 @@ def calibrate(
     check_calibrated(calibrated_layers)
     models = OneModel(loading.device_map, loading.dtype, trust)
     data = calibration_data(text, architecture, models, quantization=quantization)
+    made_of = calibration_signature(data, text.batch_size, text.execution)
+    check_agreement(made_of, model=checkpoint)
     with OutputFile(output) as out:
         about = model_origin(source.name, source.revision, checkpoint, quantization)
         dense = models.get(source.folder, quantization)

@@ -62,6 +62,7 @@ def heal(
 
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
+    from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
     from emp_llm.checkpoint.files import sync_tree
     from emp_llm.checkpoint.output import OutputFolder
@@ -115,6 +116,8 @@ def heal(
         "dtype": options.dtype,
         "device_map": options.device_map,
     }
+    made_of = {key: value for key, value in signature.items() if key != "heals"}
+    check_agreement(made_of, pruned=pruned, dense=dense)
 
     # Train, and write.
     output = options.output or folder.with_name(f"{folder.name}-healed")

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,9 @@ from launch import Launched, launch
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
+from emp_llm.common.errors import UserError
+from emp_llm.evaluate import evaluate
+from emp_llm.heal import heal
 from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
@@ -28,8 +33,8 @@ Launch = Callable[..., Launched]
 @pytest.fixture
 def launched(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Run a command by several ranks in the test's folder."""
-    return lambda count, *line, **more: launch(
-        count, tmp_path, tmp_path_factory.mktemp("logs"), *line, **more
+    return lambda count, *line, folder=tmp_path, **more: launch(
+        count, folder, tmp_path_factory.mktemp("logs"), *line, **more
     )
 
 
@@ -243,3 +248,101 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "[(0, 2), (1, 2)]" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def disks(
+    text: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder for each of two ranks. Files of one name hold other things, but for `same`, which
+    is a copy.
+    """
+    folder = tmp_path_factory.mktemp("disks")
+    for rank in range(2):
+        disk = folder / str(rank)
+        disk.mkdir()
+        (disk / "text.txt").write_text(text.read_text()[100 * rank :])
+        (disk / "same.txt").write_text(text.read_text())
+        (disk / "suite.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\n')
+        (disk / "even.toml").write_text('[perplexity]\nfile = "same.txt"\nseqlen = 64\n')
+        for name in ("same", "other", "config"):
+            shutil.copytree(models("llama"), disk / name)
+            prune(model=disk / name, output=disk / f"{name}-pruned", method="emp-magnitude")
+        os.utime(disk / "same" / "model-00001-of-00002.safetensors", (rank, rank))
+    tiny.make_model(folder / "new", seed=1)
+    for shard in (folder / "new").glob("*.safetensors"):
+        shutil.copy(shard, folder / "1" / "other" / shard.name)
+    config = folder / "1" / "config" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    return folder
+
+
+def own_disk() -> None:
+    os.chdir(os.environ["RANK"])
+
+
+def test_ranks_that_read_other_files_are_told(
+    disks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On all of them, before a model runs; in every command that several ranks run."""
+    short: dict[str, Any] = {"samples": 4, "seqlen": 32, "batch_size": 1, "device_map": "cpu"}
+
+    def work(rank: int) -> None:
+        own_disk()
+        for call, field in (
+            (lambda: prune(model="other", method="emp-magnitude", output="o"), "weights.model"),
+            (
+                lambda: prune(model="same", calibration="text.txt", output="o", **short),
+                "text (its token ids)",
+            ),
+            (lambda: prune(model="config", method="emp-magnitude", output="o"), "rms_norm_eps"),
+            (
+                lambda: prune(
+                    model="same", method="emp-magnitude", evaluate="suite.toml", output="o"
+                ),
+                "suite.text.sha256",
+            ),
+            (
+                lambda: prune(
+                    model="same",
+                    structure="heads",
+                    sparsity=0.5,
+                    calibration="text.txt",
+                    output="o",
+                    **short,
+                ),
+                "text (its token ids)",
+            ),
+            (
+                lambda: calibrate("same", calibration="text.txt", output="n", **short),
+                "text (its token ids)",
+            ),
+            (lambda: calibrate("other", calibration="same.txt", output="n", **short), "weights.mo"),
+            (lambda: evaluate(model="other", suite="even.toml", output="r"), "weights.model"),
+            (lambda: evaluate(model="same", suite="suite.toml", output="r"), "suite.text.sha256"),
+            (
+                lambda: heal("same-pruned", dense="same", calibration="text.txt", samples=20),
+                "text (its token ids)",
+            ),
+        ):
+            with pytest.raises(UserError, match=rf"{re.escape(field)}.*: rank 1 on .*folder"):
+                call()
+        assert not Path("o").exists()
+        # Copies of one file agree, also where their times differ.
+        assert calibrate("same", calibration="same.txt", output=f"{disks}/norms", **short).tokens
+
+    done = launch(2, disks, tmp_path_factory.mktemp("logs"), work=work)
+    assert done.codes == [0, 0], done.error
+
+
+def test_ranks_that_disagree_end_with_code_2(disks: Path, launched: Launch) -> None:
+    """Each of them says why."""
+    line = ["prune", "--model", "other", "--method", "emp-magnitude"]
+    done = launched(2, *line, prepare=own_disk, folder=disks)
+    assert done.codes == [2, 2]
+    host = re.escape(socket.gethostname())
+    for rank, error in enumerate(done.errors):
+        assert re.search(
+            rf"error: weights\.model: rank 1 on {host} has \w+\.\.\., and rank 0 on {host} has",
+            error,
+        ), rank

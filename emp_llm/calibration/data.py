@@ -31,6 +31,7 @@ from emp_llm.calibration.texts import (
     text_in,
     text_rows,
 )
+from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import locked
@@ -375,6 +376,7 @@ def written_ids(
     prompts = _prompt_ids(corpus, tokenizer, seed)
     new = max(1, seqlen - max(map(len, prompts)))
     wanted = samples * seqlen
+    check_agreement({"prompts": prompts, "seed": seed}, model=writer.checkpoint)
     identity = ranks().first(lambda: identity_of(writer.checkpoint))
     made_of = json.dumps(
         [_WRITING, identity, models.dtype, writer.quantization, prompts, new, seed]

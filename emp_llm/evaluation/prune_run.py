@@ -15,6 +15,7 @@ import msgspec
 
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
+from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
@@ -319,7 +320,7 @@ class PruneRun:
 
         Raises:
             UserError: the output may not be written, or holds other work; or the text or the data
-                of the suite is missing, or does not do.
+                of the suite is missing, or does not do; or a rank reads something else.
         """
         if self.judged is None:
             check_wanted(self.options, self.given, self.reads_text)
@@ -331,6 +332,11 @@ class PruneRun:
 
             check_healable(self.checkpoint.config, self.text, self.targets)
         _ = self.suite_data
+        made_of = {key: value for key, value in self.signature.items() if key != "source"}
+        made_of |= made_of.pop("activations") or {}
+        if self.suite is not None:
+            made_of["suite"] = msgspec.to_builtins(self.suite.record())
+        check_agreement(made_of, model=self.checkpoint)
 
     @property
     def awaits_evaluation(self) -> bool:

@@ -11,6 +11,9 @@ import os
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
+from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.checkpoint.output import describe_difference
@@ -58,8 +61,13 @@ def new_results(
     record = suite.record()
     # `Checkpoint` refuses a packed folder, which only the sparse runtime runs.
     read = folder_identity if runtime == "sparse" else _identity_of_checkpoint
-    identity = ranks().first(partial(read, source.folder))
     digest = _files_digest(source.folder)
+    made_of = {"suite": msgspec.to_builtins(record), "config and tokenizer": digest}
+    if (source.folder / PACK_NAME).is_file():
+        check_agreement(made_of | {"weights": folder_identity(source.folder)})
+    else:
+        check_agreement(made_of, model=Checkpoint(source.folder))
+    identity = ranks().first(partial(read, source.folder))
     try:
         pruned = pruned_by(read_report(source.folder))
     except UserError:  # it has no report that can be read
