@@ -154,11 +154,11 @@ def ranks_of_job() -> Ranks:
 
 
 def start_job() -> Ranks:
-    """The ranks of a command's job. If the variables are left over from another job, they are
-    removed, so that no other package reads them.
+    """The ranks of a command's job. If variables are left over from another job, they are removed,
+    so that no other package reads them.
     """
     found = ranks_of_job()
-    if _by_variables()[1]:
+    if not all(map(os.environ.get, _MEET)):
         for name in (*_MEET[:2], *_LOCAL):
             os.environ.pop(name, None)
     return found
