@@ -331,7 +331,7 @@ def _group() -> Any:
     the process. In the group of a script, which may have no gloo, they get a group of their own.
 
     Raises:
-        UserError: torch has no gloo.
+        UserError: torch has no gloo; or a script's other processes do not come.
     """
     from torch import distributed
 
@@ -343,9 +343,18 @@ def _group() -> Any:
                 "The processes exchange their sums by gloo, and this torch is built without it. "
                 "Call emp-llm in one process, before init_process_group."
             )
-        _Joined.objects = distributed.new_group(
-            backend="gloo", timeout=timedelta(seconds=_patience())
-        )
+        patience = timedelta(seconds=_patience())
+        try:
+            distributed.new_group(backend="gloo", timeout=_MEETING)  # it waits for all ranks
+        except RuntimeError as error:
+            raise UserError(
+                f"Of the {distributed.get_world_size()} processes of this script, one did not call "
+                f"the same function of emp-llm within {_MEETING.seconds // 60} minutes. A command "
+                "shares its work among all of them: call it in each, or in a script of one "
+                "process. Only prune_model, masks_of and rotate_model may be called in one of "
+                "several."
+            ) from error
+        _Joined.objects = distributed.new_group(backend="gloo", timeout=patience)
         _Joined.world = distributed.group.WORLD
         _Joined.store = None
     return _Joined.objects
