@@ -171,7 +171,7 @@ def test_a_command_that_one_process_of_a_script_calls(
             with pytest.raises(UserError, match=r"2 processes.*call it in each"):
                 calibrate(models("llama"), calibration=str(text), output=tmp_path / "norms", **TEXT)
         else:
-            time.sleep(4)
+            time.sleep(2)
         os._exit(0)
 
     (tmp_path / "logs").mkdir()
