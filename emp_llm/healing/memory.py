@@ -319,7 +319,7 @@ def _by_blocks(
     if heal.weights == "all" or smaller:
         flag = "--structure" if smaller else "--heal-weights all"
         raise UserError(f"{problem}; {flag} needs the whole model. Use devices with more memory.")
-    check_apart(checkpoint.config, f"{problem}, which", "Use devices with more memory")
+    check_apart(checkpoint.config, f"{problem}. The other way", "Use devices with more memory")
     device, room = next(iter(free.items()))
     for at_once in numbers:
         parts = sizes.by_blocks(at_once)
