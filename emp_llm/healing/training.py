@@ -732,7 +732,7 @@ class _Progress:
         record = ranks().first(partial(_intact_record, folder)) or {}
         self.step: int = record.get("step", 0)
         self.cut: float = record.get("cut", 1.0)
-        self.measured = {
+        self.measured: dict[int, Measure] = {
             step: Measure(*(math.nan if value is None else value for value in values))
             for step, *values in record.get("measured", ())
         }
