@@ -201,6 +201,7 @@ def _heal(
             for values in masters.values()
         ],
         betas=(0.9, 0.95),
+        foreach=False,  # copies of one weight at a time
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_rate, steps=steps))
     squares = _squares(block, fitting)

@@ -35,6 +35,7 @@ class Sizes:
 
     Attributes:
         config: the content of config.json.
+        layers: number of decoder blocks.
         moving, others: numbers of weights that move, and of those that do not.
         largest: weights of the largest parameter that moves.
         block: bytes of the largest decoder block in the dense model; of_block: its weights that
@@ -44,6 +45,7 @@ class Sizes:
     """
 
     config: Mapping[str, Any]
+    layers: int
     moving: int
     others: int
     largest: int
@@ -71,15 +73,16 @@ class Sizes:
             name, numel = target.layer.parameter, target.matrix.numel
             numels[name] = numels.get(name, 0) + numel
             blocks[target.layer.block] = blocks.get(target.layer.block, 0) + numel
-        layers = max(1, _text(checkpoint.config).get("num_hidden_layers") or len(blocks) or 1)
+        config = checkpoint.config
+        layers = _value(config, "num_hidden_layers", "n_layer", "num_layers") or len(blocks)
         stored = sum(size for size, _ in checkpoint.states.values())
-        tables = 2 * _table(checkpoint.config)
         return cls(
-            checkpoint.config,
+            config,
+            max(1, layers),
             moving,
             checkpoint.parameters - moving,
             max(numels.values(), default=0),
-            max(0, stored - 2 * tables) // layers,
+            max(0, stored - 2 * _table(config)) // max(1, layers),
             max(blocks.values(), default=0),
             length,
             samples,
@@ -89,19 +92,17 @@ class Sizes:
     @property
     def width(self) -> int:
         """The size of a hidden state."""
-        text = _text(self.config)
-        names = ("hidden_size", "n_embd", "d_model")
-        return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
+        return _width(self.config)
 
     @property
     def token(self) -> int:
         """Bytes that a block keeps of a token for its gradients: with d inputs and f neurons,
         about 24 d + 8 f.
         """
-        text = _text(self.config)
-        routed = (text.get("num_experts_per_tok") or 0) * (text.get("moe_intermediate_size") or 0)
-        neurons = max(text.get("intermediate_size") or 0, routed) or 4 * self.width
-        return 24 * self.width + 8 * int(neurons)
+        of_expert = _value(self.config, "moe_intermediate_size", "intermediate_size")
+        routed = _value(self.config, "num_experts_per_tok") * of_expert
+        neurons = max(_value(self.config, "intermediate_size", "n_inner", "ffn_dim"), routed)
+        return 24 * self.width + 8 * (neurons or 4 * self.width)
 
     def whole(self, at_once: int, checkpointing: bool, passes: int) -> Parts:
         """What healing the whole model takes.
@@ -112,20 +113,21 @@ class Sizes:
             passes: forward passes of a step. With a single one, a gradient is freed as soon as its
                 weight has moved.
         """
-        text = _text(self.config)
         tokens = at_once * self.length
-        layers = int(text.get("num_hidden_layers") or 1)
         size = 2 if self.in_bfloat16 else 4
         table = _table(self.config)
-        fixed = max(0, self.others - table * (1 if text.get("tie_word_embeddings", True) else 2))
-        kept = layers * 4 * self.width + self.token if checkpointing else layers * self.token
+        tied = _text(self.config).get("tie_word_embeddings", True)
+        fixed = max(0, self.others - table * (1 if tied else 2))
+        kept = self.layers * self.token
+        if checkpointing:
+            kept = self.layers * 4 * self.width + self.token
         return {
             "weights": 4 * self.moving + (4 + size) * table + size * fixed,
             "optimiser": 4 * self.moving,
             "gradients": size * (self.moving if passes > 1 else self.largest),
             "dense embeddings and head": 2 * size * table,
             "activations": tokens * kept,
-            "logits": 3 * size * tokens * int(text.get("vocab_size") or 0),
+            "logits": 3 * size * tokens * _value(self.config, "vocab_size"),
             "step": _WORK * self.largest,
         }
 
@@ -140,6 +142,7 @@ class Sizes:
             "optimiser": 8 * self.of_block,
             "gradients": (size + 4) * self.of_block,
             "activations": at_once * self.length * self.token,
+            "step": _WORK * self.largest,
         }
 
     @property
@@ -152,10 +155,19 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
+def _value(config: Mapping[str, Any], *names: str) -> int:
+    """The first of some fields of config.json that is a number; 0 if none is."""
+    text = _text(config)
+    return next((text[name] for name in names if isinstance(text.get(name), int)), 0)
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return _value(config, "hidden_size", "n_embd", "d_model")
+
+
 def _table(config: Mapping[str, Any]) -> int:
     """The number of weights of the embeddings of a vocabulary."""
-    text = _text(config)
-    return int(text.get("vocab_size") or 0) * int(text.get("hidden_size") or 0)
+    return _value(config, "vocab_size") * _width(config)
 
 
 @dataclass(frozen=True)
@@ -269,7 +281,8 @@ def _ways(sizes: Sizes, numbers: Sequence[int]) -> list[tuple[int, bool, Parts]]
 
 def _down_from(most: int) -> Sequence[int]:
     """Numbers of sequences at a time, of which no rank has more in a step than needed."""
-    return range(min(most, math.ceil(SEQUENCES / ranks().count)), 0, -1)
+    most = min(most, math.ceil(SEQUENCES / ranks().count))
+    return [most, *(number for number in (2, 1) if number < most)]
 
 
 def _whole(

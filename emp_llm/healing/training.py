@@ -186,6 +186,7 @@ def _way_in_memory(
     devices = {parameter.device for parameter in model.parameters()}
     sizes = Sizes(
         model.config.to_dict(),
+        model.config.get_text_config().num_hidden_layers,
         sum(numels),
         model.num_parameters() - sum(numels),
         max(numels),
