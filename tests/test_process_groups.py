@@ -33,7 +33,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def tokens() -> Tensor:
-    return torch.randint(0, 256, (20, 32), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, 250, (20, 32), generator=torch.Generator().manual_seed(0))
 
 
 def weights(report: ModelReport) -> dict[str, Tensor]:
@@ -65,11 +65,10 @@ def start_by_arguments() -> None:
 
 
 def start_without_cpu() -> None:
-    """A group whose collective calls on CPUs move nothing, as one of NCCL alone has none."""
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401
-
-    store, rank, count = next(distributed.rendezvous("env://"))
-    distributed.init_process_group("fake", store=store, rank=rank, world_size=count)
+    """A group that carries nothing of CPUs, as one of NCCL alone."""
+    distributed.init_process_group("cuda:gloo")
+    with pytest.raises(RuntimeError, match="cpu"):
+        distributed.all_reduce(torch.ones(1))
 
 
 def start_nothing() -> None:
@@ -123,11 +122,15 @@ def test_library_calls_in_a_script_of_two_processes(
         for name, norm in norms.statistics["norm"].items():
             assert torch.equal(norm, shared.statistics["norm"][name]), name
         assert distributed.group.WORLD is world
-        if start is start_without_cpu:
-            return
         dense = load(folder)
         healed = heal_model(model, dense, ids, masks=masks_of(model, "emp-magnitude"), steps=1)
         assert healed.steps == 1
+        one, other = ranks().gather([float(values.sum()) for values in model.parameters()])
+        assert one == other
+        with pytest.raises(UserError, match=r"token ids.*rank 1"):
+            heal_model(model, dense, ids + rank, masks=masks_of(model, "emp-magnitude"), steps=1)
+        if start is start_without_cpu:
+            return
         total = torch.ones(1)
         distributed.all_reduce(total)
         assert total == 2
@@ -191,6 +194,7 @@ def test_a_command_that_one_process_of_a_script_calls(
         ),
         ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, None),
         ({"LOCAL_RANK": "0"}, None),
+        ({"LOCAL_RANK": "-1"}, None),
     ],
 )
 def test_left_over_variables(

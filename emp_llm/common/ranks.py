@@ -103,6 +103,19 @@ class Ranks:
             distributed.all_gather_object(values, value, group=_group())
         return values
 
+    def add_up(self, tensor: "torch.Tensor") -> None:
+        """Replace a tensor by the sum of all ranks' tensors, in place. A collective call.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
+        if self.count == 1:
+            return
+        from torch import distributed
+
+        with rank_losses():
+            distributed.all_reduce(tensor, group=_group_of(tensor))
+
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all ranks. A collective call.
 
@@ -269,7 +282,8 @@ def _by_variables() -> tuple[Ranks, list[str]]:
     """
     index = _whole("RANK", 0)
     count = _whole("WORLD_SIZE", 1, 1)
-    _whole("LOCAL_RANK", 0)
+    if os.environ.get("LOCAL_RANK") != "-1":  # accelerate's word for none
+        _whole("LOCAL_RANK", 0)
     if "WORLD_SIZE" in os.environ and index >= count:
         raise UserError(
             f"RANK is {index} and WORLD_SIZE is {count}, but ranks count from 0 to {count - 1}. "
@@ -358,6 +372,16 @@ def _group() -> Any:
         _Joined.world = distributed.group.WORLD
         _Joined.store = None
     return _Joined.objects
+
+
+def _group_of(tensor: "torch.Tensor") -> Any:
+    """The group that carries a tensor: the default group if it has a backend for its device."""
+    from torch import distributed
+
+    objects = _group()
+    if objects is None or f"{tensor.device.type}:" in distributed.get_backend_config():
+        return None
+    return objects  # gloo carries tensors of GPUs too
 
 
 def _join() -> None:

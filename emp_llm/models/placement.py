@@ -16,6 +16,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.records.source import QuantizationRecord
 
 if TYPE_CHECKING:
+    import torch
     import transformers
 
 Quantization = Literal["8bit", "4bit"]
@@ -82,6 +83,15 @@ def _check_device(name: str) -> None:
         raise UserError(
             f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{accelerator}."
         )
+
+
+def indexed(device: "torch.device") -> "torch.device":
+    """A device with its number, as parameters that lie on it have."""
+    import torch
+
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
