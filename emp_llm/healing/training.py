@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as run_twice
+from torch.utils.checkpoint import checkpoint as gradient_checkpoint
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
@@ -122,10 +122,11 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
-    at_once, twice = _way_in_memory(model, moving, text.tokens, batch_size)
+    at_once, checkpointing = _way_in_memory(model, moving, text.tokens, batch_size)
     with (
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
         stage("heal"),
+        in_evaluation_mode(dense),
         _DenseLogits(dense, text.tokens) as dense_logits,
     ):
         progress = Progress(Path(folder))
@@ -140,7 +141,7 @@ def heal_model(
             progress,
             steps,
             at_once=at_once,
-            twice=twice,
+            checkpointing=checkpointing,
             seed=seed,
         )
     if record.best:
@@ -169,8 +170,8 @@ def text_to_heal(
 def _way_in_memory(
     model: PreTrainedModel, moving: Sequence[str], tokens: Tensor, batch_size: int
 ) -> tuple[int, bool]:
-    """Sequences at a time for a model in memory, and whether its blocks are computed twice: the
-    fastest way that fits beside what its devices hold, else the smallest.
+    """Sequences at a time for a model in memory, and whether to checkpoint gradients: the fastest
+    way that fits beside what its devices hold, else the smallest.
     """
     numels = [model.get_parameter(name).numel() for name in moving]
     devices = {parameter.device for parameter in model.parameters()}
@@ -190,8 +191,8 @@ def _way_in_memory(
     most = 1 if model.device.type == "cpu" else min(batch_size, SEQUENCES)
     fastest_first = list(ways(sizes, most))
     fits = (way for way in fastest_first if sum(way[2].values()) <= room)
-    at_once, twice, _ = next(fits, fastest_first[-1])
-    return at_once, twice
+    at_once, checkpointing, _ = next(fits, fastest_first[-1])
+    return at_once, checkpointing
 
 
 def heal_folder(
@@ -285,7 +286,7 @@ def heal_folder(
                 progress,
                 heal.steps,
                 at_once=plan.at_once,
-                twice=plan.checkpointing,
+                checkpointing=plan.checkpointing,
                 seed=seed,
             )
         if ranks().main and record.best:
@@ -350,7 +351,7 @@ def train(
     steps: int,
     *,
     at_once: int = 1,
-    twice: bool = False,
+    checkpointing: bool = False,
     seed: int = 0,
 ) -> HealingRecord:
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
@@ -367,7 +368,7 @@ def train(
         progress: what an interrupted call with the same arguments has kept.
         steps, at_once, seed: number of steps of four sequences, sequences of a forward pass, and
             the seed of their order.
-        twice: blocks keep their inputs alone, and run again for the gradients.
+        checkpointing: of gradients: blocks keep their inputs alone, and run again.
 
     Raises:
         UserError: memory runs out, or the dense model's loss is not finite.
@@ -379,8 +380,8 @@ def train(
     adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
     if in_bfloat16:
         _halve_others(model)
-    if twice:
-        _run_blocks_twice(model)
+    if checkpointing:
+        _checkpoint_blocks(model)
     healer = _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16)
     order = order_of(len(tokens), steps, seed)
     every = max(1, steps // _MEASURES)
@@ -537,11 +538,11 @@ class _Healer:
         return _Divergence.apply(logits, wanted)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _run_blocks_twice(model: PreTrainedModel) -> None:
-    """Let the blocks keep their inputs alone, and compute the rest again for their gradients."""
+def _checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: the blocks keep their inputs alone, and run again for gradients."""
     for block in find_blocks(model)[1]:
         block.forward = partial(
-            run_twice,
+            gradient_checkpoint,
             block.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # there is no dropout
