@@ -5,8 +5,13 @@ memory.
 import errno
 import json
 import math
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,8 +52,9 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
+from emp_llm.common.ranks import ranks
 from emp_llm.heal import heal
-from emp_llm.healing import blocks, memory
+from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
 from emp_llm.pack import pack
@@ -253,6 +259,61 @@ def test_a_killed_healing_resumes(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+def test_checkpoints_are_written_beside_the_training_of_a_gpu(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies of the weights as they were: the training goes on while they are written."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    monkeypatch.setattr(adam.Adam, "on_cpu", False)
+    writers = set[str]()
+    write = progress.Progress._write
+
+    def slow(self: Any, *rest: Any) -> None:
+        writers.add(threading.current_thread().name)
+        time.sleep(0.2)
+        write(self, *rest)
+
+    monkeypatch.setattr(progress.Progress, "_write", slow)
+    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    assert {name.partition("_")[0] for name in writers} == {"emp-llm-healing"}
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_less_memory_changes_nothing_but_rounding(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient checkpointing, four sequences at a time, and a dense model that runs for a few
+    sequences at a time.
+    """
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    plain = prune(models("llama"), output=tmp_path / "plain", **how)
+    monkeypatch.setattr(memory, "_down_from", lambda most: [4])
+    monkeypatch.setattr(healing, "_PIECE", 1)
+    whole = memory._whole
+
+    def checkpointing(*given: Any) -> Any:
+        return replace(whole(*given), checkpointing=True)  # type: ignore[type-var]
+
+    monkeypatch.setattr(memory, "_whole", checkpointing)
+    walks = list[int]()
+    keep = healing._DenseLogits._keep
+    monkeypatch.setattr(
+        healing._DenseLogits,
+        "_keep",
+        lambda self, name, numbers: (walks.append(len(numbers)), keep(self, name, numbers))[1],
+    )
+    less = prune(models("llama"), output=tmp_path / "less", **how)
+    for report in (plain, less):
+        assert isinstance(report, RunReport)
+        assert report.healing is not None
+    assert len(walks) > 2  # of the held-out text, and of pieces
+    assert max(walks) <= 4
+    for (_, loss), (_, other) in zip(plain.healing.curve, less.healing.curve, strict=True):
+        assert loss == pytest.approx(other, rel=0.02)
+
+
 def killed_in_third_step(
     model: Path, output: Path, monkeypatch: pytest.MonkeyPatch, **how: Any
 ) -> None:
@@ -274,7 +335,7 @@ def test_a_healing_that_is_killed_after_its_last_checkpoint(
         raise _Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Progress, "load", kill)
+        patch.setattr(progress.Progress, "load", kill)
         for _ in range(2):
             with pytest.raises(_Killed):
                 prune(models("llama"), output=tmp_path / "killed" / "out", **how)
@@ -414,7 +475,7 @@ def test_a_disk_that_is_full_in_the_training(
     """A checkpoint that is not whole is not taken up."""
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    write = healing.write_bytes
+    write = progress.write_bytes
     second = tmp_path / "full" / ".out.partial" / "healing" / "step-2"
 
     def fail(path: Path, content: bytes) -> None:
@@ -424,7 +485,7 @@ def test_a_disk_that_is_full_in_the_training(
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(healing, "write_bytes", fail)
+        patch.setattr(progress, "write_bytes", fail)
         with pytest.raises(
             UserError,
             match=r"full/out: the disk is full.*the same command "
@@ -543,7 +604,7 @@ def test_too_little_memory_for_the_whole_model(
     free then.
     """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    free = 300_000  # enough for a block
+    free = 400_000  # enough for a block
     monkeypatch.setattr(memory, "available_memory", lambda: free)
     how = given | {"device_map": "auto", "method": "wanda", "heal": True, "heal_steps": 1}
     run = blocks._heal
@@ -567,7 +628,7 @@ def test_too_little_memory_for_the_whole_model(
     assert whole.healing is not None
     assert whole.healing.by == "model"
     assert whole.healing.best == 1  # a single step has a rate
-    free = 300_000
+    free = 400_000
     with pytest.raises(UserError, match="--heal-weights all needs the whole model"):
         prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
     free = 1000
@@ -628,7 +689,7 @@ def test_a_weight_in_two_halves(bits: list[int]) -> None:
     """The upper half is the nearest bfloat16, and both together are the weight, to the bit."""
     value = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     value = torch.where(value.isfinite() & (value.abs() < 1e38), value, 0.0)
-    upper, lower = healing._halves(value)
+    upper, lower = adam._halves(value)
     assert upper.dtype == torch.bfloat16
     assert lower.dtype == torch.int16
     again = (upper.view(torch.int16).int() << 16).add(lower).view(torch.float32)
@@ -645,23 +706,23 @@ def test_small_steps_add_up(halved: bool) -> None:
     start[0, 0] = 0.0
     layer.weight.data = start.clone()
     masks = healing.Masks({"weight": start != 0})
-    adam = healing._Adam(layer, ["weight"], masks, 1e-4, halved)
-    rate = adam._weights["weight"].rate
+    optimiser = adam.Adam(layer, ["weight"], masks, 1e-4, halved)
+    rate = optimiser._weights["weight"].rate
     assert rate == pytest.approx(1e-4 * float(start[start != 0].square().mean().sqrt()), rel=1e-6)
     wanted = start.double()
     mean = square = torch.zeros(3, 4, dtype=torch.float64)
     for step in range(1, 101):
         gradient = torch.linspace(-1, 2, 12).reshape(3, 4) * (1 + step % 3)
-        adam.begin()
+        optimiser.begin()
         (layer.weight * gradient.to(layer.weight.dtype)).sum().backward()
         assert layer.weight.grad is None  # it is freed within the backward pass
         mean = 0.9 * mean + 0.1 * gradient.double()
         square = 0.95 * square + 0.05 * gradient.double() ** 2
         change = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
         wanted = (wanted - rate * change) * (start != 0)
-        adam.end()
+        optimiser.end()
     assert layer.weight.dtype == (torch.bfloat16 if halved else torch.float32)
-    adam.finish()
+    optimiser.finish()
     assert layer.weight.dtype == torch.float32
     assert layer.weight.grad is None
     assert layer.weight[0, 0] == 0
@@ -829,28 +890,74 @@ def test_options_of_the_text_count(
     assert "no effect" not in caplog.text
 
 
-def test_two_ranks(
-    models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_a_step_is_four_sequences_on_three_ranks(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    device_map: str,
 ) -> None:
-    line = [
-        "prune",
-        models("llama"),
-        "--method",
-        "wanda",
-        "--calibration",
-        text,
-        "--samples",
-        10,
-        "--seqlen",
-        32,
-    ]
-    line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]
-    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
-    assert done.codes == [0, 0], done.error
-    report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
-    assert report["healing"]["steps"] == STEPS
-    assert min(loss for _, loss in report["healing"]["curve"]) < report["healing"]["curve"][0][1]
+    """Whole and by blocks, as in one process, but for the order of the sums."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS, "device_map": device_map}
+    alone = prune(models("llama"), output=tmp_path / "alone", **how)
+    assert isinstance(alone, RunReport)
+    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 3, "--heal"]
+    line += ["--heal-steps", STEPS, "--device-map", device_map, "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
+    done = launch(3, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert done.codes == [0, 0, 0], done.error
+    report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
+    for each in (report, alone):
+        assert each.healing is not None
+        assert each.healing.tokens == STEPS * 4 * 32
+    assert report.healing is not None
+    assert alone.healing is not None
+    for (step, loss), (other, wanted) in zip(
+        report.healing.curve, alone.healing.curve, strict=True
+    ):
+        assert (step, loss) == (other, pytest.approx(wanted, rel=0.02))
     assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
+def test_a_rank_that_dies_while_blocks_heal(
+    models: Models, given: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The others end, and the same command resumes after the last block."""
+
+    def die() -> None:
+        put = blocks._heal
+
+        def heal(block: Any, *rest: Any) -> Any:
+            if block.step.index == 1 and ranks().index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return put(block, *rest)
+
+        blocks._heal = heal
+
+    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 2, "--heal"]
+    line += ["--heal-steps", STEPS, "--device-map", "disk", "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
+    assert done.codes == [75, -9], done.error
+    assert "Traceback" not in done.error
+    kept = tmp_path / ".out.partial" / "healing"
+    assert [path.name for path in kept.iterdir()] == ["block-00000.safetensors"]
+    again = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert again.codes == [0, 0], again.error
+    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
+def test_too_few_sequences_for_the_ranks(
+    models: Models, given: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    line = ["heal", "plain", "--dense", models("llama"), "--heal-steps", 1]
+    line += ["--device-map", "disk", "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 6, "--seqlen", 32]
+    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
+    done = launch(6, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert done.codes == [2] * 6, done.error
+    assert "are too few for 6 ranks. Give more --samples." in done.errors[0]
 
 
 def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:

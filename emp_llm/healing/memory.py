@@ -109,7 +109,7 @@ class Sizes:
 
         Args:
             at_once: sequences of a forward pass.
-            checkpointing: the blocks keep their inputs alone, and run again for the gradients.
+            checkpointing: of gradients: blocks keep their inputs alone, and run again.
             passes: forward passes of a step. With a single one, a gradient is freed as soon as its
                 weight has moved.
         """
@@ -179,7 +179,7 @@ class HealingPlan:
         device_map: of the models, for `load_model`.
         device: computes what does not lie on a device.
         at_once: sequences of a forward pass.
-        checkpointing: blocks keep their inputs alone, and run again for their gradients.
+        checkpointing: of gradients: blocks keep their inputs alone, and run again.
         hidden_states: where they are kept.
         parts: bytes that it takes, by what takes them.
         free: bytes that are free on the devices.
@@ -204,7 +204,7 @@ class HealingPlan:
         how = "the whole model" if self.by == "model" else "block by block"
         places = self.device if self.device_map != "balanced" else "all GPUs together"
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items())
-        again = ", blocks computed twice to keep less" if self.checkpointing else ""
+        again = ", with gradient checkpointing" if self.checkpointing else ""
         return (
             f"{how}, {count_of(self.at_once, 'sequence')} at a time{again}; "
             f"{format_bytes(self.needed)} of memory ({parts}); "
@@ -266,7 +266,7 @@ def passes_of(at_once: int) -> int:
 
 def ways(sizes: Sizes, most: int) -> list[tuple[int, bool, Parts]]:
     """Ways to heal the whole model, the fastest first: sequences at a time, at most `most`; whether
-    blocks are computed twice; and what that takes.
+    gradients are checkpointed; and what that takes.
     """
     return _ways(sizes, _down_from(most))
 
@@ -295,6 +295,8 @@ def _whole(
     places = {device: room}
     if len(free) > 1:  # the blocks are spread evenly
         places["balanced"] = len(free) * min(free.values())
+    if ranks().count > 1:  # each has a device of its own
+        places = {"auto": room}
     for device_map, room in places.items():
         for at_once, checkpointing, parts in _ways(sizes, numbers):
             if sum(parts.values()) <= room:

@@ -14,45 +14,42 @@ the pruned model trains.
 import copy
 import logging
 import math
-import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as run_twice
+from torch.utils.checkpoint import checkpoint as gradient_checkpoint
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
 from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import file_hash, read_json, write_bytes, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory, trim_heap
+from emp_llm.common.machine import has_bfloat16, out_of_memory, trim_heap
 from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.blocks import heal_blocks, rate_of, rate_of_weight, share_of_rate
+from emp_llm.healing.adam import Adam
+from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
 from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes
 from emp_llm.healing.memory import HealingPlan, Sizes, free_on, passes_of, ways
+from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import FastAttention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
-from emp_llm.models.modules import find_blocks, mean_losses, set_to_zero, weight_of
+from emp_llm.models.modules import find_blocks, mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.models.sharded import check_not_sharded
@@ -65,17 +62,10 @@ from emp_llm.walk.checks import held_out, updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
-_RECORD = "progress.json"  # of a training, beside the folders of its checkpoints
-_RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a while
-_CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
-_PATIENCE = 4  # rises in a row
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
 _POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
-_PART = 1 << 28  # bytes of a file of a checkpoint
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
-_BETAS = (0.9, 0.95)  # of Adam
-_EPSILON = 1e-8
 
 
 def heal_model(
@@ -143,13 +133,14 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
-    at_once, twice = _way_in_memory(model, moving, text.tokens, batch_size)
+    at_once, checkpointing = _way_in_memory(model, moving, text.tokens, batch_size)
     with (
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
         stage("heal"),
+        in_evaluation_mode(dense),
         _DenseLogits(dense, text.tokens) as dense_logits,
     ):
-        progress = _Progress(Path(folder))
+        progress = Progress(Path(folder))
         dense_logits.prepare(text.tokens, steps, seed, progress)
         healed = copy.deepcopy(model).float()
         record = train(
@@ -161,7 +152,7 @@ def heal_model(
             progress,
             steps,
             at_once=at_once,
-            twice=twice,
+            checkpointing=checkpointing,
             seed=seed,
         )
     if record.best:
@@ -190,8 +181,8 @@ def text_to_heal(
 def _way_in_memory(
     model: PreTrainedModel, moving: Sequence[str], tokens: Tensor, batch_size: int
 ) -> tuple[int, bool]:
-    """Sequences at a time for a model in memory, and whether its blocks are computed twice: the
-    fastest way that fits beside what its devices hold, else the smallest.
+    """Sequences at a time for a model in memory, and whether to checkpoint gradients: the fastest
+    way that fits beside what its devices hold, else the smallest.
     """
     numels = [model.get_parameter(name).numel() for name in moving]
     devices = {parameter.device for parameter in model.parameters()}
@@ -211,8 +202,8 @@ def _way_in_memory(
     most = 1 if model.device.type == "cpu" else min(batch_size, SEQUENCES)
     fastest_first = list(ways(sizes, most))
     fits = (way for way in fastest_first if sum(way[2].values()) <= room)
-    at_once, twice, _ = next(fits, fastest_first[-1])
-    return at_once, twice
+    at_once, checkpointing, _ = next(fits, fastest_first[-1])
+    return at_once, checkpointing
 
 
 def heal_folder(
@@ -285,7 +276,7 @@ def heal_folder(
             if weight is not None:
                 _overwrite(target.matrix, weight)
     else:
-        progress = _Progress(out.work / "healing")
+        progress = Progress(out.work / "healing")
         if out.get("healed") and not progress.measured:
             raise UserError(
                 f"{out.work}: some weights are healed, and the training that healed "
@@ -306,7 +297,7 @@ def heal_folder(
                 progress,
                 heal.steps,
                 at_once=plan.at_once,
-                twice=plan.checkpointing,
+                checkpointing=plan.checkpointing,
                 seed=seed,
             )
         if ranks().main and record.best:
@@ -367,11 +358,11 @@ def train(
     tokens: Tensor,
     masks: Masks,
     moving: Iterable[str],
-    progress: "_Progress",
+    progress: Progress,
     steps: int,
     *,
     at_once: int = 1,
-    twice: bool = False,
+    checkpointing: bool = False,
     seed: int = 0,
 ) -> HealingRecord:
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
@@ -388,7 +379,7 @@ def train(
         progress: what an interrupted call with the same arguments has kept.
         steps, at_once, seed: number of steps of four sequences, sequences of a forward pass, and
             the seed of their order.
-        twice: blocks keep their inputs alone, and run again for the gradients.
+        checkpointing: of gradients: blocks keep their inputs alone, and run again.
 
     Raises:
         UserError: memory runs out, or the dense model's loss is not finite.
@@ -397,11 +388,11 @@ def train(
     model.requires_grad_(False)
     model.eval()
     in_bfloat16 = has_bfloat16(model.device)
-    adam = _Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
     if in_bfloat16:
         _halve_others(model)
-    if twice:
-        _run_blocks_twice(model)
+    if checkpointing:
+        _checkpoint_blocks(model)
     healer = _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16)
     order = order_of(len(tokens), steps, seed)
     every = max(1, steps // _MEASURES)
@@ -465,27 +456,13 @@ def _visited(numbers: Sequence[int]) -> list[int]:
     return list(ranks().assigned(numbers)) or [numbers[0]]
 
 
-def _check_dense(start: "Measure") -> None:
+def _check_dense(start: Measure) -> None:
     """Raise UserError if the dense model's probabilities are of no use."""
     if not math.isfinite(start.dense):
         raise UserError(
             f"healing: the dense model's perplexity is {start.dense} on the held-out text, so "
             "nothing can be learned from it. Its values may exceed its dtype; give --dtype float32."
         )
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What was measured on the held-out sequences.
-
-    Attributes:
-        divergence: from the dense model, in nats per token.
-        perplexity, dense: of the model that heals, and of the dense one.
-    """
-
-    divergence: float
-    perplexity: float
-    dense: float
 
 
 class _Healer:
@@ -505,7 +482,7 @@ class _Healer:
         model: PreTrainedModel,
         dense_logits: "_DenseLogits",
         tokens: Tensor,
-        adam: "_Adam",
+        adam: Adam,
         at_once: int,
         in_bfloat16: bool,
     ) -> None:
@@ -572,11 +549,11 @@ class _Healer:
         return _Divergence.apply(logits, wanted)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _run_blocks_twice(model: PreTrainedModel) -> None:
-    """Let the blocks keep their inputs alone, and compute the rest again for their gradients."""
+def _checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: the blocks keep their inputs alone, and run again for gradients."""
     for block in find_blocks(model)[1]:
         block.forward = partial(
-            run_twice,
+            gradient_checkpoint,
             block.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # there is no dropout
@@ -638,7 +615,7 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         places = [self._places[number] for number in numbers]
         return torch.cat([self._walks[name].tail(place).logits for name, place in places])
 
-    def prepare(self, tokens: Tensor, steps: int, seed: int, progress: "_Progress") -> None:
+    def prepare(self, tokens: Tensor, steps: int, seed: int, progress: Progress) -> None:
         """Run the blocks for the held-out sequences and for the first steps of a training. They are
         done before its model takes memory.
         """
@@ -724,366 +701,6 @@ class _Divergence(torch.autograd.Function):
     def backward(context: Any, scale: Tensor) -> tuple[Tensor, None]:
         (gradient,) = context.saved_tensors
         return gradient.mul_(scale), None
-
-
-class _Progress:
-    """How far a training is, in a folder: the last checkpoint and the best one, and a record of
-    both. The first rank writes; all ranks read.
-
-    Args:
-        folder: what an interrupted training left there is taken up, or deleted if it is damaged.
-
-    Attributes:
-        step: steps that are done.
-        cut: divides the rate.
-        measured: step -> what was measured.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        record = ranks().first(partial(_intact_record, folder)) or {}
-        self.step: int = record.get("step", 0)
-        self.cut: float = record.get("cut", 1.0)
-        self.measured: dict[int, Measure] = {
-            step: Measure(*(math.nan if value is None else value for value in values))
-            for step, *values in record.get("measured", ())
-        }
-        self._hashes: dict[str, str] = record.get("files", {})
-        self._adam: _Adam | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-
-    @property
-    def best(self) -> int:
-        """The step with the lowest divergence; the first of several."""
-
-        def rank(step: int) -> tuple[bool, float]:
-            divergence = self.measured[step].divergence
-            return not math.isfinite(divergence), divergence
-
-        return min(self.measured, key=rank)
-
-    @property
-    def _losses(self) -> list[float]:
-        return [measure.divergence for measure in self.measured.values()]
-
-    def has_ended(self, steps: int) -> bool:
-        """Whether all steps are done, or the held-out loss rose so many times in a row that no
-        lower rate will help.
-        """
-        losses = self._losses
-        hopeless = len(losses) > _PATIENCE and all(
-            _rises(losses[: len(losses) - n]) for n in range(_PATIENCE)
-        )
-        return self.step >= steps or hopeless
-
-    @contextmanager
-    def writing(self, adam: "_Adam") -> Iterator[None]:
-        """Inside this context, checkpoints are of the weights that `adam` moves. Those of a GPU are
-        written beside the training.
-        """
-        self._adam = adam
-        with ThreadPoolExecutor(1, "emp-llm-healing") as self._thread:
-            yield
-            self._finish_writing()
-
-    def save(self) -> None:
-        """Write a checkpoint of the present step, and delete those that it replaces."""
-        if not ranks().main or self._adam is None or self._thread is None:
-            return
-        self._finish_writing()
-        values = self._adam.parts(with_states=self.step > 0)
-        record = {
-            "step": self.step,
-            "cut": self.cut,
-            "measured": [
-                [step, *(value if math.isfinite(value) else None for value in astuple(measure))]
-                for step, measure in self.measured.items()
-            ],
-        }
-        kept = {_checkpoint(self.step), _checkpoint(self.best)}
-        if self._adam.on_cpu or 2 * self._adam.bytes > available_memory():
-            self._write(values, record, kept)
-        else:
-            self._pending = self._thread.submit(self._write, list(values), record, kept)
-
-    def _write(
-        self, parts: Iterable[dict[str, Tensor]], record: dict[str, Any], kept: set[str]
-    ) -> None:
-        folder = self._folder / _checkpoint(record["step"])
-        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted write
-        hashes = {
-            name: value for name, value in self._hashes.items() if name.partition("/")[0] in kept
-        }
-        for number, part in enumerate(parts):
-            path = folder / f"{number:05d}.safetensors"
-            write_bytes(path, save(part))
-            hashes[f"{folder.name}/{path.name}"] = file_hash(path)
-        write_json(self._folder / _RECORD, record | {"files": hashes})
-        self._hashes = hashes
-        for path in self._folder.glob("step-*"):
-            if path.name not in kept:
-                shutil.rmtree(path)
-
-    def _finish_writing(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def load(self, step: int, with_states: bool = True) -> None:
-        """Give the weights the values that they had after a step; `with_states`: and their
-        gradients' moments, which begin anew otherwise. A collective call.
-        """
-        ranks().first(self._finish_writing)
-        assert self._adam is not None
-        self._adam.forget()
-        for path in sorted((self._folder / _checkpoint(step)).glob("*.safetensors")):
-            self._adam.restore(load_file(path), with_states)
-
-    def go_back_if_worse(self) -> None:
-        """Where the held-out loss rises, take the best weights again, with a lower rate."""
-        if _rises(self._losses):
-            self.cut *= _CUT**2 if _rises(self._losses, 2.0) else _CUT
-            self.load(self.best, with_states=False)
-
-
-def _checkpoint(step: int) -> str:
-    """The folder of a checkpoint."""
-    return f"step-{step}"
-
-
-def _intact_record(folder: Path) -> dict[str, Any] | None:
-    """The record of an interrupted training whose files are as they were written; None if there is
-    none. What cannot be taken up is deleted.
-    """
-    if not os.path.lexists(folder):
-        return None
-    with suppress(UserError, OSError, AttributeError):
-        record = read_json(folder / _RECORD)
-        if all(file_hash(folder / name) == value for name, value in record["files"].items()):
-            return record
-    if folder.is_dir() and not any(folder.iterdir()):
-        return None
-    logger.warning(
-        "healing: %s is damaged or incomplete, so the training begins again.", folder.name
-    )
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder)
-    else:
-        folder.unlink()
-    return None
-
-
-def _rises(losses: list[float], times: float = _RISE) -> bool:
-    """Whether the last loss is NaN, or at least `times` the best one before it."""
-    return len(losses) > 1 and not losses[-1] < times * min(losses[:-1])
-
-
-@dataclass
-class _Moving:
-    """A parameter that moves.
-
-    Attributes:
-        parameter: of the model.
-        rate: the highest one.
-        lower: the lower half of a weight in two halves, int16; None: the parameter is of float32.
-        steps: how often it has moved since its moments began.
-        mean, square: the moments of its gradients, bfloat16; None before the first step.
-    """
-
-    parameter: nn.Parameter
-    rate: float
-    lower: Tensor | None
-    steps: int = 0
-    mean: Tensor | None = None
-    square: Tensor | None = None
-
-    @property
-    def value(self) -> Tensor:
-        """The weight in float32; of one in two halves, a copy."""
-        if self.lower is None:
-            return self.parameter.data
-        upper = self.parameter.data.view(torch.int16).int() << 16
-        return upper.add_(self.lower).view(torch.float32)
-
-    @value.setter
-    def value(self, value: Tensor) -> None:
-        if self.lower is None:
-            self.parameter.data.copy_(value)
-        else:
-            upper, lower = _halves(value)
-            self.parameter.data.copy_(upper)
-            self.lower.copy_(lower)
-
-
-class _Adam:
-    """Adam (Kingma & Ba 2015, arXiv 1412.6980) on float32 weights in two halves of 16 bits. The
-    model computes with the upper one, which is the weight in bfloat16. The lower one lies here.
-
-    The two moments of each weight are of bfloat16. A step changes the second by a twentieth, far
-    more than rounding. A weight takes 6 bytes beside the model's: its lower half and two moments.
-    Its gradient is freed as soon as it has moved, within the last backward pass of a step.
-
-    Args:
-        model: float32, with zeros where the masks have them.
-        moving: names of the parameters that move; from now on they take gradients.
-        masks: weights that stay zero.
-        rate: as a share of the root mean square of each parameter's kept weights.
-        halved: whether the weights are halved; else they stay float32.
-
-    Attributes:
-        share: of the rate, in this step.
-        due: whether this backward pass is the last one of its step.
-    """
-
-    def __init__(
-        self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
-    ) -> None:
-        self.share = 1.0
-        self.due = True
-        self._masks = masks
-        self._weights: dict[str, _Moving] = {}
-        self._order: list[str] = []  # of the weights that are still to move in this step
-        self._complete: set[str] = set()  # those of them whose gradients are complete
-        self._handles = []
-        for name in moving:
-            parameter = model.get_parameter(name)
-            weight = _Moving(parameter, rate_of_weight(parameter.data, rate), None)
-            if halved:
-                parameter.data, weight.lower = _halves(parameter.data)
-            parameter.requires_grad_(True)
-            self._weights[name] = weight
-            hook = partial(self._has_gradient, name)
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(hook))
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the weights lie in the memory of the CPU."""
-        return all(weight.parameter.device.type == "cpu" for weight in self._weights.values())
-
-    @property
-    def bytes(self) -> int:
-        """Of a checkpoint, at most."""
-        return sum(8 * weight.parameter.numel() for weight in self._weights.values())
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._order = list(reversed(self._weights))  # as the gradients come, nearly
-        self._complete = set()
-
-    def end(self) -> None:
-        """Move what the last pass gave no gradient: experts that only earlier passes have reached,
-        or those of other ranks.
-        """
-        for name in self._order:
-            if ranks().count > 1 or self._weights[name].parameter.grad is not None:
-                self._move(name)
-        self._order = []
-
-    def _has_gradient(self, name: str, parameter: Tensor) -> None:
-        """Move a weight whose gradient is complete. Several ranks add theirs in the same order."""
-        if not self.due:
-            return
-        if ranks().count == 1:
-            self._move(name)
-            return
-        self._complete.add(name)
-        while self._order and self._order[0] in self._complete:
-            self._move(self._order.pop(0))
-
-    @torch.no_grad()
-    def _move(self, name: str) -> None:
-        weight = self._weights[name]
-        parameter = weight.parameter
-        gradient = torch.zeros_like(parameter, dtype=torch.float32)
-        if parameter.grad is not None:
-            gradient = parameter.grad.float()
-            parameter.grad = None
-        if ranks().count > 1:
-            ranks().add_up(gradient)
-            if not bool(gradient.any()):  # no rank has reached it
-                return
-        if weight.mean is None or weight.square is None:
-            weight.mean = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            weight.square = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        weight.steps += 1
-        mean = weight.mean.float().lerp_(gradient, 1 - _BETAS[0])
-        square = weight.square.float().mul_(_BETAS[1])
-        square.addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        weight.mean.copy_(mean)
-        weight.square.copy_(square)
-        first, second = (1 - beta**weight.steps for beta in _BETAS)
-        change = mean.div_(square.div_(second).sqrt_().add_(_EPSILON))
-        value = weight.value
-        value.add_(change, alpha=-self.share * weight.rate / first)
-        if name in self._masks:
-            set_to_zero(value, self._masks.removed(name, value))
-        weight.value = value
-
-    def _kept(self, name: str, values: Tensor) -> Tensor:
-        """Where a parameter's weights are kept: bool, of its shape."""
-        if name in self._masks:
-            return ~self._masks.removed(name, values)
-        return torch.ones_like(values, dtype=torch.bool)
-
-    def parts(self, with_states: bool) -> Iterator[dict[str, Tensor]]:
-        """The kept weights in float32 and their moments, on the CPU, a few at a time: "NAME", and
-        "NAME/mean", "NAME/square", "NAME/steps".
-        """
-        part: dict[str, Tensor] = {}
-        size = 0
-        for name, weight in self._weights.items():
-            kept = self._kept(name, weight.parameter)
-            part[name] = weight.value[kept].cpu()
-            if with_states and weight.mean is not None and weight.square is not None:
-                part[f"{name}/mean"] = weight.mean[kept].cpu()
-                part[f"{name}/square"] = weight.square[kept].cpu()
-                part[f"{name}/steps"] = torch.tensor(weight.steps)
-            size += 8 * part[name].numel()
-            if size >= _PART:
-                yield part
-                part, size = {}, 0
-        if part:
-            yield part
-
-    def restore(self, part: dict[str, Tensor], with_states: bool) -> None:
-        """Take weights of `parts`, and their moments."""
-        for name, values in part.items():
-            name, _, state = name.partition("/")
-            weight = self._weights[name]
-            if state == "steps" and with_states:
-                weight.steps = int(values)
-            elif state in ("", "mean", "square") and (with_states or not state):
-                dtype = torch.bfloat16 if state else torch.float32
-                whole = torch.zeros_like(weight.parameter, dtype=dtype)
-                whole[self._kept(name, whole)] = values.to(whole.device)
-                setattr(weight, state or "value", whole)
-
-    def forget(self) -> None:
-        """Begin the moments anew."""
-        for weight in self._weights.values():
-            weight.steps, weight.mean, weight.square = 0, None, None
-
-    def finish(self) -> None:
-        """Free the moments, and give the model its weights in float32."""
-        self.forget()
-        for handle in self._handles:
-            handle.remove()
-        for weight in self._weights.values():
-            weight.parameter.grad = None
-            weight.parameter.requires_grad_(False)
-            weight.parameter.data = weight.value
-            weight.lower = None
-
-
-def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bfloat16 values of a float32 tensor, and the difference of the bits, as integers:
-    int16.
-    """
-    bits = value.view(torch.int32)
-    upper = (bits + (1 << 15)) >> 16
-    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
 def healing_warnings(healing: HealingRecord) -> list[str]:
