@@ -391,7 +391,10 @@ def _join() -> None:
     from torch.distributed.rendezvous import rendezvous
 
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # NCCL refuses two ranks on one GPU.
+    own_gpus = torch.cuda.device_count() >= _whole("LOCAL_WORLD_SIZE", 1, 1)
+    by_nccl = torch.cuda.is_available() and own_gpus and distributed.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if by_nccl else "gloo"
     patience = timedelta(seconds=_patience())
     try:
         store, rank, count = next(rendezvous("env://", timeout=_MEETING))
