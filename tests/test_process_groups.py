@@ -122,6 +122,8 @@ def test_library_calls_in_a_script_of_two_processes(
         for name, norm in norms.statistics["norm"].items():
             assert torch.equal(norm, shared.statistics["norm"][name]), name
         assert distributed.group.WORLD is world
+        if start not in (start_torch, start_without_cpu):
+            return
         dense = load(folder)
         healed = heal_model(model, dense, ids, masks=masks_of(model, "emp-magnitude"), steps=1)
         assert healed.steps == 1

@@ -10,6 +10,9 @@ import torch
 from launch import launch
 from torch import Tensor, nn
 from torch.distributed import get_rank, init_process_group, is_initialized
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -38,15 +41,24 @@ def load(folder: Path) -> PreTrainedModel:
     return model
 
 
+def whole(values: Tensor) -> Tensor:
+    values = values.full_tensor() if isinstance(values, DTensor) else values
+    return values.detach().clone()
+
+
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of all processes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return {
-        name: (values.full_tensor() if isinstance(values, DTensor) else values).detach().clone()
+        name.replace("_checkpoint_wrapped_module.", ""): whole(values)
         for name, values in model.named_parameters()
     }
+
+
+def wrap_block(block: nn.Module) -> bool:
+    return type(block).__name__ == "LlamaDecoderLayer"
 
 
 def train(model: nn.Module, source: Path | Masks) -> None:
@@ -93,6 +105,7 @@ def test_zeros_stay_in_sharded_training(
     def work(rank: int) -> None:
         init_process_group("gloo")
         model = load(folder)
+        apply_activation_checkpointing(model, check_fn=wrap_block)
         for block in model.model.layers if family == "llama" else ():
             fully_shard(block, mesh=init_device_mesh("cpu", (3,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (3,)))

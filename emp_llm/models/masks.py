@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -29,6 +30,7 @@ from emp_llm.options.base import check_type
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
+_AROUND = ("_checkpoint_wrapped_module", "_orig_mod")  # names of parts inside of wrappers
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -207,6 +209,27 @@ def plain_model(model: nn.Module) -> nn.Module:
         if not isinstance(inside, nn.Module):
             return model
         model = inside
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Inside this context, the parts of a model are without what activation checkpointing and
+    torch.compile put around them, so that their names are those of its checkpoint.
+    """
+    wrapped = [
+        (module, name, part, part._modules[inside])
+        for module in model.modules()
+        for name, part in module._modules.items()
+        for inside in _AROUND
+        if part is not None and inside in part._modules
+    ]
+    try:
+        for module, name, _, inside_part in wrapped:
+            module._modules[name] = inside_part
+        yield
+    finally:
+        for module, name, part, _ in wrapped:
+            module._modules[name] = part
 
 
 def check_merged(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model
+from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model, unwrapped
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.models.sharded import check_maskable, is_sharded, reshard, stand_in
 from emp_llm.options.base import check_type, options_of
@@ -60,9 +60,10 @@ def masks_in(
     packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
     checkpoint = Checkpoint(folder) if packed is None else PackedCheckpoint(packed)
     scope = _scope(folder, targets, blocks)
-    architecture = Architecture.of_model(checkpoint, model, scope.blocks)
-    chosen = architecture.targets_of(scope)
-    return stored_masks(checkpoint, chosen, model, packed)
+    with unwrapped(model):
+        architecture = Architecture.of_model(checkpoint, model, scope.blocks)
+        chosen = architecture.targets_of(scope)
+        return stored_masks(checkpoint, chosen, model, packed)
 
 
 def stored_masks(
