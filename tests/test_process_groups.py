@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from emp_llm import heal_model, masks_of, prune_model, recipe_of, rotate_model
 from emp_llm.calibrate import calibrate
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
+from emp_llm.evaluate import evaluate
 from emp_llm.in_memory.model_report import ModelReport
 
 Models = Callable[[str], Path]
@@ -38,6 +40,11 @@ def tokens() -> Tensor:
 
 def weights(report: ModelReport) -> dict[str, Tensor]:
     return {name: values.detach() for name, values in report.model.named_parameters()}
+
+
+def answers(evaluated: Any) -> dict[str, Any]:
+    """To all questions of a suite's tasks."""
+    return {name: task.answers for name, task in evaluated.results.tasks.items()}
 
 
 def start_torch() -> None:
@@ -87,15 +94,24 @@ def start_nothing() -> None:
     ],
 )
 def test_library_calls_in_a_script_of_two_processes(
-    models: Models, text: Path, tmp_path: Path, start: Callable[[], None]
+    models: Models,
+    evaluable: Models,
+    text: Path,
+    task_suite: Path,
+    tmp_path: Path,
+    start: Callable[[], None],
 ) -> None:
     folder = models("llama")
+    judged = evaluable("llama")
     ids = tokens()
     refitted = recipe_of("emp-wanda", refit=True)
     alone = weights(prune_model(load(folder), refitted, ids))
     turned = load(folder)
     rotate_model(turned, ids, steps=1)
     norms = calibrate(folder, calibration=str(text), output=tmp_path / "one", **TEXT)
+    expected = {}
+    if start is start_by_arguments:
+        expected = answers(evaluate(judged, suite=task_suite, output=tmp_path / "one.json"))
 
     def work(rank: int) -> None:
         start()
@@ -122,6 +138,9 @@ def test_library_calls_in_a_script_of_two_processes(
         for name, norm in norms.statistics["norm"].items():
             assert torch.equal(norm, shared.statistics["norm"][name]), name
         assert distributed.group.WORLD is world
+        if start is start_by_arguments:
+            results = evaluate(judged, suite=task_suite, output=tmp_path / "two.json")
+            assert answers(results) == expected
         if start not in (start_torch, start_without_cpu):
             return
         dense = load(folder)

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
@@ -156,11 +157,14 @@ class Harness:
         if ranks().count > 1:
             # lm-eval divides the questions among ranks by these attributes. It sets them only for
             # models that it loads on GPUs.
-            from accelerate import Accelerator
-
-            wrapped.accelerator = Accelerator()
             wrapped._rank = ranks().index
             wrapped._world_size = ranks().count
+            wrapped.accelerator = SimpleNamespace(
+                gather=lambda counts: torch.cat(ranks().gather(counts.cpu().view(-1))),
+                wait_for_everyone=lambda: ranks().gather(None),
+                unwrap_model=lambda model: model,
+            )
+            wrapped.gather_object = lambda value, dst: ranks().gather(value)
         return wrapped
 
     def run(self, name: str, wrapped: Any) -> TaskRecord:
