@@ -77,12 +77,17 @@ class Ranks:
 
     @property
     def device(self) -> "torch.device":
-        """The device of this rank's model: its accelerator, or the CPU if there is none."""
+        """The device of this rank's model: its accelerator, or the CPU if there is none. In a
+        command's job it becomes the current device.
+        """
         import torch
 
         if self.count == 1:
             return torch.accelerator.current_accelerator() or torch.device("cpu")
-        return torch.device(accelerate_state().device)
+        device = _device_of_rank()
+        if device.type != "cpu" and (_is_own() or not _is_joined()):
+            torch.accelerator.set_device_index(device)
+        return device
 
     def assigned(self, items: Sequence[T]) -> Sequence[T]:
         """The items that this rank works on: every `count`-th."""
@@ -193,15 +198,7 @@ def device_alone() -> str | None:
     """The device map of a model that one process of several works on alone: its own GPU. None for
     a single process, which may use all.
     """
-    if ranks_of_job().count == 1:
-        return None
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return "cpu"
-    index = _whole("LOCAL_RANK", 0) % torch.accelerator.device_count()
-    return f"{accelerator.type}:{index}"
+    return None if ranks_of_job().count == 1 else str(_device_of_rank())
 
 
 @contextmanager
@@ -408,18 +405,21 @@ def _join() -> None:
     _Joined.store = store
     _Joined.objects = None
     atexit.register(_leave)
-    accelerate_state()
 
 
-def accelerate_state() -> Any:
-    """accelerate's view of the ranks, which knows the device of each; lm-eval uses it too. A
-    collective call.
+def _device_of_rank() -> "torch.device":
+    """The accelerator of this one of several ranks: by its number on this machine, as accelerate
+    chooses it, or the current one; the CPU if there is none.
     """
     import torch
-    from accelerate import PartialState
 
-    _group()
-    return PartialState(cpu=not torch.accelerator.is_available())
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    if not os.environ.get("LOCAL_RANK"):
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    index = _whole("LOCAL_RANK", 0) % torch.accelerator.device_count()
+    return torch.device(accelerator.type, index)
 
 
 def _leave() -> None:
