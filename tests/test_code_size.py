@@ -15,10 +15,10 @@ TOKENS = 250_000
 FILES = 177
 FOLDERS = 20
 ENTERED = {
-    "prune": (57, 478),
+    "prune": (57, 482),
     "data-free prune": (40, 328),
-    "prune_model": (43, 308),
-    "perplexity": (36, 184),
+    "prune_model": (43, 312),
+    "perplexity": (36, 188),
 }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from weakref import ref
 
 from emp_llm.common.errors import UserError, quotable
 
@@ -307,18 +308,20 @@ def _warn_of_leftovers(missing: Sequence[str]) -> None:
 
 
 class _Joined:
-    """What this process knows of the process group of its job.
+    """What this process knows of the process group of its job. It keeps no group alive: one that
+    outlives its end may abort the process.
 
     Attributes:
-        world: torch's default group, which the others are of.
+        world: torch's default group, as a weak reference, which the others are of.
         store: in which the ranks met; None: a script started the group.
-        objects: the group in which objects travel between the ranks; None: the default group.
+        objects: the group in which objects travel between the ranks, as a weak reference; the
+            default group, if emp-llm started it.
         alone: an entry for each context of `alone`.
     """
 
-    world: Any = None
+    world: Callable[[], Any] = staticmethod(lambda: None)
     store: Any = None
-    objects: Any = None
+    objects: Callable[[], Any] = staticmethod(lambda: None)
     alone: ClassVar[list[None]] = []
 
 
@@ -332,7 +335,7 @@ def _is_own() -> bool:
 
 
 def _is_known() -> bool:
-    return sys.modules["torch.distributed"].group.WORLD is _Joined.world
+    return sys.modules["torch.distributed"].group.WORLD is _Joined.world()
 
 
 def _group() -> Any:
@@ -356,7 +359,8 @@ def _group() -> Any:
             )
         patience = timedelta(seconds=_patience())
         try:
-            distributed.new_group(backend="gloo", timeout=_MEETING)  # it waits for all ranks
+            meeting = distributed.new_group(backend="gloo", timeout=_MEETING)  # waits for all ranks
+            distributed.destroy_process_group(meeting)
         except RuntimeError as error:
             raise UserError(
                 f"Of the {distributed.get_world_size()} processes of this script, one did not call "
@@ -365,10 +369,11 @@ def _group() -> Any:
                 "process. Only prune_model, masks_of and rotate_model may be called in one of "
                 "several."
             ) from error
-        _Joined.objects = distributed.new_group(backend="gloo", timeout=patience)
-        _Joined.world = distributed.group.WORLD
+        _Joined.objects = ref(distributed.new_group(backend="gloo", timeout=patience))
+        _Joined.world = ref(distributed.group.WORLD)
         _Joined.store = None
-    return _Joined.objects
+        atexit.register(_leave)
+    return _Joined.objects()
 
 
 def _group_of(tensor: "torch.Tensor") -> Any:
@@ -376,7 +381,7 @@ def _group_of(tensor: "torch.Tensor") -> Any:
     from torch import distributed
 
     objects = _group()
-    if objects is None or f"{tensor.device.type}:" in distributed.get_backend_config():
+    if _is_own() or f"{tensor.device.type}:" in distributed.get_backend_config():
         return None
     return objects  # gloo carries tensors of GPUs too
 
@@ -401,9 +406,8 @@ def _join() -> None:
     except distributed.DistError as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise RankLost(f"The ranks did not meet at {address} ({cause}). {RESUMES}") from error
-    _Joined.world = distributed.group.WORLD
+    _Joined.world = _Joined.objects = ref(distributed.group.WORLD)
     _Joined.store = store
-    _Joined.objects = None
     atexit.register(_leave)
 
 
@@ -423,7 +427,10 @@ def _device_of_rank() -> "torch.device":
 
 
 def _leave() -> None:
-    if _is_own():
+    """End the groups that emp-llm started, while the interpreter still runs."""
+    objects = _Joined.objects()
+    if objects is not None and _is_joined() and _is_known():
         from torch import distributed
 
-        distributed.destroy_process_group()
+        _Joined.store = None
+        distributed.destroy_process_group(objects)
