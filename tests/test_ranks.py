@@ -233,13 +233,20 @@ ACCELERATE = (
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["torch.distributed.run --nproc-per-node 2", f"accelerate.commands.launch {ACCELERATE}"],
-    ids=["torchrun", "accelerate"],
+    ("launcher", "start"),
+    [
+        ("torch.distributed.run --nproc-per-node 2", ""),
+        (
+            f"accelerate.commands.launch {ACCELERATE}",
+            "import torch\ntorch.distributed.init_process_group('gloo')\n",
+        ),
+    ],
+    ids=["torchrun", "accelerate, with a group"],
 )
-def test_launchers(tmp_path: Path, launcher: str) -> None:
+def test_launchers(tmp_path: Path, launcher: str, start: str) -> None:
+    """All processes end in good order, also where a script leaves its group to its end."""
     (tmp_path / "meet.py").write_text(
-        "from emp_llm.common.ranks import ranks\nr = ranks()\nfound = r.gather((r.index, "
+        f"{start}from emp_llm.common.ranks import ranks\nr = ranks()\nfound = r.gather((r.index, "
         "r.count))\nprint(found)\n"
     )
     line = [sys.executable, "-m", *launcher.split(), "meet.py"]
