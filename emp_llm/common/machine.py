@@ -113,8 +113,8 @@ def free_memory() -> None:
     """
     gc.collect()
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch is not None:
+        torch.cuda.empty_cache()  # nothing before CUDA is initialised
 
 
 def trim_heap() -> None:
@@ -191,27 +191,37 @@ def enough_memory(
 class Stopwatch:
     """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of
     each stage.
+
+    Args:
+        peaks: measure the peaks, which sets those of the process back; False within a program of
+            others, which may measure its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peaks: bool = True) -> None:
+        self._peaks = peaks
         self.record: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        with suppress(OSError):
-            _CLEAR_REFS.write_text("5")  # resets the peak of resident memory, if Linux allows it
-        torch: Any = sys.modules.get("torch")
-        for device in range(_gpus()):
-            torch.cuda.reset_peak_memory_stats(device)
+        if self._peaks:
+            _reset_peaks()
         start = time.perf_counter()
         yield
-        entry: dict[str, float] = {
-            "seconds": round(time.perf_counter() - start, 3),
-            "peak_bytes": peak_memory(),
-        }
-        if _gpus():
-            entry["peak_cuda_bytes"] = _peak_of_gpus()
+        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3)}
+        if self._peaks:
+            entry["peak_bytes"] = peak_memory()
+            if _gpus():
+                entry["peak_cuda_bytes"] = _peak_of_gpus()
         self.record[name] = entry
+
+
+def _reset_peaks() -> None:
+    """Let the peaks of memory be those from now on, of this process and of its GPUs."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # of resident memory, if Linux allows it
+    torch: Any = sys.modules.get("torch")
+    for device in range(_gpus()):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory() -> int:
@@ -237,9 +247,13 @@ def _peak_of_gpus() -> int:
 
 
 def _gpus() -> int:
-    """Number of GPUs that this process may have used; 0 before torch is imported."""
+    """Number of GPUs that this process may have used; 0 before CUDA is initialised, which torch
+    does at the first use of a GPU.
+    """
     torch: Any = sys.modules.get("torch")
-    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.device_count())
 
 
 def versions(*others: str) -> dict[str, str]:

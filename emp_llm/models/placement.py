@@ -84,6 +84,24 @@ def _check_device(name: str) -> None:
         )
 
 
+def device_name(device_map: str) -> str:
+    """The name of the device on which a model computes first: of a GPU, or "cpu".
+
+    Args:
+        device_map: with which the model is loaded.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    placement = parse_device_map(device_map)
+    if isinstance(placement, str):  # a strategy, which begins with the first GPU
+        return torch.cuda.get_device_name(0)
+    devices = [torch.device(place) for place in placement.values() if place != "disk"]
+    gpus = [device for device in devices if device.type == "cuda"]
+    return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"
+
+
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
     """The quantisation that the two options request; UserError if both are given, or
     bitsandbytes is not installed.
