@@ -160,11 +160,10 @@ struct Call {
   std::vector<std::pair<Tensor, Tensor>> pairs;  // a GPU's tensor, and the CPU's on its memory
   std::vector<Random*> random;
 
-  static Tensor like(const Tensor& tensor, Storage storage, c10::DispatchKey key) {
-    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
+  static Tensor like(const Tensor& tensor, Tensor made) {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    if (tensor.is_conj()) made._set_conj(true);
-    if (tensor.is_neg()) made._set_neg(true);
+    made._set_conj(tensor.is_conj());
+    made._set_neg(tensor.is_neg());
     return made;
   }
 
@@ -172,16 +171,22 @@ struct Call {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     for (auto& [ours, host] : pairs)
       if (ours.is_same(tensor)) return host;
-    auto host = like(tensor, host_of(tensor.storage()), c10::DispatchKey::CPU);
+    auto host = like(tensor, at::detail::make_tensor<c10::TensorImpl>(
+                                 host_of(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype()));
     pairs.emplace_back(tensor, host);
     return host;
   }
 
   Tensor to_device(const Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
-    for (auto& [ours, host] : pairs)
+    for (auto& [ours, host] : pairs) {
       if (host.is_same(tensor)) return ours;
-    return like(tensor, storage_on(tensor.storage()), c10::DispatchKey::CUDA);
+      if (host.is_alias_of(tensor))  // a view is an inference tensor only if its base is one
+        return like(tensor, at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(ours.storage()), ours.key_set(),
+                                                                     tensor.dtype()));
+    }
+    return like(tensor, at::detail::make_tensor<c10::TensorImpl>(storage_on(tensor.storage()),
+                                                                 c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype()));
   }
 
   Storage host_of(const Storage& storage) {
@@ -384,12 +389,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_log_softmax_backward_data", TORCH_FN((softmax_backward<at::_log_softmax_backward_data>)));
 }
 TORCH_LIBRARY(simulated_gpus, m) {
-  m.def("start", [](int64_t count, int64_t bytes, std::vector<std::string> names) {
+  m.def("start", [](std::vector<std::string> names) {
+    take_scalars.insert(names.begin(), names.end());
+    c10::SetAllocator(CUDA, &memory, 1);
+  });
+  m.def("set_up", [](int64_t count, int64_t bytes) {
     TORCH_CHECK(count <= MOST, "at most ", MOST, " simulated GPUs");
     devices = static_cast<int>(count);
     capacity = bytes;
-    take_scalars.insert(names.begin(), names.end());
-    c10::SetAllocator(CUDA, &memory, 1);
   });
   m.def("device", [] { return static_cast<int64_t>(current); });
   m.def("set_device", [](int64_t index) {

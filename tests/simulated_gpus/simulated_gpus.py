@@ -12,7 +12,7 @@ An operator
 
 The address of a tensor on a GPU cannot be read by the CPU: numpy, ctypes or a compiled kernel that
 tries to gets a segmentation fault. Each device has its own random numbers, and SIMULATED_GPU_BYTES of
-memory. There are SIMULATED_GPUS devices, of which CUDA_VISIBLE_DEVICES shows some.
+free memory. There are SIMULATED_GPUS devices, of which CUDA_VISIBLE_DEVICES shows some.
 
 Not simulated: the speed and the arithmetic of GPUs, a missing synchronisation, pinned memory,
 streams, NCCL, Triton, CUDA graphs.
@@ -34,21 +34,9 @@ from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_name("gpu.cpp")
-MEMORY = int(os.environ.get("SIMULATED_GPU_BYTES", str(16 << 30)))
-
-
-def _visible() -> int:
-    """The number of devices that this process sees."""
-    present = [str(number) for number in range(int(os.environ.get("SIMULATED_GPUS", "2")))]
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return len(present)
-    names = [name.strip() for name in shown.split(",")]
-    known = [name in present for name in names]
-    return known.index(False) if False in known else len(known)  # CUDA stops at the first mistake
-
-
-DEVICES = _visible()
+DEVICES = 0
+MEMORY = 0  # bytes of each device that other processes leave
+_LEAST = 16 << 30  # bytes of a whole device: transformers cannot load onto one of 1 GB
 
 
 def _library() -> Path:
@@ -80,6 +68,20 @@ import torch  # noqa: E402
 
 _gpus = torch.ops.simulated_gpus
 _initialized = False
+
+
+def set_up() -> None:
+    """Be the machine that the environment describes now; before the first use of a GPU."""
+    global DEVICES, MEMORY
+    MEMORY = int(os.environ.get("SIMULATED_GPU_BYTES", str(_LEAST)))
+    present = [str(number) for number in range(int(os.environ.get("SIMULATED_GPUS", "2")))]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = present if shown is None else shown.split(",")
+    known = [name in present for name in names]
+    DEVICES = known.index(False) if False in known else len(known)  # CUDA stops at a wrong name
+    _gpus.set_up(DEVICES, MEMORY)
+    generators = tuple(torch.Generator(f"cuda:{number}") for number in range(DEVICES))
+    torch.cuda.default_generators = generators
 
 
 def counters() -> dict[str, int]:
@@ -204,7 +206,7 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     _init()
-    return MEMORY - int(_gpus.used(_index(device))), MEMORY
+    return MEMORY - int(_gpus.used(_index(device))), max(_LEAST, MEMORY)
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -214,7 +216,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
         name="Simulated GPU",
         major=8,
         minor=0,
-        total_memory=MEMORY,
+        total_memory=max(_LEAST, MEMORY),
         multi_processor_count=108,
         warp_size=32,
     )
@@ -331,14 +333,12 @@ def _on_devices(safe_open: Any) -> type:
     return SafeOpen
 
 
-def _start() -> None:
+def _patch() -> None:
     import safetensors
     import safetensors.torch
 
-    _gpus.start(DEVICES, MEMORY, _operators_with_scalars())
     cuda: Any = torch.cuda
-    generators = tuple(torch.Generator(f"cuda:{number}") for number in range(DEVICES))
-    for name, value in {**_CUDA, "default_generators": generators}.items():
+    for name, value in _CUDA.items():
         for module in (cuda, cuda.memory, cuda.random):
             if module is cuda or hasattr(module, name):
                 setattr(module, name, value)
@@ -351,7 +351,9 @@ def _start() -> None:
     safetensors.safe_open = safetensors.torch.safe_open = _on_devices(safetensors.safe_open)
 
 
-_start()
+_gpus.start(_operators_with_scalars())
+_patch()
+set_up()
 _status = 0
 
 
