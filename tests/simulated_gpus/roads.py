@@ -1,7 +1,7 @@
-"""Each command in a process that has used no GPU yet, on a machine with two: pytest -p simulated_gpus.
+"""Each command in a process that has used no GPU yet, on a machine with two.
 
-tests/test_simulated_gpus.py runs these tests. The process of a road is forked from this one, in which
-everything is imported and nothing has used CUDA.
+tests/test_simulated_gpus.py runs these tests, with `pytest -p simulated_gpus`. The process of a road
+is forked from this one, in which everything is imported and nothing has used CUDA.
 """
 
 import gc
@@ -23,14 +23,9 @@ import tiny
 import torch
 import transformers
 
-# Imported once for all roads.
-import emp_llm.evaluation.harness
-import emp_llm.export
-import emp_llm.generate
-import emp_llm.heal
+import emp_llm.evaluation.harness  # these are imported once for all roads
 import emp_llm.healing.training
-import emp_llm.rotate
-import emp_llm.structure.prune_structure
+import emp_llm.structure.prune_structure  # noqa: F401
 from emp_llm import prune_model, reapply_mask, recipe_of
 from emp_llm.cli import main
 from emp_llm.records.run_report import read_report
@@ -389,7 +384,8 @@ def test_no_gpu_is_visible(on_cpu: Path, tmp_path: Path, shown: str) -> None:
 def test_a_gpu_with_too_little_memory_for_the_weights(tmp_path: Path) -> None:
     """The message names what to change; "auto" uses the CPU beside the GPU."""
     out = tmp_path / "out"
-    words = ("prune", MODEL, *TEXT, "--output", out)
+    text = ("--calibration", "demo", "--samples", 4, "--seqlen", 32, "--batch-size", 1)
+    words = ("prune", MODEL, *text, "--output", out)
     small = {"SIMULATED_GPU_BYTES": str(5 << 20)}
     end = command(tmp_path, *words, "--device-map", "cuda:0", code=2, **small)
     assert "out of memory while loading it with --device-map cuda:0" in end.err

@@ -1,7 +1,8 @@
 """Two CUDA devices, simulated on the CPU, for a torch that was built without CUDA.
 
-    PYTHONPATH=tests/simulated_gpus python -c "import simulated_gpus; ..."  # before torch
-    PYTHONPATH=tests/simulated_gpus pytest -p simulated_gpus tests/test_cuda.py -k "not sparse_layer"
+    export PYTHONPATH=$PWD:$PWD/tests/simulated_gpus
+    python -c "import simulated_gpus; from emp_llm.cli import main; main()" prune MODEL
+    python -m pytest -p simulated_gpus tests/test_cuda.py -k "not sparse_layer"
 
 gpu.cpp registers what a CUDA build of torch would register. So tensors are plain `torch.Tensor`s on
 "cuda:0" or "cuda:1", and Parameters, views, autograd, hooks, deepcopy and threads are torch's own.
@@ -11,8 +12,9 @@ An operator
 - runs on the CPU, in the same memory, and is counted (`counters`).
 
 The address of a tensor on a GPU cannot be read by the CPU: numpy, ctypes or a compiled kernel that
-tries to gets a segmentation fault. Each device has its own random numbers, and SIMULATED_GPU_BYTES of
-free memory. There are SIMULATED_GPUS devices, of which CUDA_VISIBLE_DEVICES shows some.
+tries to gets a segmentation fault. Each device has its own random numbers, and
+SIMULATED_GPU_BYTES of free memory. There are SIMULATED_GPUS devices, of which
+CUDA_VISIBLE_DEVICES shows some.
 
 Not simulated: the speed and the arithmetic of GPUs, a missing synchronisation, pinned memory,
 streams, NCCL, Triton, CUDA graphs.
@@ -53,9 +55,11 @@ def _library() -> Path:
         if not path.exists():
             made = path.with_suffix(".new")
             subprocess.run(
-                ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch}/include"]
-                + [str(SOURCE), "-o", str(made), f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
-                + [f"-Wl,-rpath,{torch}/lib"],
+                [
+                    *("g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-w", SOURCE, "-o", made),
+                    *(f"-I{torch}/include", f"-L{torch}/lib", "-ltorch_cpu", "-lc10"),
+                    f"-Wl,-rpath,{torch}/lib",
+                ],
                 check=True,
             )
             made.replace(path)
