@@ -1,7 +1,7 @@
 """Each command in a process that has used no GPU yet, on a machine with two.
 
-tests/test_simulated_gpus.py runs these tests, with `pytest -p simulated_gpus`. The process of a road
-is forked from this one, in which everything is imported and nothing has used CUDA.
+tests/test_simulated_gpus.py runs these tests, with `pytest -p simulated_gpus`. The process of a
+road is forked from this one, in which everything is imported and nothing has used CUDA.
 """
 
 import gc
@@ -359,6 +359,23 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, name: str, device_map: str, mes
     assert message in end.err
     uses_no_gpu(end)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"model": 0, "lm_head": 1}, "lm_head.weight and model.embed_tokens.weight are one"),
+        ({"model.embed_tokens": 0, "model.layers": 1}, "it has no place for model.norm.weight"),
+        ({"modle": 0}, "it has no place for model.embed_tokens.weight"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_model(
+    tmp_path: Path, device_map: dict[str, int], message: str
+) -> None:
+    how = ("--device-map", json.dumps(device_map), "--output", tmp_path / "out")
+    end = command(tmp_path, "prune", MODEL, *TEXT, *how, code=2)
+    assert f"--device-map: {message}" in end.err
+    uses_no_gpu(end)
 
 
 def test_generate_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
