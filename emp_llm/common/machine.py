@@ -341,7 +341,7 @@ def has_bfloat16(device: "torch.device") -> bool:
     import torch
 
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     fields = cpu_fields()
     return bool(
         {"avx512_bf16", "amx_bf16", "bf16"}
