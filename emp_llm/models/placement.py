@@ -16,6 +16,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.records.source import QuantizationRecord
 
 if TYPE_CHECKING:
+    import torch
     import transformers
 
 Quantization = Literal["8bit", "4bit"]
@@ -100,6 +101,15 @@ def device_name(device_map: str) -> str:
     devices = [torch.device(place) for place in placement.values() if place != "disk"]
     gpus = [device for device in devices if device.type == "cuda"]
     return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"
+
+
+def indexed(device: "torch.device") -> "torch.device":
+    """A device with its number, as parameters that lie on it have."""
+    import torch
+
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
