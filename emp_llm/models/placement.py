@@ -93,12 +93,10 @@ def device_name(device_map: str) -> str:
     """
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
     placement = parse_device_map(device_map)
-    if isinstance(placement, str):  # a strategy, which begins with the first GPU
-        return torch.cuda.get_device_name(0)
-    devices = [torch.device(place) for place in placement.values() if place != "disk"]
+    # A strategy begins with this rank's device, on which a model on disk computes.
+    places = placement.values() if isinstance(placement, dict) else ()
+    devices = [torch.device(place) for place in places if place != "disk"] or [ranks().device]
     gpus = [device for device in devices if device.type == "cuda"]
     return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"
 
