@@ -51,6 +51,7 @@ def in_a_process(work: Callable[[], Any], folder: Path) -> End:
     """Run a function in a process of its own."""
     assert not torch.cuda.is_initialized()
     files = [folder / name for name in ("stdout", "stderr", "figures")]
+    files[2].unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         _run(work, *files)
@@ -244,14 +245,16 @@ def test_prune_and_heal(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize(("device_map", "gpus"), [("auto", (0, 1)), ("cpu", ())])
-def test_calibrate_rotate_sweep(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
-    check = partial(uses_gpus if gpus else uses_no_gpu)
+def test_calibrate_rotate_and_sweep(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
+    check = uses_gpus if gpus else uses_no_gpu
     where = ("--device-map", device_map, *TEXT)
     norms = tmp_path / "norms.safetensors"
     check(command(tmp_path, "calibrate", MODEL, *where, "--output", norms), *gpus)
     assert len(oracle.load_norms(norms)) == 42
     out = tmp_path / "rotated"
     check(command(tmp_path, "rotate", MODEL, *where, "--steps", 2, "--output", out), *gpus)
+    measures = tmp_path / "measures.json"
+    check(command(tmp_path, "measure", MODEL, *where, "--output", measures), *gpus)
     sweep = tmp_path / "sweep"
     how = ("--methods", "emp-wanda", "--betas", 1, "--suite", tmp_path / "suite.toml")
     (tmp_path / "text.txt").write_text("The lamp on the quiet street is lit. " * 40)
@@ -303,6 +306,8 @@ def test_commands_that_run_no_model(data_free: Path, tmp_path: Path) -> None:
         ("measure", MODEL, "--criteria", "magnitude", "--output", "measure.json"),
         ("generate", "packed", "--device", "cpu", "--prompt", "One day", "--max-new-tokens", 2),
         ("report", data_free, "--output", "page"),
+        ("plan", "--models", MODEL, "--methods", "emp-magnitude", "--output", "study"),
+        ("status", "study"),
     ):
         uses_no_gpu(run(*words))
     assert oracle.shards(tmp_path / "unpacked") == oracle.shards(data_free)
