@@ -357,9 +357,9 @@ def test_prune_model(tmp_path: Path, device: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("device_map", "message"),
     [
-        ("cuda:7", "--device-map cuda:7: this machine has 2 accelerators (cuda)."),
-        ('{"": 7}', "--device-map cuda:7: this machine has 2 accelerators (cuda)."),
-        ('{"model": 0, "lm_head": "cuda:2"}', "--device-map cuda:2: this machine has 2"),
+        ("cuda:7", "--device-map cuda:7: torch sees 2 GPUs here."),
+        ('{"": 7}', "--device-map cuda:7: torch sees 2 GPUs here."),
+        ('{"model": 0, "lm_head": "cuda:2"}', "--device-map cuda:2: torch sees 2 GPUs here."),
     ],
 )
 @pytest.mark.parametrize("name", ["prune", "calibrate", "evaluate", "rotate", "sweep", "measure"])
@@ -405,6 +405,7 @@ def test_no_gpu_is_visible(on_cpu: Path, tmp_path: Path, shown: str) -> None:
         given = "cuda:0" if option == "--device-map" else "cuda"
         end = command(tmp_path, *words, option, given, code=2, **hide)
         assert f"{option} {given}: " in end.err
+        assert option == "--mask-device" or f"CUDA_VISIBLE_DEVICES='{shown}'" in end.err
     for device_map in ("auto", "disk"):
         uses_no_gpu(command(tmp_path, *words, "--overwrite", "--device-map", device_map, **hide))
         assert share_of_equal_masks(out, on_cpu) > 0.999
