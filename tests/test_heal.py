@@ -289,7 +289,7 @@ def test_less_memory_changes_nothing_but_rounding(
     """
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     plain = prune(models("llama"), output=tmp_path / "plain", **how)
-    monkeypatch.setattr(memory, "_down_from", lambda most: [4])
+    monkeypatch.setattr(memory, "down_from", lambda most: [4])
     monkeypatch.setattr(healing, "_PIECE", 1)
     whole = memory._whole
 
