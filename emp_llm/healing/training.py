@@ -414,7 +414,8 @@ def train(
                 progress.save()
         progress.load(progress.best)
     adam.finish()
-    start, best = progress.measured[0], progress.measured[progress.best]
+    start = progress.measured[0]
+    best = progress.measured[progress.best]
     return HealingRecord(
         steps=progress.step,
         tokens=progress.step * SEQUENCES * tokens.shape[1],
