@@ -51,10 +51,17 @@ from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.attention import FastAttention
+from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_towers, is_encoder_decoder, set_to_zero, weight_of
+from emp_llm.models.modules import (
+    as_created,
+    body_of,
+    find_towers,
+    is_encoder_decoder,
+    set_to_zero,
+    weight_of,
+)
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
@@ -439,6 +446,8 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     for name, value in inputs.items():
         moved[name] = value
         if isinstance(value, Tensor):
+            if value.is_inference():  # hooks ask for the version of a layer's input
+                value = value.clone()
             moved[name] = value.to(device, dtype if value.is_floating_point() else None)
     if not isinstance(body, PreTrainedModel):
         positional = [moved.pop("")] if "" in moved else []
@@ -451,7 +460,7 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}
-    with FastAttention():
+    with fast_attention(device, body.dtype):
         body(**moved, use_cache=False)
 
 
@@ -753,7 +762,8 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
     dense = [parameter.data for parameter in parameters]
     try:
         for parameter in parameters:
-            parameter.data = parameter.data.clone()
+            with as_created(parameter):
+                parameter.data = parameter.data.clone()
         for target, mask in masks.items():
             weight = weight_of(model, target.layer)
             set_to_zero(weight, ~mask.to(weight.device))

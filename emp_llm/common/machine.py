@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +33,7 @@ _PACKAGES = (
     "safetensors",
     "lm-eval",
 )
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _SOFT_PAUSE = 1  # omp_pause_soft
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -333,6 +334,32 @@ def has_bfloat16(device: "torch.device") -> bool:
         {"avx512_bf16", "amx_bf16", "bf16"}
         & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     )
+
+
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Inside this context, torch computes as in a new process, whatever the caller has set:
+    gradients where they are asked for, no inference mode, no autocast, and new tensors in float32
+    on the CPU. So a call of the library gives the masks that the command gives.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:  # so nothing is set
+        yield
+        return
+    dtype = torch.get_default_dtype()
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for kind in _DEVICES:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 @contextmanager

@@ -41,18 +41,24 @@ from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, format_bytes
-from emp_llm.common.machine import available_memory, has_bfloat16, out_of_memory, trim_heap
+from emp_llm.common.machine import (
+    available_memory,
+    default_modes,
+    has_bfloat16,
+    out_of_memory,
+    trim_heap,
+)
 from emp_llm.common.progress import Bar, progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.blocks import heal_blocks, rate_of, rated
 from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes, healing_memory
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.attention import FastAttention
+from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
-from emp_llm.models.modules import mean_losses, set_to_zero, weight_of
+from emp_llm.models.modules import as_created, mean_losses, set_to_zero, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.options.calibration import CalibrationOptions, Place
@@ -79,6 +85,7 @@ _BETAS = (0.9, 0.95)  # of Adam
 _EPSILON = 1e-8
 
 
+@default_modes()
 def heal_model(
     model: PreTrainedModel,
     dense: PreTrainedModel,
@@ -136,14 +143,16 @@ def heal_model(
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
     healed = copy.deepcopy(model).float()
-    with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("heal"):
+    work = tempfile.TemporaryDirectory(prefix="emp-llm-heal-")
+    with work as folder, stage("heal"), in_evaluation_mode(dense):
         record = train(
             healed, dense, text.tokens, zeros, moving, Path(folder), steps, batch_size, seed
         )
     if record.best:
         for name in moving:
             values = model.get_parameter(name).data
-            values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
+            with as_created(values):
+                values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
     zeros.apply(model)
     return record
 
@@ -465,7 +474,7 @@ class _Healer(Trainer):  # type: ignore[misc]
         if self.passes % _TRIM == 1:
             trim_heap()  # between passes little is in use
         products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16)
-        with products, FastAttention():
+        with products, fast_attention(ids.device, torch.float32):
             with torch.no_grad():
                 wanted = self.dense_logits(inputs["number"])
             logits = model(input_ids=ids, use_cache=False).logits

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.data import data_in_memory
 from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.machine import enough_memory, out_of_memory
+from emp_llm.common.machine import default_modes, enough_memory, out_of_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.layers import Layer
 from emp_llm.models.model_weights import ModelWeights, architecture_of
@@ -111,6 +111,7 @@ class _Stream:
     blocks: list[_Block]
 
 
+@default_modes()
 def rotate_model(
     model: PreTrainedModel,
     data: Any,
@@ -218,6 +219,11 @@ def _check_rotatable(model: PreTrainedModel) -> None:
             "its weights are quantised. Rotate the original model, and quantise the result"
         )
     for name, values in model.named_parameters():
+        if values.is_inference():
+            raise UserError(
+                f"{name} was made in torch.inference_mode, so it cannot be turned in place. Load "
+                "the model outside of that context."
+            )
         if not bool(values.isfinite().all()):
             raise _refusal(f"{name} holds NaN or infinite values")
 

@@ -34,7 +34,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import bias_of, set_to_zero, weight_of
+from emp_llm.models.modules import as_created, bias_of, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
@@ -160,7 +160,10 @@ class Block:
             name: model.get_parameter(name)
             for name in dict.fromkeys(t.layer.parameter for t in targets)
         }
-        self.values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}
+        self.values = dict[str, Tensor]()
+        for name, parameter in self._parameters.items():
+            with as_created(parameter):
+                self.values[name] = parameter.data.clone()
 
     @contextmanager
     def pruned_weights(self) -> Iterator[None]:
@@ -188,7 +191,8 @@ class Block:
                 self.masks[target.name] = mask
                 set_to_zero(values, ~mask.to(values.device))
             if weight is not None:
-                values.copy_(weight)
+                with as_created(values):
+                    values.copy_(weight)
 
     def pass_pruned(self, number: int) -> None:
         """Pass a batch of the pruned stream through the pruned block."""
