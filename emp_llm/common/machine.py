@@ -155,7 +155,10 @@ def ran_out(error: BaseException) -> bool:
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    # The CPU's, and that of Apple's GPUs.
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("allocate memory", "backend out of memory")
+    )
 
 
 @contextmanager
@@ -334,6 +337,30 @@ def has_bfloat16(device: "torch.device") -> bool:
         {"avx512_bf16", "amx_bf16", "bf16"}
         & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     )
+
+
+@cache
+def has_float64(kind: str) -> bool:
+    """Whether devices of a kind, such as "cuda", have numbers of 64 bits: Apple's do not."""
+    import torch
+
+    try:
+        torch.zeros(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def exact_device(device: "torch.device") -> "torch.device":
+    """Where numbers of 64 bits are computed that belong to a device: the CPU, if it has none."""
+    import torch
+
+    return device if has_float64(device.type) else torch.device("cpu")
+
+
+def in_float64(values: "Tensor") -> "Tensor":
+    """Values in float64, on the CPU if their device has no such numbers."""
+    return values.to(exact_device(values.device)).double()
 
 
 @contextmanager

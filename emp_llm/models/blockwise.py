@@ -510,7 +510,9 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
         return wanted
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
-    return "cpu" if 2 * needed < available_memory() else "disk"
+    if 2 * needed >= available_memory():
+        return "disk"
+    return "device" if device.type == "mps" else "cpu"  # one memory
 
 
 class _Enough(Exception):

@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.machine import exact_device, in_float64
 from emp_llm.models.layers import (
     ExpertSlice,
     Layer,
@@ -715,9 +716,10 @@ def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
     piece = 32
     logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
-    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
+    exact = exact_device(logits.device)
+    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=exact)
     for first in range(0, labels.shape[1], piece):
         log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
         picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
-        sums -= picked.double().sum((1, 2))
+        sums -= in_float64(picked).sum((1, 2))
     return (sums / labels.shape[1]).cpu()
