@@ -58,8 +58,6 @@ def heal(
     Returns the report of the checkpoint, with the training as `healing`.
     """
     load_packages()
-    import torch
-
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
@@ -68,6 +66,7 @@ def heal(
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
     from emp_llm.healing.checks import check_healable
+    from emp_llm.healing.memory import plan_healing
     from emp_llm.healing.training import heal_folder, healing_warnings
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
@@ -76,12 +75,6 @@ def heal(
     from emp_llm.pruning.writing import read_manifest, write_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
-
-    if "batch_size" in given and not torch.cuda.is_available():
-        logger.warning(
-            "warning: --batch-size has no effect without a GPU: healing takes one "
-            "sequence at a time there."
-        )
 
     # Which models, and by which text.
     report = read_report(folder)
@@ -105,8 +98,10 @@ def heal(
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
     data = calibration_data(options, architecture, models)
-    check_healable(dense.config, data, architecture.targets_of(recipe.tree.targets))
+    targets = architecture.targets_of(recipe.tree.targets)
+    check_healable(dense.config, data, targets)
     models.free()
+    how = recipe.tree.heal or Heal()
     signature = {
         "heals": {name: list(state) for name, state in pruned.states.items()},
         "recipe": recipe.as_dict(),
@@ -121,6 +116,23 @@ def heal(
     out = OutputFolder(output, [folder, source.folder], pruned.output_bytes, options.overwrite)
     with out:
         out.begin(signature, machine_name())
+        plan = plan_healing(
+            dense,
+            targets,
+            recipe.tree,
+            how,
+            device_map=options.device_map,
+            length=data.tokens.shape[1],
+            samples=len(data.tokens),
+            batch_size=options.batch_size,
+            hidden_states=options.hidden_states,
+            kept=out.get("healing_plan"),
+        )
+        if "batch_size" in given and plan.by == "model" and plan.device == "cpu":
+            logger.warning(
+                "warning: --batch-size has no effect on a CPU: healing takes one sequence at a "
+                "time there."
+            )
         if out.get("copied") is None:
             if ranks().main:
                 shards = [Path(shard.name) for shard in pruned.shards]
@@ -137,14 +149,13 @@ def heal(
                 out,
                 source.folder,
                 recipe.tree,
-                recipe.tree.heal or Heal(),
+                how,
                 data,
                 model_origin(source.name, source.revision, dense),
-                device_map=options.device_map,
+                plan,
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
                 batch_size=options.batch_size,
-                hidden_states=options.hidden_states,
                 seed=options.seed,
             )
         healing.command = command_line()

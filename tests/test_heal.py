@@ -5,12 +5,15 @@ memory.
 import errno
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -23,7 +26,6 @@ import torture
 import transformers
 from accelerate import cpu_offload
 from launch import launch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import weights_of
 from torch import nn
@@ -47,8 +49,9 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
+from emp_llm.common.ranks import ranks
 from emp_llm.heal import heal
-from emp_llm.healing import blocks
+from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
 from emp_llm.pack import pack
@@ -69,10 +72,19 @@ class _Killed(BaseException):
     pass
 
 
-def kill_in_third_step(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
-    """`on_step_begin` of a callback."""
-    if state.global_step == 2:
-        raise _Killed
+def kill_in_step(number: int, error: type[BaseException] = _Killed) -> Callable[..., None]:
+    """`_Healer.step`, which raises in its `number`-th call."""
+    calls = 0
+    step = healing._Healer.step
+
+    def killed(self: Any, numbers: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise error
+        step(self, numbers)
+
+    return killed
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +164,8 @@ def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
     return read_text(how, load_tokenizer(model), None).tokens
 
 
-@pytest.mark.parametrize("visits", [1, 2])
-def test_the_loss_is_the_divergence(models: Models, visits: int) -> None:
+@pytest.mark.parametrize("separable", [True, False])
+def test_the_loss_is_the_divergence(models: Models, separable: bool) -> None:
     """Against numpy in float64; whether the dense blocks run once for each sequence, or each
     time.
     """
@@ -166,13 +178,14 @@ def test_the_loss_is_the_divergence(models: Models, visits: int) -> None:
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     ids = torch.arange(24).reshape(2, 12)
-    trainer = healing._Healer.__new__(healing._Healer)
-    with healing._dense_logits(dense, ids, visits) as trainer.dense_logits:
-        order = torch.tensor([1, 0])
-        divergence = trainer.compute_loss(
-            model, {"input_ids": ids[order], "number": order}
-        ).detach()
-        wanted = trainer.dense_logits(order)
+    order = [1, 0]
+    with healing._DenseLogits(dense, ids) as dense_logits:
+        if not separable:
+            dense_logits._runner = None
+        dense_logits._keep("training", order)
+        healer = healing._Healer(model, dense_logits, ids, None, 2, False)  # type: ignore[arg-type]
+        logits, wanted = healer._logits(order)
+    divergence = healer._divergence(logits, wanted).detach() / ids.numel()
     with torch.no_grad():
         assert torch.equal(wanted, dense(ids)[0][order])
         p, q = (one(ids).logits.double().numpy() for one in (dense, model))
@@ -231,15 +244,15 @@ def test_a_killed_healing_resumes(
     prune(models(family), output=tmp_path / "whole" / "out", **how)
 
     killed_in_third_step(models(family), tmp_path / "killed" / "out", monkeypatch, **how)
-    assert (tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2").is_dir()
-    steps: list[int] = []
+    kept = tmp_path / "killed" / ".out.partial" / "healing"
+    assert {path.name for path in kept.iterdir()} == {"step-2", "progress.json"}
+    visits: list[Any] = []
+    step = healing._Healer.step
     monkeypatch.setattr(
-        healing._Supervisor,
-        "on_train_begin",
-        lambda self, args, state, *_, **__: steps.append(state.global_step),
+        healing._Healer, "step", lambda self, numbers: (visits.append(numbers), step(self, numbers))
     )
     prune(models(family), output=tmp_path / "killed" / "out", **how)
-    assert steps == [2]
+    assert len(visits) == STEPS - 2
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
@@ -248,7 +261,7 @@ def killed_in_third_step(
 ) -> None:
     """A healing with a checkpoint after two steps."""
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Supervisor, "on_step_begin", kill_in_third_step)
+        patch.setattr(healing._Healer, "step", kill_in_step(3))
         with pytest.raises(_Killed):
             prune(model, output=output, **how)
 
@@ -260,11 +273,11 @@ def test_a_healing_that_is_killed_after_its_last_checkpoint(
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
 
-    def kill(self: Any) -> None:
+    def kill(self: Any, step: int) -> None:
         raise _Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Healer, "_load_best_model", kill)
+        patch.setattr(progress.Progress, "load", kill)
         for _ in range(2):
             with pytest.raises(_Killed):
                 prune(models("llama"), output=tmp_path / "killed" / "out", **how)
@@ -298,40 +311,51 @@ def test_a_copied_checkpoint_is_on_disk_before_that_is_noted(
     assert shards <= set(done[: done.index("copied")])
 
 
+PART = "00000.safetensors"
+
+
 def cut(folder: Path) -> None:
-    path = folder / "optimizer.pt"
+    path = folder / PART
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def cut_the_record(folder: Path) -> None:
+    path = folder.parent / "progress.json"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def change_a_bit(folder: Path) -> None:
-    path = folder / "weights.safetensors"
+    path = folder / PART
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 1
     path.write_bytes(raw)
 
 
 def reshape(folder: Path) -> None:
-    path = folder / "weights.safetensors"
-    save_file({name: values[:1].clone() for name, values in load_file(path).items()}, path)
+    path = folder / PART
+    save_file(
+        {name: values.flatten()[:1].clone() for name, values in load_file(path).items()}, path
+    )
 
 
 def put_folders(folder: Path) -> None:
     """In place of files, and of another name."""
-    for name in ("hashes.json", "optimizer.pt", "weights.safetensors"):
-        (folder / name).unlink()
-        (folder / name).mkdir()
-    (folder.parent / "checkpoint-of-another").mkdir()
-    (folder.parent / f"checkpoint-{STEPS}").touch()
+    for path in (folder / PART, folder.parent / "progress.json"):
+        path.unlink()
+        path.mkdir()
+    (folder.parent / "step-of-another").mkdir()
+    (folder.parent / f"step-{STEPS}").touch()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         cut,
+        cut_the_record,
         change_a_bit,
         reshape,
         put_folders,
-        lambda folder: (folder / "optimizer.pt").unlink(),
+        lambda folder: (folder / PART).unlink(),
         lambda folder: shutil.rmtree(folder),
     ],
 )
@@ -347,11 +371,9 @@ def test_a_damaged_checkpoint_of_a_healing(
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
-    folder = tmp_path / "killed" / ".out.partial" / "healing" / "checkpoint-2"
-    damage(folder)
-    warned = folder.exists()
+    damage(tmp_path / "killed" / ".out.partial" / "healing" / "step-2")
     prune(models("llama"), output=tmp_path / "killed" / "out", **how)
-    assert ("checkpoint-2 is damaged or incomplete" in caplog.text) == warned
+    assert "healing is damaged or incomplete" in caplog.text
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
@@ -389,34 +411,23 @@ def test_killed_while_healed_weights_are_written(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [SafetensorError("No space left (os error 28)"), RuntimeError("inline_container.cc:626")],
-)
 def test_a_disk_that_is_full_in_the_training(
-    models: Models,
-    given: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Exception,
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors and torch say it in words of their own. Of the checkpoint, only an empty file
-    of its state is left.
-    """
+    """A checkpoint that is not whole is not taken up."""
     how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    module, name = (healing, "save_file") if isinstance(fault, SafetensorError) else (torch, "save")
-    save = getattr(module, name)
-    second = tmp_path / "full" / ".out.partial" / "healing" / "checkpoint-2"
+    write = progress.write_bytes
+    second = tmp_path / "full" / ".out.partial" / "healing" / "step-2"
 
-    def fail(values: Any, path: Path | str) -> None:
-        if Path(path).parent == second:
-            (second / "trainer_state.json").touch()
-            raise fault
-        save(values, path)
+    def fail(path: Path, content: bytes) -> None:
+        if path.parent == second:
+            write(path, content[:100])
+            raise OSError(errno.ENOSPC, "full")
+        write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fail)
+        patch.setattr(progress, "write_bytes", fail)
         with pytest.raises(
             UserError,
             match=r"full/out: the disk is full.*the same command "
@@ -534,9 +545,9 @@ def test_too_little_memory_for_the_whole_model(
     """It would be killed in the training. An interrupted run keeps its way, whatever memory is
     free then.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    free = iter([0, 10**12, 0])
-    monkeypatch.setattr(healing, "available_memory", lambda: next(free))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    free = 400_000  # enough for a block
+    monkeypatch.setattr(memory, "available_memory", lambda: free)
     how = given | {"device_map": "auto", "method": "wanda", "heal": True, "heal_steps": 1}
     run = blocks._heal
 
@@ -547,19 +558,29 @@ def test_too_little_memory_for_the_whole_model(
     with pytest.raises(_Killed):
         prune(models("llama"), output=tmp_path / "out", **how)
     monkeypatch.setattr(blocks, "_heal", run)
+    free = 10**12
     with caplog.at_level("INFO"):
         report = prune(models("llama"), output=tmp_path / "out", **how)
     assert isinstance(report, RunReport)
     assert report.healing is not None
     assert report.healing.by == "blocks"
-    assert "healing block by block, because the whole model takes" in caplog.text
+    assert "healing block by block, " in caplog.text
     whole = prune(models("llama"), output=tmp_path / "whole", **how)  # now there is enough
     assert isinstance(whole, RunReport)
     assert whole.healing is not None
     assert whole.healing.by == "model"
     assert whole.healing.best == 1  # a single step has a rate
-    with pytest.raises(UserError, match="do not fit in memory together"):
+    free = 400_000
+    with pytest.raises(UserError, match="--heal-weights all needs the whole model"):
         prune(models("llama"), output=tmp_path / "all", heal_weights="all", **how)
+    free = 1000
+    calibrate = Mock()
+    monkeypatch.setattr("emp_llm.calibration.passes.calibrated", calibrate)
+    with pytest.raises(
+        UserError, match=r"cpu has 1.0 kB; block by block it takes .* Lower --seqlen"
+    ):
+        prune(models("llama"), output=tmp_path / "none", **how)
+    calibrate.assert_not_called()  # it is known before the first pass
 
 
 @pytest.mark.parametrize("instructions", [True, False])
@@ -573,7 +594,8 @@ def test_a_layer_that_no_batch_calls(
     """As an expert that no token reaches: it keeps its weights, and the others heal. With and
     without bfloat16 products.
     """
-    monkeypatch.setattr(healing, "has_bfloat16", lambda device: instructions)
+    for module in (healing, memory):
+        monkeypatch.setattr(module, "has_bfloat16", lambda device: instructions)
     monkeypatch.setattr(
         LlamaMLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)))
     )
@@ -609,7 +631,7 @@ def test_a_weight_in_two_halves(bits: list[int]) -> None:
     """The upper half is the nearest bfloat16, and both together are the weight, to the bit."""
     value = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     value = torch.where(value.isfinite() & (value.abs() < 1e38), value, 0.0)
-    upper, lower = healing._halves(value)
+    upper, lower = adam._halves(value)
     assert upper.dtype == torch.bfloat16
     assert lower.dtype == torch.int16
     again = (upper.view(torch.int16).int() << 16).add(lower).view(torch.float32)
@@ -626,21 +648,23 @@ def test_small_steps_add_up(halved: bool) -> None:
     start[0, 0] = 0.0
     layer.weight.data = start.clone()
     masks = healing.Masks({"weight": start != 0})
-    adam = healing._Adam(layer, ["weight"], masks, 1e-4, halved)
-    rate = adam.param_groups[0]["lr"]
+    optimiser = adam.Adam(layer, ["weight"], masks, 1e-4, halved)
+    rate = optimiser._weights["weight"].rate
     assert rate == pytest.approx(1e-4 * float(start[start != 0].square().mean().sqrt()), rel=1e-6)
     wanted = start.double()
     mean = square = torch.zeros(3, 4, dtype=torch.float64)
     for step in range(1, 101):
         gradient = torch.linspace(-1, 2, 12).reshape(3, 4) * (1 + step % 3)
-        layer.weight.grad = gradient.to(layer.weight.dtype)
+        optimiser.begin()
+        (layer.weight * gradient.to(layer.weight.dtype)).sum().backward()
+        assert layer.weight.grad is None  # it is freed within the backward pass
         mean = 0.9 * mean + 0.1 * gradient.double()
         square = 0.95 * square + 0.05 * gradient.double() ** 2
         change = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
         wanted = (wanted - rate * change) * (start != 0)
-        adam.step()
+        optimiser.end()
     assert layer.weight.dtype == (torch.bfloat16 if halved else torch.float32)
-    adam.finish()
+    optimiser.finish()
     assert layer.weight.dtype == torch.float32
     assert layer.weight.grad is None
     assert layer.weight[0, 0] == 0
@@ -668,20 +692,14 @@ def test_a_loss_that_is_not_finite(
     """The training goes back four times, and ends; the weights stay, and the report can be read
     again.
     """
-    compute = healing._Healer.compute_loss
-    steps = chain([1.0], repeat(float("nan")))
+    compute = healing._Healer._logits
+    factors = chain([1.0], repeat(float("nan")))
 
-    def diverge(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any
-    ) -> Any:
-        computed = compute(self, model, inputs, return_outputs, **rest)
-        return (
-            (computed[0] * next(steps), (computed[1][0] * 1e9, computed[1][1]))
-            if return_outputs
-            else computed
-        )
+    def diverge(self: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, wanted = compute(self, numbers)
+        return (logits if logits.requires_grad else logits * next(factors)), wanted
 
-    monkeypatch.setattr(healing._Healer, "compute_loss", diverge)
+    monkeypatch.setattr(healing._Healer, "_logits", diverge)
     plain, healed, _ = pruned_and_healed(
         models("llama"), tmp_path, method="wanda", heal_steps=30, **given
     )
@@ -689,8 +707,6 @@ def test_a_loss_that_is_not_finite(
     assert report.healing is not None
     assert (report.healing.best, report.healing.steps) == (0, 12)
     assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True, True]
-    assert report.healing.perplexity["before"] is None
-    assert "perplexity inf to inf, dense " in healing_lines(report)[0]
     assert oracle.shards(plain) == oracle.shards(healed)
 
 
@@ -709,16 +725,8 @@ def test_a_rate_that_is_too_high_is_lowered(
     assert losses[1] > 1.02 * losses[0]
     assert min(losses) < losses[0]
     assert report.healing.best > 3
-    steps = 0
-
-    def kill(*_: Any, **__: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 8:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Supervisor, "on_step_end", kill)
+        patch.setattr(healing._Healer, "step", kill_in_step(8, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(models("llama"), output=tmp_path / "killed" / "out", **how)
     prune(models("llama"), output=tmp_path / "killed" / "out", **how)
@@ -824,28 +832,74 @@ def test_options_of_the_text_count(
     assert "no effect" not in caplog.text
 
 
-def test_two_ranks(
-    models: Models, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_a_step_is_four_sequences_on_three_ranks(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    device_map: str,
 ) -> None:
-    line = [
-        "prune",
-        models("llama"),
-        "--method",
-        "wanda",
-        "--calibration",
-        text,
-        "--samples",
-        10,
-        "--seqlen",
-        32,
-    ]
-    line += ["--heal", "--heal-steps", STEPS, "--device-map", "cpu", "--output", "out"]
-    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
-    assert done.codes == [0, 0], done.error
-    report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
-    assert report["healing"]["steps"] == STEPS
-    assert min(loss for _, loss in report["healing"]["curve"]) < report["healing"]["curve"][0][1]
+    """Whole and by blocks, as in one process, but for the order of the sums."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS, "device_map": device_map}
+    alone = prune(models("llama"), output=tmp_path / "alone", **how)
+    assert isinstance(alone, RunReport)
+    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 3, "--heal"]
+    line += ["--heal-steps", STEPS, "--device-map", device_map, "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
+    done = launch(3, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert done.codes == [0, 0, 0], done.error
+    report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
+    for each in (report, alone):
+        assert each.healing is not None
+        assert each.healing.tokens == STEPS * 4 * 32
+    assert report.healing is not None
+    assert alone.healing is not None
+    for (step, loss), (other, wanted) in zip(
+        report.healing.curve, alone.healing.curve, strict=True
+    ):
+        assert (step, loss) == (other, pytest.approx(wanted, rel=0.02))
     assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
+def test_a_rank_that_dies_while_blocks_heal(
+    models: Models, given: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The others end, and the same command resumes after the last block."""
+
+    def die() -> None:
+        put = blocks._heal
+
+        def heal(block: Any, *rest: Any) -> Any:
+            if block.step.index == 1 and ranks().index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return put(block, *rest)
+
+        blocks._heal = heal
+
+    line = ["prune", models("llama"), "--method", "wanda", "--batch-size", 2, "--heal"]
+    line += ["--heal-steps", STEPS, "--device-map", "disk", "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 10, "--seqlen", 32]
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
+    assert done.codes == [75, -9], done.error
+    assert "Traceback" not in done.error
+    kept = tmp_path / ".out.partial" / "healing"
+    assert [path.name for path in kept.iterdir()] == ["block-00000.safetensors"]
+    again = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert again.codes == [0, 0], again.error
+    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+
+
+def test_too_few_sequences_for_the_ranks(
+    models: Models, given: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    line = ["heal", "plain", "--dense", models("llama"), "--heal-steps", 1]
+    line += ["--device-map", "disk", "--output", "out"]
+    line += ["--calibration", given["calibration"], "--samples", 6, "--seqlen", 32]
+    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
+    done = launch(6, tmp_path, tmp_path_factory.mktemp("logs"), *line)
+    assert done.codes == [2] * 6, done.error
+    assert "are too few for 6 ranks. Give more --samples." in done.errors[0]
 
 
 def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
@@ -902,8 +956,10 @@ def test_a_dry_run_says_what_it_takes(
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
     (note,) = (line for line in plan.notes if line.startswith("heal: "))
     assert "300 steps of 4 x 32 tokens" in note
-    assert " min on this machine" in note
-    assert f"{format_bytes(28 * plan.coverage.weights)} of disk beside the output" in note
+    assert " min on cpu; the whole model, 1 sequence at a time; " in note
+    for part in ("weights", "optimiser", "gradients", "activations", "logits"):
+        assert f"{part} " in note
+    assert f"{format_bytes(24 * plan.coverage.weights)} of disk beside the output" in note
     by_blocks = prune(
         models("llama"),
         output=tmp_path / "out",
@@ -970,7 +1026,7 @@ def test_what_an_interrupted_run_has_written_is_not_needed_again(
     plan = prune(models("llama"), output=tmp_path / "out", heal=True, dry_run=True, **given)
     how = given | {"heal": True, "heal_steps": STEPS, "output": tmp_path / "out"}
     with monkeypatch.context() as patch:
-        patch.setattr(healing._Supervisor, "on_step_begin", kill_in_third_step)
+        patch.setattr(healing._Healer, "step", kill_in_step(3))
         with pytest.raises(_Killed):
             prune(models("llama"), **how)
     written = sum(path.stat().st_blocks * 512 for path in (tmp_path / ".out.partial").rglob("*"))

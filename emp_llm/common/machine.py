@@ -114,8 +114,8 @@ def free_memory() -> None:
     """
     gc.collect()
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch is not None:
+        torch.cuda.empty_cache()  # nothing before CUDA is initialised
 
 
 def trim_heap() -> None:
@@ -195,27 +195,37 @@ def enough_memory(
 class Stopwatch:
     """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of
     each stage.
+
+    Args:
+        peaks: measure the peaks, which sets those of the process back; False within a program of
+            others, which may measure its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peaks: bool = True) -> None:
+        self._peaks = peaks
         self.record: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        with suppress(OSError):
-            _CLEAR_REFS.write_text("5")  # resets the peak of resident memory, if Linux allows it
-        torch: Any = sys.modules.get("torch")
-        for device in range(_gpus()):
-            torch.cuda.reset_peak_memory_stats(device)
+        if self._peaks:
+            _reset_peaks()
         start = time.perf_counter()
         yield
-        entry: dict[str, float] = {
-            "seconds": round(time.perf_counter() - start, 3),
-            "peak_bytes": peak_memory(),
-        }
-        if _gpus():
-            entry["peak_cuda_bytes"] = _peak_of_gpus()
+        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3)}
+        if self._peaks:
+            entry["peak_bytes"] = peak_memory()
+            if _gpus():
+                entry["peak_cuda_bytes"] = _peak_of_gpus()
         self.record[name] = entry
+
+
+def _reset_peaks() -> None:
+    """Let the peaks of memory be those from now on, of this process and of its GPUs."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # of resident memory, if Linux allows it
+    torch: Any = sys.modules.get("torch")
+    for device in range(_gpus()):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory() -> int:
@@ -241,9 +251,13 @@ def _peak_of_gpus() -> int:
 
 
 def _gpus() -> int:
-    """Number of GPUs that this process may have used; 0 before torch is imported."""
+    """Number of GPUs that this process may have used; 0 before CUDA is initialised, which torch
+    does at the first use of a GPU.
+    """
     torch: Any = sys.modules.get("torch")
-    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.device_count())
 
 
 def versions(*others: str) -> dict[str, str]:
@@ -331,7 +345,7 @@ def has_bfloat16(device: "torch.device") -> bool:
     import torch
 
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     fields = cpu_fields()
     return bool(
         {"avx512_bf16", "amx_bf16", "bf16"}
@@ -340,12 +354,12 @@ def has_bfloat16(device: "torch.device") -> bool:
 
 
 @cache
-def has_float64(kind: str) -> bool:
-    """Whether devices of a kind, such as "cuda", have numbers of 64 bits: Apple's do not."""
+def has_float64(device: "torch.device") -> bool:
+    """Whether a device has numbers of 64 bits: Apple's GPUs have none."""
     import torch
 
     try:
-        torch.zeros(1, dtype=torch.float64, device=kind)
+        torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
         return False
     return True
@@ -355,7 +369,7 @@ def exact_device(device: "torch.device") -> "torch.device":
     """Where numbers of 64 bits are computed that belong to a device: the CPU, if it has none."""
     import torch
 
-    return device if has_float64(device.type) else torch.device("cpu")
+    return device if has_float64(device) else torch.device("cpu")
 
 
 def in_float64(values: "Tensor") -> "Tensor":

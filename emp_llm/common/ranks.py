@@ -94,6 +94,20 @@ class Ranks:
             distributed.all_gather_object(values, value)
         return values
 
+    def add_up(self, tensor: "torch.Tensor") -> None:
+        """Replace a tensor by the sum of all ranks' tensors, in place. A collective call.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
+        if self.count == 1:
+            return
+        from torch import distributed
+
+        with rank_losses():
+            _state()
+            distributed.all_reduce(tensor)
+
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all ranks. A collective call.
 

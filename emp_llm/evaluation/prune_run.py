@@ -22,6 +22,7 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Layer
@@ -34,7 +35,7 @@ from emp_llm.models.placement import (
 )
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
-from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
+from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Heal, Recipe, Share
 from emp_llm.pruning.chosen import stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.outcome import log_warnings
@@ -90,6 +91,7 @@ class PruneRun:
         suite: to evaluate both models with; None: no evaluation.
         architecture, targets: of the model; set when they are known.
         made_of: what the checkpoint depends on beside model, recipe, norms and text.
+        healing: how the model heals; known when the run begins.
     """
 
     recipe: Recipe
@@ -105,6 +107,7 @@ class PruneRun:
     architecture: Architecture = field(init=False)
     targets: list[Target] = field(init=False)
     made_of: dict[str, Any] = field(default_factory=dict)
+    healing: HealingPlan | None = None
 
     @classmethod
     def of(
@@ -281,15 +284,11 @@ class PruneRun:
         fits = update is not None and not units
         notes = self_notes(options.text_name) if self.reads_text else []
         if heal is not None:
-            seqlen = max(corpus.seqlen or 0 for corpus in self._corpora())
-            notes += healing_notes(
-                checkpoint,
-                self.targets,
-                heal,
-                seqlen,
-                options.batch_size,
-                by_blocks=options.device_map == "disk",
-            )
+            corpora = self._corpora()
+            length = max(corpus.seqlen or 0 for corpus in corpora)
+            samples = sum(corpus.samples or 0 for corpus in corpora)
+            healing = self._healing_plan(heal, length, samples)
+            notes += healing_notes(checkpoint, self.targets, heal, length, healing)
         return DryRun(
             layers=planned_layers(self.targets),
             coverage=self.architecture.coverage(self.targets, self.recipe.targets.tower),
@@ -354,9 +353,42 @@ class PruneRun:
         overwrite = self.options.overwrite or self.options.dry_run
         return OutputFolder(self.path, [self.source.folder], needed, overwrite)
 
+    def _healing_plan(
+        self, heal: Heal, length: int, samples: int, kept: dict[str, Any] | None = None
+    ) -> HealingPlan:
+        """How the model heals: `samples` sequences of `length` tokens.
+
+        Args:
+            kept: the plan of an interrupted run.
+
+        Raises:
+            UserError: memory does not suffice.
+        """
+        options = self.options
+        return plan_healing(
+            self.checkpoint,
+            self.targets,
+            self.recipe,
+            heal,
+            device_map=options.device_map,
+            length=length,
+            samples=samples,
+            batch_size=options.batch_size,
+            hidden_states=options.hidden_states,
+            kept=kept,
+        )
+
     def begin(self, out: OutputFolder) -> None:
-        """Resume the work of an interrupted run, or start."""
+        """Resume the work of an interrupted run, or start.
+
+        Raises:
+            UserError: the healing will not find the memory that it needs.
+        """
         out.begin(self.signature, machine_name() if self.reads_text else "")
+        if self.recipe.heal is not None:
+            samples, length = self.text.tokens.shape
+            kept = out.get("healing_plan")
+            self.healing = self._healing_plan(self.recipe.heal, length, samples, kept)
         if self.reads_text:
             from emp_llm.calibration.data import keep_generated
 
@@ -483,6 +515,7 @@ class PruneRun:
         if heal is not None:
             from emp_llm.healing.training import heal_folder, healing_warnings
 
+            assert self.healing is not None
             self.models.free()
             with self.stopwatch("heal"):
                 report.healing = heal_folder(
@@ -492,11 +525,10 @@ class PruneRun:
                     heal,
                     self.text,
                     self.origin,
-                    device_map=options.device_map,
+                    self.healing,
                     dtype=options.dtype,
                     trust_remote_code=options.trust_remote_code,
                     batch_size=options.batch_size,
-                    hidden_states=options.hidden_states,
                     seed=options.seed,
                 )
             log_warnings(healing_warnings(report.healing))

@@ -10,6 +10,7 @@ holds one block with the states of its optimiser, and the hidden states of both 
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import SEQUENCES
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
+from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.checks import held_out
@@ -40,11 +44,14 @@ def heal_blocks(
     moved: MovedWeights,
     steps: int,
     *,
+    at_once: int = SEQUENCES,
     name_of_blocks: str | None = None,
     hidden_states: Place = "auto",
     seed: int = 0,
 ) -> HealingRecord:
-    """Heal all blocks that `moved` does not hold yet, and put their weights there.
+    """Heal all blocks that `moved` does not hold yet, and put their weights there. A collective
+    call: each rank passes its sequences through the blocks, and the gradients of a step are added
+    up.
 
     Args:
         model: dense, on any devices, offloaded or not; unchanged afterwards.
@@ -52,41 +59,48 @@ def heal_blocks(
         checkpoint: pruned; its zeros stay.
         tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
             only measures the error.
-        moved: of finished blocks.
+        moved: of finished blocks; of the first rank, the others' stay empty.
         steps: of four sequences, for each block.
+        at_once: sequences of a pass.
         name_of_blocks: the list of decoder blocks; None: detected.
         hidden_states: where they are stored between blocks.
         seed: of the order of the sequences.
+
+    Raises:
+        UserError: there are fewer batches than ranks, or memory runs out.
     """
     runner = BlockwiseModel(model, name_of_blocks, hidden_states)
     held = held_out(len(tokens))
-    batches = torch.split(tokens[:-held], SEQUENCES)
-    rest = torch.split(tokens[-held:], SEQUENCES)
-    fitting = range(len(batches))
-    measuring = range(len(batches), len(batches) + len(rest))
+    if (len(tokens) - held) // at_once < ranks().count:
+        raise UserError(
+            f"--heal: {count_of(len(tokens) - held, 'sequence')}, {at_once} at a time, are too few "
+            f"for {ranks().count} ranks. Give more --samples."
+        )
+    fitting = _Groups(tokens[:-held], at_once)
+    measuring = _Groups(tokens[-held:], at_once, first=len(fitting.batches))
     model.requires_grad_(False)
-    walks = runner.walk([*batches, *rest], "heal")
+    walks = runner.walk([*fitting.batches, *measuring.batches], "heal")
     with checkpoint.open_files() as files, walks as walk, closing(walk.second()) as pruned:
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
+            done = bool(members) and ranks().first(partial(moved.has, step.index))
+            healed = ranks().first(partial(moved.block, step.index)) if done else {}
             for target in members:
                 stored = target.matrix.stored
-                rows = target.matrix.rows
-                weight = moved.rows(target, 0, rows)
+                weight = healed[target.name].weight if done else None
                 if weight is None:
                     weight = as_tensor(
-                        target.matrix.read(files.reader(stored.shard), 0, rows), stored.dtype
+                        target.matrix.read(files.reader(stored.shard), 0, target.matrix.rows),
+                        stored.dtype,
                     )
                 block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
-            if members and not moved.has(step.index):
+            if members and not done:
                 moved.put(step.index, _heal(block, fitting, measuring, steps, seed))
-            for number in (*fitting, *measuring):
+            for number in range(len(walk.batches)):
                 block.pass_pruned(number)
-    fits = moved.records().values()
-    before = sum(fit.held_out_before or 0.0 for fit in fits) / len(fits)
-    after = sum(fit.held_out_after or 0.0 for fit in fits) / len(fits)
+    before, after = ranks().first(partial(_mean_errors, moved))
     return HealingRecord(
         by="blocks",
         steps=steps,
@@ -94,6 +108,48 @@ def heal_blocks(
         best=steps if after < before else 0,
         curve=[(0, before), (steps, after)],
     )
+
+
+def _mean_errors(moved: MovedWeights) -> tuple[float, float]:
+    """The mean held-out errors of all targets, before and after."""
+    fits = moved.records().values()
+    before = sum(fit.held_out_before or 0.0 for fit in fits) / len(fits)
+    after = sum(fit.held_out_after or 0.0 for fit in fits) / len(fits)
+    return before, after
+
+
+class _Groups:
+    """Sequences in groups of four, which make a step, and in batches, which make a pass. The
+    batches of a group belong to different ranks, as far as there are ranks.
+
+    Args:
+        tokens: int64, shape (sequences, length).
+        at_once: sequences of a batch.
+        first: number of this rank's first batch in its pass.
+
+    Attributes:
+        batches: of this rank.
+    """
+
+    def __init__(self, tokens: Tensor, at_once: int, first: int = 0) -> None:
+        self.batches: list[Tensor] = []
+        self._numbers: list[list[int]] = []  # those of each group
+        dealt = 0
+        for group in torch.split(tokens, SEQUENCES):
+            own = list[int]()
+            for batch in torch.split(group, at_once):
+                if dealt % ranks().count == ranks().index:
+                    own.append(first + len(self.batches))
+                    self.batches.append(batch)
+                dealt += 1
+            self._numbers.append(own)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def numbers(self, group: int) -> list[int]:
+        """The numbers of this rank's batches of a group."""
+        return self._numbers[group]
 
 
 def rate_of(config: Any, blocks: float | None = None) -> float:
@@ -113,18 +169,21 @@ def rate_of(config: Any, blocks: float | None = None) -> float:
     return min(_RATE, 1 / ((blocks or text.num_hidden_layers) * math.sqrt(2 * text.hidden_size)))
 
 
-def rated(weight: Tensor, rate: float) -> dict[str, Any]:
-    """A group of an optimiser: a float32 weight, and a rate relative to its kept weights."""
+def rate_of_weight(weight: Tensor, rate: float) -> float:
+    """The rate of a float32 weight: `rate` of the root mean square of its kept values."""
     kept = max(1, int(weight.count_nonzero()))
-    return {"params": [weight], "lr": rate * float(weight.detach().norm()) / math.sqrt(kept)}
+    return rate * float(weight.norm()) / math.sqrt(kept)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """The share of the highest rate in a step, the first of which is 0: it rises for a twentieth of
+    the steps, and falls along a cosine.
+    """
+    return min((step + 1) / max(1, steps // 20), 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def _heal(
-    block: Block,
-    fitting: Sequence[int],
-    measuring: Sequence[int],
-    steps: int,
-    seed: int,
+    block: Block, fitting: _Groups, measuring: _Groups, steps: int, seed: int
 ) -> dict[str, Moved]:
     """Train the weights of a block, and return them by target. They stay as they are if the
     held-out error does not fall.
@@ -137,38 +196,43 @@ def _heal(
     }
     rate = rate_of(block.model.config, _BLOCK)
     optimizer = torch.optim.Adam(
-        [rated(values, rate) for values in masters.values()], betas=(0.9, 0.95)
+        [
+            {"params": [values], "lr": rate_of_weight(values.detach(), rate)}
+            for values in masters.values()
+        ],
+        betas=(0.9, 0.95),
+        foreach=False,  # copies of one weight at a time
     )
-    warmup = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda n: min((n + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * n / steps))
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_rate, steps=steps))
+    squares = _squares(block, fitting)
+    squares_held = _squares(block, measuring)
 
-    first = _mean_error(block, measuring)
+    first = _mean_error(block, measuring, squares_held)
     order = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        number = int(torch.randint(len(fitting), (), generator=order))
+        group = int(torch.randint(len(fitting), (), generator=order))
         with block.pruned_weights():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-            _error(block, number).backward()  # type: ignore[no-untyped-call]
+            for number in fitting.numbers(group):
+                error = _squared_error(block, number) / squares[group]
+                error.backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
-                gradient = parameter.grad  # None for an expert that no token of the batch reaches
-                masters[name].grad = (
-                    None if gradient is None else gradient.float() * (before[name] != 0)
-                )
+                gradient = _sum_of_gradients(parameter)
+                # None for an expert that no token of the group reaches
+                masters[name].grad = None if gradient is None else gradient.mul_(before[name] != 0)
                 parameter.requires_grad_(False)
                 parameter.grad = None
         optimizer.step()
         schedule.step()
         for name, values in block.values.items():
             values.copy_(masters[name].detach())
-    last = _mean_error(block, measuring)
+    last = _mean_error(block, measuring, squares_held)
     if not last < first:
         for name, values in block.values.items():
             values.copy_(before[name])
     record = FitRecord(
-        tokens=steps * block.walk.batches[0].numel(),
+        tokens=steps * SEQUENCES * block.walk.batches[0].shape[1],
         held_out_before=first,
         held_out_after=min(first, last),
     )
@@ -183,18 +247,47 @@ def _heal(
     }
 
 
-def _error(block: Block, number: int) -> Tensor:
-    """The squared error of a batch's outputs, as a share of the squares of the dense block's. The
-    block has its pruned weights.
-    """
+def _sum_of_gradients(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter over all ranks, float32; None if no rank has one."""
+    if ranks().count == 1:
+        return None if parameter.grad is None else parameter.grad.float()
+    total = torch.zeros_like(parameter, dtype=torch.float32)
+    if parameter.grad is not None:
+        total.copy_(parameter.grad)
+    ranks().add_up(total)
+    return total if bool(total.any()) else None
+
+
+def _squared_error(block: Block, number: int) -> Tensor:
+    """The squared error of a batch's outputs. The block has its pruned weights."""
     walk = block.walk
-    wanted = walk.hidden.get(number, walk.device).float()
-    entering = block.pruned.get(number, walk.device).clone()
+    device = execution_device(block.step.block)
+    wanted = walk.hidden.get(number, device).float()
+    entering = block.pruned.get(number, device).clone()
     output = walk.call(number, block.step.index, block.step.block, entering).float()
-    return (output - wanted).square().sum() / wanted.square().sum()
+    return (output - wanted).square().sum()
 
 
-def _mean_error(block: Block, numbers: Sequence[int]) -> float:
-    """The mean error over some batches."""
+def _squares(block: Block, groups: _Groups) -> list[float]:
+    """The squares of the dense block's outputs in each group, over all ranks."""
+    device = execution_device(block.step.block)
+    own = [
+        sum(
+            float(block.walk.hidden.get(number, device).float().square().sum())
+            for number in groups.numbers(group)
+        )
+        for group in range(len(groups))
+    ]
+    return [sum(of_ranks) for of_ranks in zip(*ranks().gather(own), strict=True)]
+
+
+def _mean_error(block: Block, groups: _Groups, squares: list[float]) -> float:
+    """The mean over some groups of the squared error as a share of the squares, over all ranks."""
     with block.pruned_weights(), torch.no_grad():
-        return sum(float(_error(block, number)) for number in numbers) / len(numbers)
+        own = [
+            sum(float(_squared_error(block, number)) for number in groups.numbers(group))
+            for group in range(len(groups))
+        ]
+    errors = [sum(of_ranks) for of_ranks in zip(*ranks().gather(own), strict=True)]
+    shares = [error / square for error, square in zip(errors, squares, strict=True)]
+    return float(sum(shares)) / len(shares)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
 
 SEQUENCES = 4  # of a step
-# Of a weight on disk: its value at the start; the best, the last and the next checkpoint, each with
-# two states of Adam in bfloat16.
-HEALING_BYTES = 4 + 3 * 8
+# Of a weight on disk, at most: the best, the last and the next checkpoint, each with its value and
+# two moments in bfloat16.
+HEALING_BYTES = 3 * 8
 
 
 def check_healable(
@@ -61,32 +61,3 @@ def healing_bytes(
     if by_blocks:  # the weights of finished blocks are kept
         return sum(target.matrix.numel * target.matrix.itemsize for target in targets)
     return HEALING_BYTES * healing_weights(checkpoint, targets, heal)
-
-
-def healing_memory(
-    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, tokens: int, in_bfloat16: bool
-) -> int:
-    """The memory that healing a whole model takes, in bytes, beside that of the program.
-
-    It holds the dense model; of each weight that moves its value in float32, its gradient and two
-    states of Adam; of the others their value, and that in the dtype of the products. For `tokens`
-    tokens at a time come the logits of both models and their gradient, and what the blocks keep for
-    their gradients: with d inputs and f neurons, about 24 d + 8 f bytes each.
-
-    Args:
-        in_bfloat16: the products; then gradients are of bfloat16 too.
-    """
-    dense = sum(size for size, _ in checkpoint.states.values())
-    moving = healing_weights(checkpoint, targets, heal)
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    width = config.get("hidden_size", 0)
-    kept = 24 * width + 8 * (config.get("intermediate_size") or 4 * width)
-    of_tokens: int = 6 * config.get("vocab_size", 0) + config.get("num_hidden_layers", 0) * kept
-    of_moving = 10 if in_bfloat16 else 12
-    of_others = 6 if in_bfloat16 else 4
-    return (
-        dense
-        + of_moving * moving
-        + of_others * (checkpoint.parameters - moving)
-        + tokens * of_tokens
-    )

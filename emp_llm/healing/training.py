@@ -3,62 +3,52 @@ Zeros stay zero.
 
     min over the kept weights of mean_t KL(p_dense(. | x_<=t) || p_pruned(. | x_<=t))
 
-on the calibration text, without labels or further data. `transformers.Trainer` runs it: Adam on
-float32 weights, products in bfloat16 where the processor has instructions for them, a checkpoint at
-every measurement of the loss on held-out sequences.
+on the calibration text, without labels or further data: Adam on float32 weights, products in
+bfloat16 where the processor has instructions for them. A step is four sequences, on any number of
+devices and ranks. Each weight moves as soon as its gradient is known, within the backward pass.
+
+The dense model runs first: its last hidden states are kept, and its blocks are not in memory while
+the pruned model trains.
 """
 
 import copy
 import logging
 import math
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
-from transformers.trainer import TRAINER_STATE_NAME
+from torch.utils.checkpoint import checkpoint as gradient_checkpoint
+from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import CalibrationText, data_in_memory
 from emp_llm.calibration.passes import fit_origin, in_evaluation_mode
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import file_hash, read_json, sync_tree, write_json
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, format_bytes
-from emp_llm.common.machine import (
-    available_memory,
-    default_modes,
-    has_bfloat16,
-    out_of_memory,
-    trim_heap,
-)
-from emp_llm.common.progress import Bar, progress_bar, stage
+from emp_llm.common.errors import UserError
+from emp_llm.common.machine import default_modes, has_bfloat16, out_of_memory, trim_heap
+from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.blocks import heal_blocks, rate_of, rated
-from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes, healing_memory
+from emp_llm.healing.adam import Adam
+from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
+from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes
+from emp_llm.healing.memory import HealingPlan, Sizes, free_on, passes_of, ways
+from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
-from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
-from emp_llm.models.modules import as_created, mean_losses, set_to_zero, weight_of
+from emp_llm.models.modules import as_created, find_blocks, mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.options.calibration import CalibrationOptions, Place
@@ -66,23 +56,14 @@ from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.walk.checks import check_apart, held_out, updatable
+from emp_llm.walk.checks import held_out, updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
-# It warns of checkpoints written within a second.
-logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
-_SAVED = "weights.safetensors"  # in a checkpoint of the training
-_START = "start"  # the folder of the weights that the training begins with
-_RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a while
-_CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
-_PATIENCE = 4  # rises in a row
-_HASHES = "hashes.json"  # written last in a checkpoint
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
 _POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
-_BETAS = (0.9, 0.95)  # of Adam
-_EPSILON = 1e-8
+_PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
 
 
 @default_modes()
@@ -142,11 +123,27 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
-    healed = copy.deepcopy(model).float()
-    work = tempfile.TemporaryDirectory(prefix="emp-llm-heal-")
-    with work as folder, stage("heal"), in_evaluation_mode(dense):
+    at_once, checkpointing = _way_in_memory(model, moving, text.tokens, batch_size)
+    with (
+        tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
+        stage("heal"),
+        in_evaluation_mode(dense),
+        _DenseLogits(dense, text.tokens) as dense_logits,
+    ):
+        progress = Progress(Path(folder))
+        dense_logits.prepare(text.tokens, steps, seed, progress)
+        healed = copy.deepcopy(model).float()
         record = train(
-            healed, dense, text.tokens, zeros, moving, Path(folder), steps, batch_size, seed
+            healed,
+            dense_logits,
+            text.tokens,
+            zeros,
+            moving,
+            progress,
+            steps,
+            at_once=at_once,
+            checkpointing=checkpointing,
+            seed=seed,
         )
     if record.best:
         for name in moving:
@@ -172,6 +169,34 @@ def text_to_heal(
     return text
 
 
+def _way_in_memory(
+    model: PreTrainedModel, moving: Sequence[str], tokens: Tensor, batch_size: int
+) -> tuple[int, bool]:
+    """Sequences at a time for a model in memory, and whether to checkpoint gradients: the fastest
+    way that fits beside what its devices hold, else the smallest.
+    """
+    numels = [model.get_parameter(name).numel() for name in moving]
+    devices = {parameter.device for parameter in model.parameters()}
+    sizes = Sizes(
+        model.config.to_dict(),
+        model.config.get_text_config().num_hidden_layers,
+        sum(numels),
+        model.num_parameters() - sum(numels),
+        max(numels),
+        0,
+        0,
+        tokens.shape[1],
+        len(tokens),
+        has_bfloat16(model.device),
+    )
+    room = len(devices) * min(free_on(device) for device in devices)
+    most = 1 if model.device.type == "cpu" else min(batch_size, SEQUENCES)
+    fastest_first = list(ways(sizes, most))
+    fits = (way for way in fastest_first if sum(way[2].values()) <= room)
+    at_once, checkpointing, _ = next(fits, fastest_first[-1])
+    return at_once, checkpointing
+
+
 def heal_folder(
     out: OutputFolder,
     dense: Path,
@@ -179,12 +204,11 @@ def heal_folder(
     heal: Heal,
     data: CalibrationText,
     about: CalibrationRecord,
+    plan: HealingPlan,
     *,
-    device_map: str,
     dtype: str,
     trust_remote_code: bool = False,
     batch_size: int = SEQUENCES,
-    hidden_states: Place = "auto",
     seed: int = 0,
 ) -> HealingRecord:
     """Train the weights of a pruned checkpoint in a work folder, and write them in place. A
@@ -199,13 +223,13 @@ def heal_folder(
         heal: which layers heal, and for how many steps.
         data: the text.
         about: the dense model, from `model_origin`.
-        device_map, dtype, trust_remote_code: of `load_model`.
-        batch_size: sequences at a time on a GPU.
-        hidden_states: where they are stored between blocks.
+        plan: whole or by blocks, and where; from `plan_healing`.
+        dtype, trust_remote_code: of `load_model`.
+        batch_size: as the record of its text names it.
         seed: of the order of the sequences.
 
     Raises:
-        UserError: the models do not fit in memory, or the checkpoints of the training on the disk.
+        UserError: memory runs out, or the checkpoints of the training do not fit on the disk.
     """
     checkpoint = Checkpoint(out.files)
     trust = trust_remote_code
@@ -215,20 +239,15 @@ def heal_folder(
         architecture.select("all-linear") if everything else architecture.targets_of(recipe.targets)
     )
     targets = updatable(chosen)
-    if device_map == "auto" and not torch.cuda.is_available():
-        in_bfloat16 = has_bfloat16(torch.device("cpu"))
-        needed = healing_memory(checkpoint, targets, heal, data.tokens.shape[1], in_bfloat16)
-        if _is_too_large(out, needed):
-            device_map = "disk"
-    model = load_model(out.files, device_map, "float32", trust)
-    if dtype == "auto" and not has_bfloat16(model.device):
-        dtype = "float32"
-    teacher = load_model(dense, device_map, dtype, trust)
-    by_blocks = is_offloaded(model) or is_offloaded(teacher)
+    by_blocks = plan.by == "blocks"
     out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks))
+    out.note(healing_plan=asdict(plan))
+    logger.info("healing %s.", plan.words())
+    device = torch.device(plan.device)
+    if dtype == "auto" and not has_bfloat16(device):
+        dtype = "float32"
     if by_blocks:
-        _check_by_blocks(checkpoint, recipe, heal)
-        del model
+        teacher = load_model(dense, plan.device_map, dtype, trust, device=device)
         moved = MovedWeights(out.work / "healing")
         with stage("heal"), in_evaluation_mode(teacher):
             record = heal_blocks(
@@ -238,36 +257,39 @@ def heal_folder(
                 data.tokens,
                 moved,
                 heal.steps,
+                at_once=plan.at_once,
                 name_of_blocks=recipe.targets.blocks,
-                hidden_states=hidden_states,
+                hidden_states=plan.hidden_states,
                 seed=seed,
             )
-        for target in targets:
+        for target in targets if ranks().main else ():
             weight = moved.rows(target, 0, target.matrix.rows)
             if weight is not None:
                 _overwrite(target.matrix, weight)
     else:
-        norms = _norm_parameters(model, architecture) if everything else []
-        moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
-        masks = stored_masks(checkpoint, chosen, model)
-        folder = out.work / "healing"
-        if out.get("healed") and ranks().first(partial(_last_checkpoint, folder)) is None:
+        progress = Progress(out.work / "healing")
+        if out.get("healed") and not progress.measured:
             raise UserError(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
             )
-        with stage("heal"):
+        teacher = _teacher(dense, architecture, plan, dtype, trust)
+        with stage("heal"), _DenseLogits(teacher, data.tokens, plan.hidden_states, True) as logits:
+            logits.prepare(data.tokens, heal.steps, seed, progress)
+            model = load_model(out.files, plan.device_map, "float32", trust, device=device)
+            norms = _norm_parameters(model, architecture) if everything else []
+            moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
             record = train(
                 model,
-                teacher,
+                logits,
                 data.tokens,
-                masks,
+                stored_masks(checkpoint, chosen, model),
                 moving,
-                folder,
+                progress,
                 heal.steps,
-                batch_size,
-                seed,
-                expendable=True,
+                at_once=plan.at_once,
+                checkpointing=plan.checkpointing,
+                seed=seed,
             )
         if ranks().main and record.best:
             # From here on, the weights are no longer those that the training began with.
@@ -278,32 +300,22 @@ def heal_folder(
     return record
 
 
-def _is_too_large(out: OutputFolder, needed: int) -> bool:
-    """Whether healing a whole model needs more memory than there is. An interrupted run keeps its
-    answer. A collective call.
+def _teacher(
+    folder: Path, architecture: Architecture, plan: HealingPlan, dtype: str, trust: bool
+) -> PreTrainedModel:
+    """The dense model. It stays on disk, from which each block is read when its turn comes; but
+    transformers would write to disk what it puts together or dequantises, and blocks that cannot
+    run alone would be read again for each sequence.
     """
-    if out.get("healed_by_blocks") is None:
-        out.note(healed_by_blocks=ranks().first(lambda: needed > available_memory()))
-    if out.get("healed_by_blocks"):
-        logger.info(
-            "healing block by block, because the whole model takes %s of memory.",
-            format_bytes(needed),
-        )
-    return bool(out.get("healed_by_blocks"))
-
-
-def _check_by_blocks(checkpoint: Checkpoint, recipe: Recipe, heal: Heal) -> None:
-    """Raise UserError if a model cannot heal block by block."""
-    smaller = recipe.structure is not None and not recipe.structure.keep_shapes
-    if heal.weights == "all" or ranks().count > 1 or smaller:
-        raise UserError(
-            "--heal: the pruned model in float32 and the dense model do not fit in memory "
-            "together, and healing block by block runs in one process, without --heal-weights "
-            "all, and not after --structure. Use a larger machine."
-        )
-    check_apart(
-        checkpoint.config, "--heal of a model that does not fit in memory", "Use a larger machine"
-    )
+    layers = [target.layer for target in architecture.select("all-linear")]
+    quantised = "quantization_config" in architecture.checkpoint.config
+    device = torch.device(plan.device)
+    if not quantised and all(layer.expert is None for layer in layers):
+        model = load_model(folder, "disk", dtype, trust, device=device)
+        if _runner_of(model, torch.zeros(1, 2, dtype=torch.int64)) is not None:
+            return model
+        del model
+    return load_model(folder, plan.device_map, dtype, trust, device=device)
 
 
 def _write_weights(
@@ -333,15 +345,16 @@ def _overwrite(matrix: Matrix, weight: Tensor) -> None:
 
 def train(
     model: PreTrainedModel,
-    dense: PreTrainedModel,
+    dense_logits: "_DenseLogits",
     tokens: Tensor,
     masks: Masks,
     moving: Iterable[str],
-    folder: Path,
+    progress: Progress,
     steps: int,
-    batch_size: int = SEQUENCES,
+    *,
+    at_once: int = 1,
+    checkpointing: bool = False,
     seed: int = 0,
-    expendable: bool = False,
 ) -> HealingRecord:
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
     A collective call.
@@ -349,206 +362,296 @@ def train(
     Args:
         model: pruned, whole in memory, float32. If no step is better than none (`best` is 0), its
             weights are of no use.
-        dense: gives the probabilities.
+        dense_logits: of the dense model.
         tokens: the text, int64, shape (sequences, length). One sequence of sixteen is held out: it
             chooses the step whose weights are kept.
         masks: weights that stay zero.
         moving: names of the parameters that move.
-        folder: for the checkpoints; an interrupted call with the same arguments resumes from the
-            last one.
-        steps, batch_size, seed: number of steps of four sequences, sequences at a time on a GPU,
-            and the seed of their order.
-        expendable: the dense model is not needed afterwards.
+        progress: what an interrupted call with the same arguments has kept.
+        steps, at_once, seed: number of steps of four sequences, sequences of a forward pass, and
+            the seed of their order.
+        checkpointing: of gradients: blocks keep their inputs alone, and run again.
 
     Raises:
-        UserError: memory runs out.
+        UserError: memory runs out, or the dense model's loss is not finite.
     """
-    held = held_out(len(tokens))
     masks.apply(model)
     model.requires_grad_(False)
+    model.eval()
     in_bfloat16 = has_bfloat16(model.device)
-    adam = _Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
-    on_cpu = model.device.type == "cpu"
-    at_once = 1  # on a CPU, more take more memory and no less time
-    if not on_cpu:
-        at_once = max(1, min(batch_size, SEQUENCES // ranks().count))
-    passes = max(1, SEQUENCES // (at_once * ranks().count))
-    arguments = _arguments(folder, steps, at_once, passes, seed, on_cpu)
-    examples = [{"input_ids": ids, "number": number} for number, ids in enumerate(tokens)]
+    adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    if in_bfloat16:
+        _halve_others(model)
+    if checkpointing:
+        _checkpoint_blocks(model)
+    healer = _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16)
+    order = order_of(len(tokens), steps, seed)
+    every = max(1, steps // _MEASURES)
     remedy = (
         "healing: out of memory. Give a lower --batch-size or --seqlen, or heal block by "
         "block with --device-map disk."
     )
-    with closing(progress_bar(steps, "heal", "step")) as bar, out_of_memory(lambda: remedy):
-        trainer = _Healer(
-            model,
-            arguments,
-            train_dataset=examples[:-held],
-            eval_dataset=examples[-held:],
-            data_collator=default_data_collator,
-            optimizers=(adam, None),
-            callbacks=[supervisor := _Supervisor(bar)],
-            compute_metrics=_perplexities,
-        )
-        trainer.adam = adam
-        trainer.in_bfloat16 = in_bfloat16
-        supervisor.trainer = trainer
-        trainer.remove_callback(PrinterCallback)
-        last = ranks().first(partial(_last_checkpoint, folder))
-        if ranks().main:
-            # The model has these weights, also where the training resumes.
-            trainer._save(str(folder / _START))
-        if last is not None:
-            trainer.state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
-        # It was interrupted after its end.
-        if trainer.state.global_step >= steps or _has_ended(trainer.state):
-            if trainer.state.best_global_step is not None:
-                trainer._load_best_model()
-        else:
-            visits = steps * SEQUENCES // ranks().count
-            with _dense_logits(dense, tokens, visits, expendable) as trainer.dense_logits:
-                trainer.train(resume_from_checkpoint=last)
-        adam.finish()
-    curve = _curve(trainer.state)
-    perplexity = _curve(trainer.state, "perplexity")
-    best = min(curve, key=lambda step: (not math.isfinite(curve[step]), curve[step]))
+    with (
+        closing(progress_bar(steps, "heal", "step")) as bar,
+        out_of_memory(lambda: remedy),
+        progress.writing(adam),
+    ):
+        if not progress.measured:
+            progress.measured[0] = healer.measure()
+            _check_dense(progress.measured[0])
+            progress.save()
+        elif not progress.has_ended(steps):
+            progress.load(progress.step)
+        bar.update(progress.step)
+        while not progress.has_ended(steps):
+            step = progress.step
+            dense_logits.look_ahead(order, step)
+            adam.share = share_of_rate(step, steps) / progress.cut
+            healer.step(order[SEQUENCES * step : SEQUENCES * (step + 1)])
+            progress.step += 1
+            bar.update(1)
+            if progress.step % every == 0 or progress.step == steps:
+                progress.measured[progress.step] = healer.measure()
+                progress.go_back_if_worse()
+                progress.save()
+        progress.load(progress.best)
+    adam.finish()
+    start, best = progress.measured[0], progress.measured[progress.best]
     return HealingRecord(
-        steps=trainer.state.global_step,
-        tokens=trainer.state.global_step * at_once * passes * ranks().count * tokens.shape[1],
-        best=best,
-        curve=list(curve.items()),
+        steps=progress.step,
+        tokens=progress.step * SEQUENCES * tokens.shape[1],
+        best=progress.best,
+        curve=[(step, measure.divergence) for step, measure in progress.measured.items()],
         perplexity={
-            "dense": _curve(trainer.state, "dense")[0],
-            "before": perplexity[0],
-            "after": perplexity[best],
+            "dense": start.dense,
+            "before": start.perplexity,
+            "after": best.perplexity,
         },
     )
 
 
-def _arguments(
-    folder: Path, steps: int, at_once: int, passes: int, seed: int, on_cpu: bool
-) -> TrainingArguments:
-    """The arguments of the trainer, with `passes` of `at_once` sequences for a step."""
-    every = max(1, steps // _MEASURES)
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=at_once,
-        per_device_eval_batch_size=at_once,
-        gradient_accumulation_steps=passes,
-        lr_scheduler_type="cosine",
-        warmup_steps=steps // 20,
-        eval_strategy="steps",
-        eval_on_start=True,
-        eval_steps=every,
-        save_steps=every,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        label_names=["input_ids"],
-        remove_unused_columns=False,
-        seed=seed % 2**32,  # numpy's are of 32 bits
-        disable_tqdm=True,
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        use_cpu=on_cpu,
-    )
+def order_of(sequences: int, steps: int, seed: int) -> list[int]:
+    """The numbers of the training sequences in the order of their visits, four for each step: all
+    of them in one random order after another.
+    """
+    training = sequences - held_out(sequences)
+    generator = torch.Generator().manual_seed(seed)
+    visits: list[int] = []
+    while len(visits) < steps * SEQUENCES:
+        visits += torch.randperm(training, generator=generator).tolist()
+    return visits[: steps * SEQUENCES]
 
 
-class _Healer(Trainer):  # type: ignore[misc]
-    """A trainer whose loss is the divergence from the dense model's probabilities."""
+def _visited(numbers: Sequence[int]) -> list[int]:
+    """The sequences of a step that this rank visits: its own, or the first one if it has none."""
+    return list(ranks().assigned(numbers)) or [numbers[0]]
 
-    dense_logits: Callable[[Tensor], Tensor]  # of sequences, by their numbers
-    adam: "_Adam"
-    in_bfloat16 = False  # the products
-    passes = 0
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
-    ) -> Any:
-        """The mean over the tokens of KL(dense || pruned), in nats. Layers behave as in
-        evaluation: no dropout.
+def _check_dense(start: Measure) -> None:
+    """Raise UserError if the dense model's probabilities are of no use."""
+    if not math.isfinite(start.dense):
+        raise UserError(
+            f"healing: the dense model's perplexity is {start.dense} on the held-out text, so "
+            "nothing can be learned from it. Its values may exceed its dtype; give --dtype float32."
+        )
+
+
+class _Healer:
+    """The forward and backward passes of a training.
+
+    Args:
+        model: prepared for its training.
+        dense_logits: of the dense model.
+        tokens: the text, int64, shape (sequences, length).
+        adam: moves the weights within the backward pass.
+        at_once: sequences of a pass.
+        in_bfloat16: the products.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dense_logits: "_DenseLogits",
+        tokens: Tensor,
+        adam: Adam,
+        at_once: int,
+        in_bfloat16: bool,
+    ) -> None:
+        self._model = model
+        self._dense_logits = dense_logits
+        self._tokens = tokens
+        self._adam = adam
+        self._at_once = at_once
+        self._in_bfloat16 = in_bfloat16
+        self._passes = 0
+
+    def step(self, numbers: Sequence[int]) -> None:
+        """Move the weights along the gradient of the mean divergence of four sequences.
+
+        A rank with fewer sequences than others adds a gradient of zero, so that all ranks meet.
         """
-        model.eval()
-        ids = inputs["input_ids"]
-        self.passes += 1
-        if self.passes % _TRIM == 1:
+        own = list(ranks().assigned(numbers))
+        in_place = _visited(numbers)[:1]
+        passes = passes_of(self._at_once)
+        self._adam.begin()
+        for index in range(passes):
+            chunk = own[index * self._at_once : (index + 1) * self._at_once]
+            self._adam.due = index == passes - 1
+            divergence = self._divergence(*self._logits(chunk or in_place))
+            share = 1 / (len(numbers) * self._tokens.shape[1]) if chunk else 0.0
+            (share * divergence).backward()  # type: ignore[no-untyped-call]
+        self._adam.end()
+
+    @torch.no_grad()
+    def measure(self) -> Measure:
+        """The divergence and the perplexities of the held-out sequences, on all ranks."""
+        length = self._tokens.shape[1]
+        first = len(self._tokens) - held_out(len(self._tokens))
+        rows: list[tuple[int, float, float, float]] = []
+        for number in ranks().assigned(range(first, len(self._tokens))):
+            logits, wanted = self._logits([number])
+            ids = self._tokens[number : number + 1]
+            divergence = float(self._divergence(logits, wanted)) / length
+            losses = [float(mean_losses(each, ids)) for each in (logits, wanted)]
+            rows.append((number, divergence, *losses))  # type: ignore[arg-type]
+        gathered = torch.tensor(
+            sorted(row for of_rank in ranks().gather(rows) for row in of_rank), dtype=torch.float64
+        )
+        _, divergence, loss, dense = gathered.mean(0)
+        return Measure(float(divergence), float(loss.exp()), float(dense.exp()))
+
+    def _logits(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The logits of some sequences, by the model and by the dense one, shape (sequences,
+        length, vocabulary).
+        """
+        self._passes += 1
+        if self._passes % _TRIM == 1:
             trim_heap()  # between passes little is in use
-        products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16)
+        ids = self._tokens[list(numbers)].to(self._model.device)
+        products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self._in_bfloat16)
         with products, fast_attention(ids.device, torch.float32):
             with torch.no_grad():
-                wanted = self.dense_logits(inputs["number"])
-            logits = model(input_ids=ids, use_cache=False).logits
-        loss = _Divergence.apply(logits, wanted.to(logits.device)) / ids.numel()  # type: ignore[no-untyped-call]
-        return (loss, (logits, wanted)) if return_outputs else loss
+                wanted = self._dense_logits(numbers)
+            logits = self._model(input_ids=ids, use_cache=False).logits
+        return logits, wanted.to(logits.device)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The divergence of a batch, and the mean loss of each of its sequences: of this model,
-        and of the dense one.
-        """
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            divergence, both = self.compute_loss(model, inputs, return_outputs=True)
-        ids = inputs["input_ids"]
-        losses = torch.stack([mean_losses(logits, ids).float() for logits in both], 1)
-        return divergence, losses, losses
+    @staticmethod
+    def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+        return _Divergence.apply(logits, wanted)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """A checkpoint is complete with the hashes of its files."""
-        super()._save_checkpoint(model, trial)
-        ranks().gather(None)  # each has written its part
-        if self.args.should_save:
-            folder = _checkpoint(self.args.output_dir, self.state.global_step)
-            sync_tree(folder)
-            write_json(folder / _HASHES, _hashes(folder))
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Only the weights that move are saved, under the names that they have in memory."""
-        moving = {
-            name: self.adam.value_of(weight)
-            for name, weight in self.model.named_parameters()
-            if weight.requires_grad
-        }
-        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        save_file(moving, Path(output_dir or self.args.output_dir) / _SAVED)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        for name, values in load_file(Path(resume_from_checkpoint) / _SAVED).items():
-            self.adam.set_value(self.model.get_parameter(name), values)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(
-            str(_checkpoint(self.args.output_dir, self.state.best_global_step))
+def _checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: the blocks keep their inputs alone, and run again for gradients."""
+    for block in find_blocks(model)[1]:
+        block.forward = partial(
+            gradient_checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,  # there is no dropout
+            context_fn=lambda: (nullcontext(), fast_attention(model.device, torch.float32)),
         )
 
 
-@contextmanager
-def _dense_logits(
-    dense: PreTrainedModel, tokens: Tensor, visits: int, expendable: bool = False
-) -> Iterator[Callable[[Tensor], Tensor]]:
-    """A function that returns the dense model's logits, given the numbers of sequences, int64,
-    shape (sequences,).
+def _halve_others(model: nn.Module) -> None:
+    """Keep the weights that do not move in bfloat16 where that changes no bit of a product."""
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        weight = module.weight if type(module) is nn.Linear else None
+        if weight is None or weight.requires_grad or weight in tables:
+            continue
+        halved = weight.data.bfloat16()
+        if torch.equal(halved.float(), weight.data):
+            weight.data = halved
 
-    A training that visits as many sequences as there are sees most of them several times. Then
-    all pass through the dense blocks once, before it, and only the final norm and the head run
-    again, so the weights of the blocks of an expendable model are freed. The logits have the same
-    bits either way.
+
+class _DenseLogits(AbstractContextManager["_DenseLogits"]):
+    """The dense model's logits of sequences of the text. Use it as a context.
+
+    The sequences pass through the dense blocks before they are needed, and their last hidden states
+    are kept; only the final norm and the head run again. The logits have the same bits as those of
+    the whole model, which runs for each sequence where its blocks cannot run alone.
+
+    Args:
+        dense: the model.
+        tokens: the text, int64, shape (sequences, length).
+        hidden_states: where they are kept.
+        expendable: the blocks are not needed when all sequences have passed through them.
     """
-    runner = _runner_of(dense, tokens[:1]) if visits >= len(tokens) else None
-    if runner is None:
-        yield (
-            lambda numbers: (
-                dense(input_ids=tokens[numbers.cpu()].to(dense.device), use_cache=False).logits
-            )
-        )
-        return
-    with runner.walk(torch.split(tokens, 1), "dense") as walk:
+
+    def __init__(
+        self,
+        dense: PreTrainedModel,
+        tokens: Tensor,
+        hidden_states: Place = "auto",
+        expendable: bool = False,
+    ) -> None:
+        self._dense = dense
+        self._tokens = tokens
+        self._runner = _runner_of(dense, tokens[:1])
+        if self._runner is not None:
+            self._runner.hidden_states = hidden_states
+        self._expendable = expendable
+        self._walks: dict[str, Walk] = {}
+        self._places: dict[int, tuple[str, int]] = {}  # number -> its walk, and its place there
+        config = dense.config.get_text_config()
+        size = tokens.shape[1] * config.hidden_size * dense.dtype.itemsize
+        self._piece = max(SEQUENCES, _PIECE // size)  # sequences
+
+    def __call__(self, numbers: Sequence[int]) -> Tensor:
+        """The logits of some sequences, shape (sequences, length, vocabulary)."""
+        if self._runner is None:
+            ids = self._tokens[list(numbers)].to(self._dense.device)
+            logits: Tensor = self._dense(input_ids=ids, use_cache=False).logits
+            return logits
+        places = [self._places[number] for number in numbers]
+        return torch.cat([self._walks[name].tail(place).logits for name, place in places])
+
+    def prepare(self, tokens: Tensor, steps: int, seed: int, progress: Progress) -> None:
+        """Run the blocks for the held-out sequences and for the first steps of a training. They are
+        done before its model takes memory.
+        """
+        if not progress.has_ended(steps):
+            sequences = len(tokens)
+            held = held_out(sequences)
+            own = ranks().assigned(range(sequences - held, sequences))
+            self._keep("held out", list(own))
+            self.look_ahead(order_of(sequences, steps, seed), progress.step)
+
+    def look_ahead(self, order: Sequence[int], step: int) -> None:
+        """Run the blocks for the visits from a step on, as many as may be kept at a time, unless
+        those of the step are kept already.
+        """
+        here = _visited(order[SEQUENCES * step : SEQUENCES * (step + 1)])
+        if self._runner is None or self._places.keys() >= set(here):
+            return
+        firsts = range(SEQUENCES * step, len(order), SEQUENCES)
+        visits = [number for first in firsts for number in _visited(order[first:][:SEQUENCES])]
+        coming = list(islice(dict.fromkeys(visits), self._piece))
+        self._keep("training", coming)
+        if self._expendable and set(coming) == set(visits):
+            self._runner.blocks.to("meta")
+
+    def _keep(self, name: str, numbers: list[int]) -> None:
+        """Keep the hidden states of some sequences, in place of others of the same name."""
+        self._drop(name)
+        if self._runner is None or not numbers:
+            return
+        walk = self._runner.walk(torch.split(self._tokens[numbers], 1), "dense")
         for step in walk.steps():
             step.run()
-        if expendable:
-            runner.blocks.to("meta")
-        yield lambda numbers: torch.cat([walk.tail(number).logits for number in numbers.tolist()])
+        if self._runner.hidden_states == "auto":
+            walk.hidden = walk.hidden.off_device()
+        self._walks[name] = walk
+        self._places |= {number: (name, place) for place, number in enumerate(numbers)}
+
+    def _drop(self, name: str) -> None:
+        if name in self._walks:
+            self._walks.pop(name).__exit__()
+            self._places = {key: place for key, place in self._places.items() if place[0] != name}
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._walks):
+            self._drop(name)
 
 
 def _runner_of(model: PreTrainedModel, batch: Tensor) -> BlockwiseModel | None:
@@ -591,174 +694,6 @@ class _Divergence(torch.autograd.Function):
         return gradient.mul_(scale), None
 
 
-class _Supervisor(TrainerCallback):  # type: ignore[misc]
-    """Shows progress. Where the held-out loss rises, the training goes back to the best weights,
-    with a lower rate.
-    """
-
-    trainer: _Healer
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._bar.update(1)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        losses = _held_out_losses(state)
-        if _rises(losses):
-            self._go_back(state.best_global_step or 0, _CUT**2 if _rises(losses, 2.0) else _CUT)
-        if _has_ended(state):
-            control.should_training_stop = True
-
-    def _go_back(self, step: int, cut: float) -> None:
-        """Take the weights after a step, forget the optimiser's moments, and divide its rate."""
-        folder = Path(self.trainer.args.output_dir)
-        place = _checkpoint(folder, step) if step else folder / _START
-        self.trainer._load_from_checkpoint(str(place))
-        optimizer = self.trainer.optimizer
-        optimizer.state.clear()
-        wrapped: Any = self.trainer.lr_scheduler
-        schedule = getattr(wrapped, "scheduler", wrapped)  # accelerate's holds torch's
-        schedule.base_lrs = [rate / cut for rate in schedule.base_lrs]
-        for group in optimizer.param_groups:
-            group["lr"] /= cut
-
-
-def _held_out_losses(state: Any) -> list[float]:
-    """The held-out losses so far."""
-    return list(_curve(state).values())
-
-
-def _rises(losses: list[float], times: float = _RISE) -> bool:
-    """Whether the last loss is NaN, or at least `times` the best one before it."""
-    return len(losses) > 1 and not losses[-1] < times * min(losses[:-1])
-
-
-def _has_ended(state: Any) -> bool:
-    """Whether the held-out loss rose so many times in a row that no lower rate will help."""
-    losses = _held_out_losses(state)
-    return len(losses) > _PATIENCE and all(
-        _rises(losses[: len(losses) - n]) for n in range(_PATIENCE)
-    )
-
-
-class _Adam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv 1412.6980) on float32 weights in two halves of 16 bits. The
-    model computes with the upper one, which is the weight in bfloat16. The lower one lies here.
-
-    The two states of each weight are of bfloat16. A step changes the second by a twentieth, far
-    more than rounding. A weight takes 8 bytes beside the model's: its lower half, its gradient and
-    two states.
-
-    Args:
-        model: float32, with zeros where the masks have them.
-        moving: names of the parameters that move; from now on they take gradients.
-        masks: weights that stay zero.
-        rate: as a share of the root mean square of each parameter's kept weights.
-        halved: whether the weights are halved; else they stay float32.
-    """
-
-    def __init__(
-        self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
-    ) -> None:
-        self._masks = masks
-        self._lower: dict[Tensor, Tensor] = {}
-        groups = []
-        for name in moving:
-            weight = model.get_parameter(name)
-            groups.append(rated(weight, rate) | {"name": name})
-            if halved:
-                weight.data, self._lower[weight] = _halves(weight.data)
-            weight.requires_grad_(True)
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move each weight that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, weight.grad.float(), group["name"], group["lr"])
-
-    def _move(self, weight: Tensor, gradient: Tensor, name: str, rate: float) -> None:
-        state = self.state[weight]
-        if not state:
-            state["step"] = 0
-            state["mean"] = torch.zeros_like(weight, dtype=torch.bfloat16)
-            state["square"] = torch.zeros_like(weight, dtype=torch.bfloat16)
-        state["step"] += 1
-        mean = state["mean"].float().lerp_(gradient, 1 - _BETAS[0])
-        square = state["square"].float().mul_(_BETAS[1])
-        square.addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        # Loaded states have the dtype of the weight.
-        state["mean"] = mean.bfloat16()
-        state["square"] = square.bfloat16()
-        first, second = (1 - beta ** state["step"] for beta in _BETAS)
-        value = self.value_of(weight)
-        value.addcdiv_(mean, square.div_(second).sqrt_().add_(_EPSILON), value=-rate / first)
-        if name in self._masks:
-            set_to_zero(value, self._masks.removed(name, value))
-        self.set_value(weight, value)
-
-    def value_of(self, weight: Tensor) -> Tensor:
-        """A weight in float32; of a halved one, a copy."""
-        lower = self._lower.get(weight)
-        if lower is None:
-            return weight.data
-        return (weight.data.view(torch.int16).int() << 16).add_(lower).view(torch.float32)
-
-    def set_value(self, weight: Tensor, value: Tensor) -> None:
-        """Change a weight to a float32 value, in place."""
-        lower = self._lower.get(weight)
-        if lower is None:
-            weight.data.copy_(value)
-        else:
-            for place, half in zip((weight.data, lower), _halves(value), strict=True):
-                place.copy_(half)
-
-    def finish(self) -> None:
-        """Free the gradients and states, and give the model its weights in float32."""
-        self.zero_grad()
-        self.state.clear()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.requires_grad_(False)
-                weight.data = self.value_of(weight)
-                self._lower.pop(weight, None)
-
-
-def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bfloat16 values of a float32 tensor, and the difference of the bits, as integers:
-    int16.
-    """
-    bits = value.view(torch.int32)
-    upper = (bits + (1 << 15)) >> 16
-    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
-
-
-def _perplexities(held: Any) -> dict[str, float]:
-    """Of this model and of the dense one, from the losses of held-out sequences, float32, shape
-    (sequences, 2).
-    """
-    return dict(
-        zip(
-            ("perplexity", "dense"),
-            torch.from_numpy(held.predictions).double().mean(0).exp().tolist(),
-            strict=True,
-        )
-    )
-
-
-def _curve(state: Any, what: str = "loss") -> dict[int, float]:
-    """Step -> what was measured on the held-out sequences."""
-    return {
-        entry["step"]: entry[f"eval_{what}"]
-        for entry in state.log_history
-        if f"eval_{what}" in entry
-    }
-
-
 def healing_warnings(healing: HealingRecord) -> list[str]:
     """A sentence if the training was of no use."""
     if healing.best:
@@ -775,45 +710,3 @@ def _norm_parameters(model: nn.Module, architecture: Architecture) -> list[str]:
         (name, model.get_submodule(name.rpartition(".")[0])) for name in architecture.block_shapes
     )
     return [name for name, module in names if "norm" in type(module).__name__.lower()]
-
-
-def _checkpoint(folder: str | Path, step: int) -> Path:
-    """The checkpoint of a training after some steps."""
-    return Path(folder) / f"checkpoint-{step}"
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint, by name."""
-    return {path.name: file_hash(path) for path in sorted(folder.iterdir()) if path.name != _HASHES}
-
-
-def _is_intact(folder: Path) -> bool:
-    """Whether a checkpoint is complete, and its files are as they were written."""
-    try:
-        return bool(read_json(folder / _HASHES) == _hashes(folder))
-    except (OSError, UserError):
-        return False
-
-
-def _last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint of an interrupted training that is intact, and whose best one is.
-    Newer ones are deleted.
-    """
-    if folder.exists() and not folder.is_dir():
-        folder.unlink()
-    numbers = ((path.name.partition("-")[2], path) for path in folder.glob("checkpoint-*"))
-    checkpoints = {int(number): path for number, path in numbers if number.isdecimal()}
-    for step, path in sorted(checkpoints.items(), reverse=True):
-        if _is_intact(path):
-            best = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME)).best_global_step
-            if best in (None, step) or _is_intact(_checkpoint(folder, best)):
-                return str(path)
-        logger.warning(
-            "healing: %s is damaged or incomplete, so the training does not resume from it.",
-            path.name,
-        )
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return None

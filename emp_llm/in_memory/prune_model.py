@@ -244,7 +244,7 @@ def _decide(
     """Decide the masks of a model, and the weights that move, by target; the model stays
     unchanged.
     """
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(peaks=False)
     chosen, scores = _choose(model, recipe, calibration)
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next

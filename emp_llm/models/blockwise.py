@@ -488,6 +488,16 @@ class HiddenStates:
             ) from error
         self._end = max(self._end, offset + copy.nbytes)
 
+    def off_device(self) -> "HiddenStates":
+        """The same tensors in memory or on disk, if they lie on a device."""
+        if self.place != "device":
+            return self
+        size = sum(tensor.nbytes for tensor in self._tensors.values())
+        others = HiddenStates(choose_place("auto", size, torch.device("cpu")))
+        for number in list(self._tensors):
+            others.put(number, self._tensors.pop(number))
+        return others
+
     def close(self) -> None:
         """Free the memory or the file."""
         self._tensors.clear()

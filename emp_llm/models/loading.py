@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -38,9 +39,16 @@ from emp_llm.common.machine import OutOfMemory, ran_out
 from emp_llm.common.progress import shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.models.offload import offloaded_files
-from emp_llm.models.placement import Quantization, parse_device_map, quantization_config
+from emp_llm.models.placement import (
+    Quantization,
+    indexed,
+    parse_device_map,
+    quantization_config,
+)
 
 logger = logging.getLogger(__name__)
+# It warns of every model that lies on disk, as the user has asked for.
+logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
 # It warns whenever a number is read in which layers differ, even by its own checks.
 logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
@@ -211,6 +219,7 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    device: "torch.device | None" = None,
 ) -> PreTrainedModel:
     """A language model in evaluation mode, its weights from safetensors only: of text alone,
     multimodal or encoder-decoder.
@@ -222,6 +231,8 @@ def load_model(
         dtype: "auto" for that of the checkpoint, or the name of a torch dtype.
         trust_remote_code: run code from the folder.
         quantization: the form to which bitsandbytes quantises all linear layers but the head.
+        device: computes a model that lies on disk; None: the accelerator of this rank, if there is
+            one.
 
     Raises:
         UserError: the folder holds no model that transformers can load, its weights are not
@@ -229,12 +240,19 @@ def load_model(
     """
     check_no_adapter(folder)
     placement = parse_device_map(device_map)
-    build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
+    skeleton = build_skeleton(folder, trust_remote_code)
+    if isinstance(placement, dict):
+        _check_map(placement, skeleton)
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
         raise UserError(
             f"--device-map {device_map}: a model quantised to {quantization} cannot "
             "lie on disk; use auto."
         )
+    device = ranks().device if device is None else device
+    if placement == {"": "disk"} and device.type != "cpu":
+        # accelerate computes on the first device of a map, and warns that no module has this name.
+        placement = {"": "disk", "no module": str(indexed(device))}
+        warnings.filterwarnings("ignore", ".*keys do not match any submodules.*no module")
     start = time.perf_counter()
     remedy = (
         f" with --device-map {device_map}. Keep less of it in memory: --device-map auto, "
@@ -281,6 +299,28 @@ def load_model(
         places,
     )
     return model
+
+
+def _check_map(placement: Mapping[str, Any], skeleton: PreTrainedModel) -> None:
+    """Raise UserError unless a device map has a place for each weight, and one for tied weights;
+    with another one, transformers would fail in a forward pass.
+    """
+
+    def place_of(name: str) -> Any:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+        return next((placement[prefix] for prefix in prefixes if prefix in placement), None)
+
+    missing = [name for name, _ in skeleton.named_parameters() if place_of(name) is None]
+    if missing:
+        raise UserError(
+            f"--device-map: it has no place for {shortened_list(missing)}. Add one, or use auto."
+        )
+    for name, tied in getattr(skeleton, "all_tied_weights_keys", {}).items():
+        if place_of(name) != place_of(tied):
+            raise UserError(
+                f"--device-map: {name} and {tied} are one weight. Give both the same place."
+            )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.records.source import QuantizationRecord
 
 if TYPE_CHECKING:
+    import torch
     import transformers
 
 Quantization = Literal["8bit", "4bit"]
@@ -82,6 +83,33 @@ def _check_device(name: str) -> None:
         raise UserError(
             f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{accelerator}."
         )
+
+
+def device_name(device_map: str) -> str:
+    """The name of the device on which a model computes first: of a GPU, or "cpu".
+
+    Args:
+        device_map: with which the model is loaded.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    placement = parse_device_map(device_map)
+    if isinstance(placement, str):  # a strategy, which begins with the first GPU
+        return torch.cuda.get_device_name(0)
+    devices = [torch.device(place) for place in placement.values() if place != "disk"]
+    gpus = [device for device in devices if device.type == "cuda"]
+    return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"
+
+
+def indexed(device: "torch.device") -> "torch.device":
+    """A device with its number, as parameters that lie on it have."""
+    import torch
+
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:

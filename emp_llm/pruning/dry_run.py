@@ -10,7 +10,8 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.machine import has_bfloat16
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import healing_bytes, healing_memory
+from emp_llm.healing.checks import healing_bytes
+from emp_llm.healing.memory import HealingPlan
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Heal
 from emp_llm.pruning.chosen import stored_bytes
@@ -115,41 +116,33 @@ def with_curve(plan: DryRun, scores: Scores, propagate: str, hollow: bool) -> Dr
 
 
 def healing_notes(
-    checkpoint: Checkpoint,
-    targets: Sequence[Target],
-    heal: Heal,
-    seqlen: int,
-    batch_size: int,
-    by_blocks: bool,
+    checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal, length: int, plan: HealingPlan
 ) -> list[str]:
-    """Tokens, memory, disk and time of healing. A product of matrices tells the speed of this
-    machine.
+    """Tokens, memory, disk and time of healing. A product of matrices tells the speed of the
+    device.
 
     Args:
-        seqlen: tokens per sequence.
-        batch_size: sequences at a time on a GPU.
-        by_blocks: the model heals block by block.
+        length: tokens per sequence.
+        plan: whole or by blocks, and where.
     """
     import torch
 
     steps = heal.steps
-    at_a_time = min(batch_size, 4) if torch.cuda.is_available() else 1
-    disk = healing_bytes(checkpoint, targets, heal, by_blocks)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    disk = healing_bytes(checkpoint, targets, heal, plan.by == "blocks")
+    device = torch.device(plan.device)
     # A training in bfloat16 reaches about half of the speed of its products.
     coarse = has_bfloat16(device)
-    memory = healing_memory(checkpoint, targets, heal, at_a_time * seqlen, coarse)
     dtype = torch.bfloat16 if coarse else torch.float32
     matrix = torch.ones(1024, 1024, device=device, dtype=dtype)
     seconds = min(timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=3))
     if coarse:
         seconds *= 2
-    operations = 8 * checkpoint.parameters * steps * 4 * seqlen
+    operations = (10 if plan.checkpointing else 8) * checkpoint.parameters * steps * 4 * length
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
-        f"heal: {count_of(steps, 'step')} of 4 x {seqlen} tokens, about {minutes} min on this "
-        f"machine; {format_bytes(memory)} of memory (with less, block by block); "
-        f"until it ends, {format_bytes(disk)} of disk beside the output"
+        f"heal: {count_of(steps, 'step')} of 4 x {length} tokens, about {minutes} min on "
+        f"{plan.device}; {plan.words()}; until it ends, up to {format_bytes(disk)} of disk beside "
+        "the output"
     ]
 
 

@@ -624,6 +624,8 @@ def _search(stream: _Stream, steps: int, random: torch.Generator) -> _Turns:
             for entries in free
         ]
     )
+    # Before a step, Adam asks CUDA for its stream, which takes memory of a GPU that is not used.
+    adam._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, 2 * (1 - step / steps)))
 
     def turns() -> _Turns:

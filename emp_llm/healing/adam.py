@@ -1,0 +1,225 @@
+"""Adam for weights in two halves, which move within the backward pass."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emp_llm.common.ranks import ranks
+from emp_llm.healing.blocks import rate_of_weight
+from emp_llm.models.masks import Masks
+from emp_llm.models.modules import set_to_zero
+
+_PART = 1 << 28  # bytes of a part of a checkpoint
+_BETAS = (0.9, 0.95)
+_EPSILON = 1e-8
+
+
+@dataclass
+class _Moving:
+    """A parameter that moves.
+
+    Attributes:
+        parameter: of the model.
+        rate: the highest one.
+        lower: the lower half of a weight in two halves, int16; None: the parameter is of float32.
+        steps: how often it has moved since its moments began.
+        mean, square: the moments of its gradients, bfloat16; None before the first step.
+    """
+
+    parameter: nn.Parameter
+    rate: float
+    lower: Tensor | None
+    steps: int = 0
+    mean: Tensor | None = None
+    square: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The weight in float32; of one in two halves, a copy."""
+        if self.lower is None:
+            return self.parameter.data
+        upper = self.parameter.data.view(torch.int16).int() << 16
+        return upper.add_(self.lower).view(torch.float32)
+
+    @value.setter
+    def value(self, value: Tensor) -> None:
+        if self.lower is None:
+            self.parameter.data.copy_(value)
+        else:
+            upper, lower = _halves(value)
+            self.parameter.data.copy_(upper)
+            self.lower.copy_(lower)
+
+
+class Adam:
+    """Adam (Kingma & Ba 2015, arXiv 1412.6980) on float32 weights in two halves of 16 bits. The
+    model computes with the upper one, which is the weight in bfloat16. The lower one lies here.
+
+    The two moments of each weight are of bfloat16. A step changes the second by a twentieth, far
+    more than rounding. A weight takes 6 bytes beside the model's: its lower half and two moments.
+    Its gradient is freed as soon as it has moved, within the last backward pass of a step.
+
+    Args:
+        model: float32, with zeros where the masks have them.
+        moving: names of the parameters that move; from now on they take gradients.
+        masks: weights that stay zero.
+        rate: as a share of the root mean square of each parameter's kept weights.
+        halved: whether the weights are halved; else they stay float32.
+
+    Attributes:
+        share: of the rate, in this step.
+        due: whether this backward pass is the last one of its step.
+    """
+
+    def __init__(
+        self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
+    ) -> None:
+        self.share = 1.0
+        self.due = True
+        self._masks = masks
+        self._weights: dict[str, _Moving] = {}
+        self._order: list[str] = []  # of the weights that are still to move in this step
+        self._complete: set[str] = set()  # those of them whose gradients are complete
+        self._handles = []
+        for name in moving:
+            parameter = model.get_parameter(name)
+            weight = _Moving(parameter, rate_of_weight(parameter.data, rate), None)
+            if halved:
+                parameter.data, weight.lower = _halves(parameter.data)
+            parameter.requires_grad_(True)
+            self._weights[name] = weight
+            hook = partial(self._has_gradient, name)
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(hook))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the weights lie in the memory of the CPU."""
+        return all(weight.parameter.device.type == "cpu" for weight in self._weights.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of a checkpoint, at most."""
+        return sum(8 * weight.parameter.numel() for weight in self._weights.values())
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._order = list(reversed(self._weights))  # as the gradients come, nearly
+        self._complete = set()
+
+    def end(self) -> None:
+        """Move what the last pass gave no gradient: experts that only earlier passes have reached,
+        or those of other ranks.
+        """
+        for name in self._order:
+            if ranks().count > 1 or self._weights[name].parameter.grad is not None:
+                self._move(name)
+        self._order = []
+
+    def _has_gradient(self, name: str, parameter: Tensor) -> None:
+        """Move a weight whose gradient is complete. Several ranks add theirs in the same order."""
+        if not self.due:
+            return
+        if ranks().count == 1:
+            self._move(name)
+            return
+        self._complete.add(name)
+        while self._order and self._order[0] in self._complete:
+            self._move(self._order.pop(0))
+
+    @torch.no_grad()
+    def _move(self, name: str) -> None:
+        weight = self._weights[name]
+        parameter = weight.parameter
+        gradient = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.grad is not None:
+            gradient = parameter.grad.float()
+            parameter.grad = None
+        if ranks().count > 1:
+            ranks().add_up(gradient)
+            if not bool(gradient.any()):  # no rank has reached it
+                return
+        if weight.mean is None or weight.square is None:
+            weight.mean = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            weight.square = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        weight.steps += 1
+        mean = weight.mean.float().lerp_(gradient, 1 - _BETAS[0])
+        square = weight.square.float().mul_(_BETAS[1])
+        square.addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        weight.mean.copy_(mean)
+        weight.square.copy_(square)
+        first, second = (1 - beta**weight.steps for beta in _BETAS)
+        change = mean.div_(square.div_(second).sqrt_().add_(_EPSILON))
+        value = weight.value
+        value.add_(change, alpha=-self.share * weight.rate / first)
+        if name in self._masks:
+            set_to_zero(value, self._masks.removed(name, value))
+        weight.value = value
+
+    def _kept(self, name: str, values: Tensor) -> Tensor:
+        """Where a parameter's weights are kept: bool, of its shape."""
+        if name in self._masks:
+            return ~self._masks.removed(name, values)
+        return torch.ones_like(values, dtype=torch.bool)
+
+    def parts(self, with_states: bool) -> Iterator[dict[str, Tensor]]:
+        """The kept weights in float32 and their moments, on the CPU, a few at a time: "NAME", and
+        "NAME/mean", "NAME/square", "NAME/steps".
+        """
+        part: dict[str, Tensor] = {}
+        size = 0
+        for name, weight in self._weights.items():
+            kept = self._kept(name, weight.parameter)
+            part[name] = weight.value[kept].cpu()
+            if with_states and weight.mean is not None and weight.square is not None:
+                part[f"{name}/mean"] = weight.mean[kept].cpu()
+                part[f"{name}/square"] = weight.square[kept].cpu()
+                part[f"{name}/steps"] = torch.tensor(weight.steps)
+            size += 8 * part[name].numel()
+            if size >= _PART:
+                yield part
+                part, size = {}, 0
+        if part:
+            yield part
+
+    def restore(self, part: dict[str, Tensor], with_states: bool) -> None:
+        """Take weights of `parts`, and their moments."""
+        for name, values in part.items():
+            name, _, state = name.partition("/")
+            weight = self._weights[name]
+            if state == "steps" and with_states:
+                weight.steps = int(values)
+            elif state in ("", "mean", "square") and (with_states or not state):
+                dtype = torch.bfloat16 if state else torch.float32
+                whole = torch.zeros_like(weight.parameter, dtype=dtype)
+                whole[self._kept(name, whole)] = values.to(whole.device)
+                setattr(weight, state or "value", whole)
+
+    def forget(self) -> None:
+        """Begin the moments anew."""
+        for weight in self._weights.values():
+            weight.steps, weight.mean, weight.square = 0, None, None
+
+    def finish(self) -> None:
+        """Free the moments, and give the model its weights in float32."""
+        self.forget()
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._weights.values():
+            weight.parameter.grad = None
+            weight.parameter.requires_grad_(False)
+            weight.parameter.data = weight.value
+            weight.lower = None
+
+
+def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bfloat16 values of a float32 tensor, and the difference of the bits, as integers:
+    int16.
+    """
+    bits = value.view(torch.int32)
+    upper = (bits + (1 << 15)) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)

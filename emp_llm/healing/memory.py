@@ -1,0 +1,390 @@
+"""How a model heals, by the memory of the devices on which it will lie: whole, with as many
+sequences at a time as fit, or block by block. It is known before the first pass of a run.
+
+All of it is arithmetic on config.json and the headers of the checkpoint; docs/gpu.md compares it
+with measured runs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable
+from emp_llm.common.machine import available_memory, has_bfloat16
+from emp_llm.common.ranks import ranks
+from emp_llm.healing.checks import SEQUENCES, healing_weights
+from emp_llm.models.architecture import Target
+from emp_llm.models.placement import indexed, parse_device_map
+from emp_llm.options.calibration import Place
+from emp_llm.options.recipe import Heal, Recipe
+from emp_llm.walk.checks import check_apart
+
+if TYPE_CHECKING:
+    import torch
+
+Parts = dict[str, int]
+_ON_GPU = 0.92  # of its free memory; the rest is for the allocator's gaps and the libraries
+_WORK = 24  # bytes for each weight of the matrix that moves: float32 copies in a step of Adam
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a healing, in weights and bytes.
+
+    Attributes:
+        config: the content of config.json.
+        layers: number of decoder blocks.
+        moving, others: numbers of weights that move, and of those that do not.
+        largest: weights of the largest parameter that moves.
+        block: bytes of the largest decoder block in the dense model; of_block: its weights that
+            move.
+        length, samples: tokens per sequence, and number of sequences.
+        in_bfloat16: the dtype of the products; else they are of float32.
+    """
+
+    config: Mapping[str, Any]
+    layers: int
+    moving: int
+    others: int
+    largest: int
+    block: int
+    of_block: int
+    length: int
+    samples: int
+    in_bfloat16: bool
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        targets: Sequence[Target],
+        heal: Heal,
+        length: int,
+        samples: int,
+        in_bfloat16: bool,
+    ) -> Self:
+        """Those of a checkpoint; arguments as the attributes."""
+        moving = healing_weights(checkpoint, targets, heal)
+        numels: dict[str, int] = {}  # experts of a layer are one parameter
+        blocks: dict[int | None, int] = {}
+        for target in targets:
+            name, numel = target.layer.parameter, target.matrix.numel
+            numels[name] = numels.get(name, 0) + numel
+            blocks[target.layer.block] = blocks.get(target.layer.block, 0) + numel
+        config = checkpoint.config
+        layers = _value(config, "num_hidden_layers", "n_layer", "num_layers") or len(blocks)
+        stored = sum(size for size, _ in checkpoint.states.values())
+        return cls(
+            config,
+            max(1, layers),
+            moving,
+            checkpoint.parameters - moving,
+            max(numels.values(), default=0),
+            max(0, stored - 2 * _table(config)) // max(1, layers),
+            max(blocks.values(), default=0),
+            length,
+            samples,
+            in_bfloat16,
+        )
+
+    @property
+    def width(self) -> int:
+        """The size of a hidden state."""
+        return _width(self.config)
+
+    @property
+    def token(self) -> int:
+        """Bytes that a block keeps of a token for its gradients: with d inputs and f neurons,
+        about 24 d + 8 f.
+        """
+        of_expert = _value(self.config, "moe_intermediate_size", "intermediate_size")
+        routed = _value(self.config, "num_experts_per_tok") * of_expert
+        neurons = max(_value(self.config, "intermediate_size", "n_inner", "ffn_dim"), routed)
+        return 24 * self.width + 8 * (neurons or 4 * self.width)
+
+    def whole(self, at_once: int, checkpointing: bool, passes: int) -> Parts:
+        """What healing the whole model takes.
+
+        Args:
+            at_once: sequences of a forward pass.
+            checkpointing: of gradients: blocks keep their inputs alone, and run again.
+            passes: forward passes of a step. With a single one, a gradient is freed as soon as its
+                weight has moved.
+        """
+        tokens = at_once * self.length
+        size = 2 if self.in_bfloat16 else 4
+        table = _table(self.config)
+        tied = _text(self.config).get("tie_word_embeddings", True)
+        fixed = max(0, self.others - table * (1 if tied else 2))
+        kept = self.layers * self.token
+        if checkpointing:
+            kept = self.layers * 4 * self.width + self.token
+        return {
+            "weights": 4 * self.moving + (4 + size) * table + size * fixed,
+            "optimiser": 4 * self.moving,
+            "gradients": size * (self.moving if passes > 1 else self.largest),
+            "dense embeddings and head": 2 * size * table,
+            "activations": tokens * kept,
+            "logits": 3 * size * tokens * _value(self.config, "vocab_size"),
+            "step": _WORK * self.largest,
+        }
+
+    def by_blocks(self, at_once: int) -> Parts:
+        """What healing the largest block takes: its dense weights and those of the next one, and
+        of each weight that moves its value before and now, in float32 too, a gradient in both
+        dtypes and two states of Adam.
+        """
+        size = 2 if self.in_bfloat16 else 4
+        return {
+            "weights": 2 * self.block + (2 * size + 4) * self.of_block,
+            "optimiser": 8 * self.of_block,
+            "gradients": (size + 4) * self.of_block,
+            "activations": at_once * self.length * self.token,
+            "step": _WORK * self.largest,
+        }
+
+    @property
+    def both_hidden_states(self) -> int:
+        """Bytes of the hidden states of the text in the dense and in the pruned model."""
+        return 2 * self.samples * self.length * self.width * (2 if self.in_bfloat16 else 4)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("text_config") or config
+
+
+def _value(config: Mapping[str, Any], *names: str) -> int:
+    """The first of some fields of config.json that is a number; 0 if none is."""
+    text = _text(config)
+    return next((text[name] for name in names if isinstance(text.get(name), int)), 0)
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return _value(config, "hidden_size", "n_embd", "d_model")
+
+
+def _table(config: Mapping[str, Any]) -> int:
+    """The number of weights of the embeddings of a vocabulary."""
+    return _value(config, "vocab_size") * _width(config)
+
+
+@dataclass(frozen=True)
+class HealingPlan:
+    """How a model heals.
+
+    Attributes:
+        by: the whole model, or block by block.
+        device_map: of the models, for `load_model`.
+        device: computes what does not lie on a device.
+        at_once: sequences of a forward pass.
+        checkpointing: of gradients: blocks keep their inputs alone, and run again.
+        hidden_states: where they are kept.
+        parts: bytes that it takes, by what takes them.
+        free: bytes that are free on the devices.
+    """
+
+    by: Literal["model", "blocks"]
+    device_map: str
+    device: str
+    at_once: int
+    checkpointing: bool
+    hidden_states: Place
+    parts: Parts
+    free: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory."""
+        return sum(self.parts.values())
+
+    def words(self) -> str:
+        """The plan in words."""
+        how = "the whole model" if self.by == "model" else "block by block"
+        places = self.device if self.device_map != "balanced" else "all GPUs together"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts.items())
+        again = ", with gradient checkpointing" if self.checkpointing else ""
+        return (
+            f"{how}, {count_of(self.at_once, 'sequence')} at a time{again}; "
+            f"{format_bytes(self.needed)} of memory ({parts}); "
+            f"{format_bytes(self.free)} free on {places}"
+        )
+
+
+def plan_healing(
+    checkpoint: Checkpoint,
+    targets: Sequence[Target],
+    recipe: Recipe,
+    heal: Heal,
+    *,
+    device_map: str,
+    length: int,
+    samples: int,
+    batch_size: int = SEQUENCES,
+    hidden_states: Place = "auto",
+    kept: Mapping[str, Any] | None = None,
+) -> HealingPlan:
+    """How a checkpoint will heal. All ranks have the same answer: a collective call.
+
+    Args:
+        checkpoint: dense or pruned.
+        targets: the weights that move.
+        recipe: of the pruning.
+        heal: which layers heal.
+        device_map: the user's.
+        length, samples: tokens per sequence, and number of sequences.
+        batch_size: sequences at a time, at most. On a CPU it is one: more take more memory, and no
+            less time.
+        hidden_states: where the user wants them.
+        kept: the plan with which an interrupted run has begun to heal; its bytes depend on it.
+
+    Raises:
+        UserError: it fits neither whole nor block by block, or cannot go block by block.
+    """
+    devices = _devices_of(device_map)
+    free = {str(device): free_on(device) for device in devices}
+    in_bfloat16 = all(has_bfloat16(device) for device in devices)
+    sizes = Sizes.of(checkpoint, targets, heal, length, samples, in_bfloat16)
+    plan = None
+    if not _offloads(device_map) and (kept is None or kept["by"] == "model"):
+        most = 1 if "cpu" in free else min(batch_size, SEQUENCES)
+        numbers = _down_from(most) if kept is None else [kept["at_once"]]
+        plan = _whole(sizes, free, numbers, hidden_states)
+    # What one rank cannot do whole, none does.
+    if any(one is None for one in ranks().gather(plan)):
+        numbers = _down_from(SEQUENCES) if kept is None else [kept["at_once"]]
+        plan = _by_blocks(checkpoint, sizes, recipe, heal, device_map, free, numbers, hidden_states)
+    assert plan is not None
+    return replace(plan, at_once=min(ranks().gather(plan.at_once)))
+
+
+def passes_of(at_once: int) -> int:
+    """The forward passes of each rank in a step."""
+    return math.ceil(SEQUENCES / (at_once * ranks().count))
+
+
+def ways(sizes: Sizes, most: int) -> list[tuple[int, bool, Parts]]:
+    """Ways to heal the whole model, the fastest first: sequences at a time, at most `most`; whether
+    gradients are checkpointed; and what that takes.
+    """
+    return _ways(sizes, _down_from(most))
+
+
+def _ways(sizes: Sizes, numbers: Sequence[int]) -> list[tuple[int, bool, Parts]]:
+    return [
+        (at_once, checkpointing, sizes.whole(at_once, checkpointing, passes_of(at_once)))
+        for checkpointing in (False, True)
+        for at_once in numbers
+    ]
+
+
+def _down_from(most: int) -> Sequence[int]:
+    """Numbers of sequences at a time, of which no rank has more in a step than needed."""
+    most = min(most, math.ceil(SEQUENCES / ranks().count))
+    return [most, *(number for number in (2, 1) if number < most)]
+
+
+def _whole(
+    sizes: Sizes, free: dict[str, int], numbers: Sequence[int], hidden_states: Place
+) -> HealingPlan | None:
+    """Healing the whole model: on the device with the most free memory, else over all of them;
+    None if it does not fit.
+    """
+    device, room = max(free.items(), key=lambda entry: entry[1])
+    places = {device: room}
+    if len(free) > 1:  # the blocks are spread evenly
+        places["balanced"] = len(free) * min(free.values())
+    if ranks().count > 1:  # each has a device of its own
+        places = {"auto": room}
+    for device_map, room in places.items():
+        for at_once, checkpointing, parts in _ways(sizes, numbers):
+            if sum(parts.values()) <= room:
+                return HealingPlan(
+                    "model", device_map, device, at_once, checkpointing, hidden_states, parts, room
+                )
+    return None
+
+
+def _by_blocks(
+    checkpoint: Checkpoint,
+    sizes: Sizes,
+    recipe: Recipe,
+    heal: Heal,
+    device_map: str,
+    free: dict[str, int],
+    numbers: Sequence[int],
+    hidden_states: Place,
+) -> HealingPlan:
+    """Healing block by block.
+
+    Raises:
+        UserError: it does not fit either, or the model or the recipe needs the whole model.
+    """
+    if _offloads(device_map):
+        problem = f"--heal with --device-map {quotable(device_map)} goes block by block"
+    else:
+        _, _, least = ways(sizes, 1)[-1]
+        problem = (
+            f"--heal of the whole model takes {format_bytes(sum(least.values()))} of memory, and "
+            + " and ".join(f"{name} has {format_bytes(size)}" for name, size in free.items())
+        )
+        device_map = "disk"
+    smaller = recipe.structure is not None and not recipe.structure.keep_shapes
+    if heal.weights == "all" or smaller:
+        flag = "--structure" if smaller else "--heal-weights all"
+        raise UserError(f"{problem}; {flag} needs the whole model. Use devices with more memory.")
+    check_apart(checkpoint.config, f"{problem}. The other way", "Use devices with more memory")
+    device, room = next(iter(free.items()))
+    for at_once in numbers:
+        parts = sizes.by_blocks(at_once)
+        if (needed := sum(parts.values())) <= room:
+            if hidden_states == "auto" and device != "cpu":
+                beside = needed + sizes.both_hidden_states
+                hidden_states = "device" if beside <= room else _off_device(sizes)
+            return HealingPlan(
+                "blocks", device_map, device, at_once, False, hidden_states, parts, room
+            )
+    raise UserError(
+        f"{problem}; block by block it takes {format_bytes(needed)}. Lower --seqlen, or use a "
+        "device with more memory."
+    )
+
+
+def _off_device(sizes: Sizes) -> Place:
+    return "cpu" if 2 * sizes.both_hidden_states < available_memory() else "disk"
+
+
+def _offloads(device_map: str) -> bool:
+    """Whether a device map keeps weights elsewhere than where they are used."""
+    placement = parse_device_map(device_map)
+    places = set(map(str, placement.values())) if isinstance(placement, dict) else set()
+    return "disk" in places or ("cpu" in places and len(places) > 1)
+
+
+def _devices_of(device_map: str) -> "list[torch.device]":
+    """The devices that compute by a device map: several, if a model may be spread over them."""
+    import torch
+
+    placement = parse_device_map(device_map)
+    if isinstance(placement, dict):
+        names = [f"cuda:{name}" if isinstance(name, int) else name for name in placement.values()]
+        devices = [indexed(torch.device(name)) for name in dict.fromkeys(names) if name != "disk"]
+        if any(device.type != "cpu" for device in devices):
+            devices = [device for device in devices if device.type != "cpu"]
+        return devices or [indexed(ranks().device)]
+    if not torch.accelerator.is_available():
+        return [torch.device("cpu")]
+    present = torch.accelerator.current_accelerator()
+    return [
+        torch.device(str(present), number) for number in range(torch.accelerator.device_count())
+    ]
+
+
+def free_on(device: "torch.device") -> int:
+    """Bytes of a device that a healing may take."""
+    import torch
+
+    if device.type == "cuda":
+        return int(_ON_GPU * torch.cuda.mem_get_info(device)[0])
+    return available_memory()
