@@ -440,6 +440,7 @@ def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[
         ("calibrate", "llama", {"statistics": "mean,variance,maximum"}),
         ("calibrate", "mixtral", {}),
         ("prune", "qwen3_moe", {"method": "relative"}),
+        ("prune", "llama", {"method": "wanda", "loss": "50%"}),
     ],
 )
 def test_a_model_in_memory_resumes_after_its_last_saved_batch(
