@@ -88,15 +88,15 @@ table() {
     } > "$TABLE"
 }
 
-# roads: the commands, each in a fresh process. Each may take long enough to import torch and to start CUDA.
+# roads LIMIT: the commands, each in a fresh process, all together in this many seconds
 roads() {
-    local out=$SCRATCH/roads model=scripts/demo/model map=auto text
+    local out=$SCRATCH/roads model=scripts/demo/model map=auto text end=$((SECONDS + $1))
     [ "$DEVICE" = cuda ] || map=$DEVICE
     text="--calibration demo --samples 8 --seqlen 256"
     mkdir -p "$out"
     printf '[perplexity]\nfile = "%s"\njoin = ""\nseqlen = 512\n' "$ROOT/eval/demo/heldout.txt" > "$out/suite.toml"
     # On the CPU, where it must start no CUDA.
-    step "road: prune_model" 60 "$PYTHON" -c "
+    step "road: prune_model" $((end - SECONDS)) "$PYTHON" -c "
 import torch, transformers, emp_llm
 model = transformers.AutoModelForCausalLM.from_pretrained('$model')
 emp_llm.prune_model(model, emp_llm.recipe_of('emp-magnitude'))
@@ -109,14 +109,14 @@ assert not torch.cuda.is_initialized()"
         road heal "$out/pruned" --dense $model $text --heal-steps 2 --device-map "$map" --output "$out/healed"
         road generate "$out/healed" --runtime dense --device "$DEVICE" --prompt "One day" --max-new-tokens 32
         road pack "$out/healed" "$out/packed"
-        step "road: generate from packed weights" 60 "$PYTHON" -m emp_llm generate "$out/packed" --device "$DEVICE" --prompt "One day" \
+        step "road: generate from packed weights" $((end - SECONDS)) "$PYTHON" -m emp_llm generate "$out/packed" --device "$DEVICE" --prompt "One day" \
             --max-new-tokens 32
     }
 }
 
-# road COMMAND OPTIONS...: one of them
+# road COMMAND OPTIONS...: one of them, before `end`
 road() {
-    step "road: $1" 60 "$PYTHON" -m emp_llm "$@"
+    step "road: $1" $((end - SECONDS)) "$PYTHON" -m emp_llm "$@"
 }
 
 # missing PACKAGE...: the packages that cannot be imported
@@ -241,7 +241,7 @@ if [ -n "${WITNESS:-}" ]; then
     exit $failed
 fi
 [ -n "$DRY_RUN" ] || table
-roads
+roads 120
 if [ "$DEVICE" = cuda ]; then
     tests 190
 else

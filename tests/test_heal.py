@@ -8,7 +8,10 @@ import math
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +257,61 @@ def test_a_killed_healing_resumes(
     prune(models(family), output=tmp_path / "killed" / "out", **how)
     assert len(visits) == STEPS - 2
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_checkpoints_are_written_beside_the_training_of_a_gpu(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies of the weights as they were: the training goes on while they are written."""
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
+    monkeypatch.setattr(adam.Adam, "on_cpu", False)
+    writers = set[str]()
+    write = progress.Progress._write
+
+    def slow(self: Any, *rest: Any) -> None:
+        writers.add(threading.current_thread().name)
+        time.sleep(0.2)
+        write(self, *rest)
+
+    monkeypatch.setattr(progress.Progress, "_write", slow)
+    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    assert {name.partition("_")[0] for name in writers} == {"emp-llm-healing"}
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_less_memory_changes_nothing_but_rounding(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient checkpointing, four sequences at a time, and a dense model that runs for a few
+    sequences at a time.
+    """
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    plain = prune(models("llama"), output=tmp_path / "plain", **how)
+    monkeypatch.setattr(memory, "down_from", lambda most: [4])
+    monkeypatch.setattr(healing, "_PIECE", 1)
+    whole = memory._whole
+
+    def checkpointing(*given: Any) -> Any:
+        return replace(whole(*given), checkpointing=True)  # type: ignore[type-var]
+
+    monkeypatch.setattr(memory, "_whole", checkpointing)
+    walks = list[int]()
+    keep = healing._DenseLogits._keep
+    monkeypatch.setattr(
+        healing._DenseLogits,
+        "_keep",
+        lambda self, name, numbers: (walks.append(len(numbers)), keep(self, name, numbers))[1],
+    )
+    less = prune(models("llama"), output=tmp_path / "less", **how)
+    for report in (plain, less):
+        assert isinstance(report, RunReport)
+        assert report.healing is not None
+    assert len(walks) > 2  # of the held-out text, and of pieces
+    assert max(walks) <= 4
+    for (_, loss), (_, other) in zip(plain.healing.curve, less.healing.curve, strict=True):
+        assert loss == pytest.approx(other, rel=0.02)
 
 
 def killed_in_third_step(

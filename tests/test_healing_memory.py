@@ -65,13 +65,13 @@ def sizes_of(name: str, samples: int = 128) -> Sizes:
     ],
 )
 def test_what_heals_whole(name: str, room: int, expected: tuple[int, bool] | None) -> None:
-    plan = memory._whole(sizes_of(name), {"cuda:0": room}, [4, 2, 1], "auto")
+    plan = memory._whole(sizes_of(name), "auto", {"cuda:0": room}, [4, 2, 1], "auto")
     assert (plan and (plan.at_once, plan.checkpointing)) == expected
 
 
 def test_a_model_of_70_billion_weights_is_spread_over_eight_cards() -> None:
     free = {f"cuda:{number}": GB80 for number in range(8)}
-    plan = memory._whole(sizes_of("LLaMA-3-70B"), free, [4, 2, 1], "auto")
+    plan = memory._whole(sizes_of("LLaMA-3-70B"), "auto", free, [4, 2, 1], "auto")
     assert isinstance(plan, HealingPlan)
     assert plan.device_map == "balanced"
 

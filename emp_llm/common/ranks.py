@@ -71,7 +71,10 @@ class Ranks:
         import torch
 
         if self.count == 1:
-            return torch.accelerator.current_accelerator() or torch.device("cpu")
+            # The current one is what torch was built for, also on a machine that has none.
+            present = torch.accelerator.is_available()
+            accelerator = torch.accelerator.current_accelerator() if present else None
+            return accelerator or torch.device("cpu")
         return torch.device(_state().device)
 
     def assigned(self, items: Sequence[T]) -> Sequence[T]:

@@ -249,11 +249,11 @@ def plan_healing(
     plan = None
     if not _offloads(device_map) and (kept is None or kept["by"] == "model"):
         most = 1 if "cpu" in free else min(batch_size, SEQUENCES)
-        numbers = _down_from(most) if kept is None else [kept["at_once"]]
-        plan = _whole(sizes, free, numbers, hidden_states)
+        numbers = down_from(most) if kept is None else [kept["at_once"]]
+        plan = _whole(sizes, device_map, free, numbers, hidden_states)
     # What one rank cannot do whole, none does.
     if any(one is None for one in ranks().gather(plan)):
-        numbers = _down_from(SEQUENCES) if kept is None else [kept["at_once"]]
+        numbers = down_from(SEQUENCES) if kept is None else [kept["at_once"]]
         plan = _by_blocks(checkpoint, sizes, recipe, heal, device_map, free, numbers, hidden_states)
     assert plan is not None
     return replace(plan, at_once=min(ranks().gather(plan.at_once)))
@@ -264,14 +264,10 @@ def passes_of(at_once: int) -> int:
     return math.ceil(SEQUENCES / (at_once * ranks().count))
 
 
-def ways(sizes: Sizes, most: int) -> list[tuple[int, bool, Parts]]:
-    """Ways to heal the whole model, the fastest first: sequences at a time, at most `most`; whether
-    gradients are checkpointed; and what that takes.
+def ways(sizes: Sizes, numbers: Sequence[int]) -> list[tuple[int, bool, Parts]]:
+    """Ways to heal the whole model, the fastest first: sequences at a time; whether gradients are
+    checkpointed; and what that takes.
     """
-    return _ways(sizes, _down_from(most))
-
-
-def _ways(sizes: Sizes, numbers: Sequence[int]) -> list[tuple[int, bool, Parts]]:
     return [
         (at_once, checkpointing, sizes.whole(at_once, checkpointing, passes_of(at_once)))
         for checkpointing in (False, True)
@@ -279,26 +275,30 @@ def _ways(sizes: Sizes, numbers: Sequence[int]) -> list[tuple[int, bool, Parts]]
     ]
 
 
-def _down_from(most: int) -> Sequence[int]:
+def down_from(most: int) -> Sequence[int]:
     """Numbers of sequences at a time, of which no rank has more in a step than needed."""
     most = min(most, math.ceil(SEQUENCES / ranks().count))
     return [most, *(number for number in (2, 1) if number < most)]
 
 
 def _whole(
-    sizes: Sizes, free: dict[str, int], numbers: Sequence[int], hidden_states: Place
+    sizes: Sizes,
+    device_map: str,
+    free: dict[str, int],
+    numbers: Sequence[int],
+    hidden_states: Place,
 ) -> HealingPlan | None:
     """Healing the whole model: on the device with the most free memory, else over all of them;
     None if it does not fit.
     """
     device, room = max(free.items(), key=lambda entry: entry[1])
     places = {device: room}
-    if len(free) > 1:  # the blocks are spread evenly
-        places["balanced"] = len(free) * min(free.values())
     if ranks().count > 1:  # each has a device of its own
-        places = {"auto": room}
+        places = {device_map: room}
+    elif len(free) > 1:  # the blocks are spread evenly
+        places["balanced"] = len(free) * min(free.values())
     for device_map, room in places.items():
-        for at_once, checkpointing, parts in _ways(sizes, numbers):
+        for at_once, checkpointing, parts in ways(sizes, numbers):
             if sum(parts.values()) <= room:
                 return HealingPlan(
                     "model", device_map, device, at_once, checkpointing, hidden_states, parts, room
@@ -324,7 +324,7 @@ def _by_blocks(
     if _offloads(device_map):
         problem = f"--heal with --device-map {quotable(device_map)} goes block by block"
     else:
-        _, _, least = ways(sizes, 1)[-1]
+        _, _, least = ways(sizes, [1])[-1]
         problem = (
             f"--heal of the whole model takes {format_bytes(sum(least.values()))} of memory, and "
             + " and ".join(f"{name} has {format_bytes(size)}" for name, size in free.items())
@@ -335,7 +335,8 @@ def _by_blocks(
         flag = "--structure" if smaller else "--heal-weights all"
         raise UserError(f"{problem}; {flag} needs the whole model. Use devices with more memory.")
     check_apart(checkpoint.config, f"{problem}. The other way", "Use devices with more memory")
-    device, room = next(iter(free.items()))
+    device = next(iter(free))
+    room = min(free.values())
     for at_once in numbers:
         parts = sizes.by_blocks(at_once)
         if (needed := sum(parts.values())) <= room:

@@ -40,7 +40,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam
 from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
 from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes
-from emp_llm.healing.memory import HealingPlan, Sizes, free_on, passes_of, ways
+from emp_llm.healing.memory import HealingPlan, Sizes, down_from, free_on, passes_of, ways
 from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
@@ -191,7 +191,7 @@ def _way_in_memory(
     )
     room = len(devices) * min(free_on(device) for device in devices)
     most = 1 if model.device.type == "cpu" else min(batch_size, SEQUENCES)
-    fastest_first = list(ways(sizes, most))
+    fastest_first = ways(sizes, down_from(most))
     fits = (way for way in fastest_first if sum(way[2].values()) <= room)
     at_once, checkpointing, _ = next(fits, fastest_first[-1])
     return at_once, checkpointing

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def in_a_process(work: Callable[[], Any], folder: Path) -> End:
     """Run a function in a process of its own."""
     assert not torch.cuda.is_initialized()
     files = [folder / name for name in ("stdout", "stderr", "figures")]
+    files[2].unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         _run(work, *files)
@@ -111,7 +113,7 @@ def uses_gpus(end: End, *numbers: int) -> None:
 
 def uses_no_gpu(end: End) -> None:
     assert not end.initialized
-    assert end.peak == end.left == [0, 0]
+    assert not any(end.peak + end.left)
 
 
 def share_of_equal_masks(one: Path, other: Path) -> float:
@@ -148,7 +150,7 @@ def data_free(place: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("device_map", "gpus"),
-    [("auto", (0, 1)), ("cuda:0", (0,)), ("cuda:1", (1,)), ("disk", ())],
+    [("auto", (0, 1)), ("cuda:0", (0,)), ("cuda:1", (1,)), ("disk", (0,))],
 )
 def test_the_main_command(
     on_cpu: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
@@ -196,11 +198,10 @@ def test_a_refit_a_search_and_a_budget(
 
 
 HEALS = [
-    ("auto", (0, 1), "model"),
-    ("cuda:0", (0,), "model"),
+    ("auto", (0,), "model"),
     ("cuda:1", (1,), "model"),
     ("cpu", (), "model"),
-    ("disk", (), "blocks"),
+    ("disk", (0,), "blocks"),
     ("blocks.json", (0, 1), "blocks"),
 ]
 
@@ -219,7 +220,7 @@ def check_healed(out: Path, by: str) -> None:
 def test_heal(
     on_cpu: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...], by: str
 ) -> None:
-    """On one GPU, over two of them, and by blocks with blocks on both and on disk."""
+    """On one device, and by blocks: read from disk, or on two GPUs and on disk."""
     blocks = {f"model.layers.{number}": (0, 1, "disk")[number % 3] for number in range(6)}
     others = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 0}
     (tmp_path / "blocks.json").write_text(json.dumps(blocks | others))
@@ -244,14 +245,16 @@ def test_prune_and_heal(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize(("device_map", "gpus"), [("auto", (0, 1)), ("cpu", ())])
-def test_calibrate_rotate_sweep(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
-    check = partial(uses_gpus if gpus else uses_no_gpu)
+def test_calibrate_rotate_and_sweep(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
+    check = uses_gpus if gpus else uses_no_gpu
     where = ("--device-map", device_map, *TEXT)
     norms = tmp_path / "norms.safetensors"
     check(command(tmp_path, "calibrate", MODEL, *where, "--output", norms), *gpus)
     assert len(oracle.load_norms(norms)) == 42
     out = tmp_path / "rotated"
     check(command(tmp_path, "rotate", MODEL, *where, "--steps", 2, "--output", out), *gpus)
+    measures = tmp_path / "measures.json"
+    check(command(tmp_path, "measure", MODEL, *where, "--output", measures), *gpus)
     sweep = tmp_path / "sweep"
     how = ("--methods", "emp-wanda", "--betas", 1, "--suite", tmp_path / "suite.toml")
     (tmp_path / "text.txt").write_text("The lamp on the quiet street is lit. " * 40)
@@ -263,7 +266,12 @@ def test_calibrate_rotate_sweep(tmp_path: Path, device_map: str, gpus: tuple[int
 
 @pytest.mark.parametrize(
     ("device_map", "gpus", "name"),
-    [("auto", (0, 1), "Simulated GPU"), ("cuda:1", (1,), "Simulated GPU"), ("cpu", (), "cpu")],
+    [
+        ("auto", (0, 1), "Simulated GPU"),
+        ("cuda:1", (1,), "Simulated GPU"),
+        ("disk", (0,), "Simulated GPU"),
+        ("cpu", (), "cpu"),
+    ],
 )
 def test_evaluate(tmp_path: Path, device_map: str, gpus: tuple[int, ...], name: str) -> None:
     """The results name the device on which the model ran."""
@@ -298,6 +306,8 @@ def test_commands_that_run_no_model(data_free: Path, tmp_path: Path) -> None:
         ("measure", MODEL, "--criteria", "magnitude", "--output", "measure.json"),
         ("generate", "packed", "--device", "cpu", "--prompt", "One day", "--max-new-tokens", 2),
         ("report", data_free, "--output", "page"),
+        ("plan", "--models", MODEL, "--methods", "emp-magnitude", "--output", "study"),
+        ("status", "study"),
     ):
         uses_no_gpu(run(*words))
     assert oracle.shards(tmp_path / "unpacked") == oracle.shards(data_free)
@@ -308,6 +318,7 @@ def test_commands_that_run_no_model(data_free: Path, tmp_path: Path) -> None:
 def test_env_names_the_gpus(tmp_path: Path) -> None:
     end = command(tmp_path, "env")
     assert "Simulated GPU (17.2 GB), Simulated GPU (17.2 GB)" in end.out
+    assert re.search(r"GPUs +none", command(tmp_path, "env", CUDA_VISIBLE_DEVICES="").out)
 
 
 # ---- Python
@@ -346,9 +357,9 @@ def test_prune_model(tmp_path: Path, device: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("device_map", "message"),
     [
-        ("cuda:7", "--device-map cuda:7: this machine has 2 accelerators (cuda)."),
-        ('{"": 7}', "--device-map cuda:7: this machine has 2 accelerators (cuda)."),
-        ('{"model": 0, "lm_head": "cuda:2"}', "--device-map cuda:2: this machine has 2"),
+        ("cuda:7", "--device-map cuda:7: torch sees 2 GPUs here."),
+        ('{"": 7}', "--device-map cuda:7: torch sees 2 GPUs here."),
+        ('{"model": 0, "lm_head": "cuda:2"}', "--device-map cuda:2: torch sees 2 GPUs here."),
     ],
 )
 @pytest.mark.parametrize("name", ["prune", "calibrate", "evaluate", "rotate", "sweep", "measure"])
@@ -394,8 +405,10 @@ def test_no_gpu_is_visible(on_cpu: Path, tmp_path: Path, shown: str) -> None:
         given = "cuda:0" if option == "--device-map" else "cuda"
         end = command(tmp_path, *words, option, given, code=2, **hide)
         assert f"{option} {given}: " in end.err
-    command(tmp_path, *words, **hide)
-    assert oracle.shards(out) == oracle.shards(on_cpu)
+        assert option == "--mask-device" or f"CUDA_VISIBLE_DEVICES='{shown}'" in end.err
+    for device_map in ("auto", "disk"):
+        uses_no_gpu(command(tmp_path, *words, "--overwrite", "--device-map", device_map, **hide))
+        assert share_of_equal_masks(out, on_cpu) > 0.999
 
 
 def test_a_gpu_with_too_little_memory_for_the_weights(tmp_path: Path) -> None:

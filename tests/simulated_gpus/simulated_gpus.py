@@ -230,6 +230,16 @@ def _seed(number: int, seed: int) -> None:
     _gpus.seed(number, int(seed) & ((1 << 63) - 1))
 
 
+def _seed_all(seed: int) -> None:
+    for number in range(DEVICES):
+        _seed(number, seed)
+
+
+def _set_states(states: Any) -> None:
+    for generator, state in zip(torch.cuda.default_generators, states, strict=True):
+        generator.set_state(state)
+
+
 def _generator(device: Any = "cuda") -> torch.Generator:
     return torch.cuda.default_generators[_index(device)]
 
@@ -264,14 +274,11 @@ _CUDA = {
     "reset_peak_memory_stats": _reset_peak,
     "mem_get_info": _mem_get_info,
     "manual_seed": lambda seed: _seed(_index(), seed),
-    "manual_seed_all": lambda seed: [_seed(number, seed) for number in range(DEVICES)][:0],
+    "manual_seed_all": _seed_all,
     "get_rng_state": lambda device="cuda": _generator(device).get_state(),
     "set_rng_state": lambda state, device="cuda": _generator(device).set_state(state),
     "get_rng_state_all": lambda: [each.get_state() for each in torch.cuda.default_generators],
-    "set_rng_state_all": lambda states: [
-        each.set_state(state)
-        for each, state in zip(torch.cuda.default_generators, states, strict=True)
-    ][:0],
+    "set_rng_state_all": _set_states,
 }
 
 
