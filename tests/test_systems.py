@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from emp_llm.checkpoint import files
+from emp_llm.common.machine import ran_out
+from emp_llm.models import blockwise
 
 WINDOWS = (
     "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = sys.modules['resource'] = None"
@@ -84,3 +87,15 @@ def test_large_files_are_read_and_written_in_pieces(
         files.read_exactly(file.fileno(), raw, 0, path)
     assert raw == b"1234567"
     assert sizes == [3, 3, 1] * 2
+
+
+@pytest.mark.parametrize(("needed", "place"), [(40, "device"), (60, "disk")])
+def test_hidden_states_stay_in_the_one_memory_of_a_mac(
+    monkeypatch: pytest.MonkeyPatch, needed: int, place: str
+) -> None:
+    monkeypatch.setattr(blockwise, "available_memory", lambda: 100)
+    assert blockwise.choose_place("auto", needed, torch.device("mps")) == place
+
+
+def test_memory_that_runs_out_on_a_mac() -> None:
+    assert ran_out(RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, ...)"))
