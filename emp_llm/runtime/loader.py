@@ -26,7 +26,7 @@ from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
-from emp_llm.common.machine import OutOfMemory, available_memory
+from emp_llm.common.machine import OutOfMemory, available_memory, default_modes
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
@@ -44,6 +44,7 @@ NEVER = 2.0  # more zeros than any layer has: all layers are loaded dense
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
+@default_modes()
 def load(
     model: str | Path,
     *,

@@ -7,7 +7,8 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,21 @@ import tiny
 import torch
 from test_blockwise import block_map
 from test_cuda import FAMILIES, spread
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from emp_llm import prune_model, recipe_of, rotate_model
+from emp_llm import (
+    effective_mask,
+    effective_mass,
+    effective_mass_bound,
+    effective_number,
+    prune_model,
+    recipe_of,
+    rotate_model,
+)
+from emp_llm.calibrate import calibrate
+from emp_llm.calibration import passes
+from emp_llm.common.machine import has_float64
 from emp_llm.models.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.verify import verify
@@ -184,3 +198,115 @@ def test_a_rotation_over_two_gpus(models: Models) -> None:
     report = rotate_model(model, ids, steps=2)
     assert report.n_eff_after < report.n_eff_before
     assert float((model(ids.to("cuda:0")).logits - before).norm() / before.norm()) < 0.05
+
+
+# ---- a device without float64, as on Apple silicon
+
+
+class _NoFloat64(TorchDispatchMode):
+    """Refuses what Apple's GPUs refuse."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.dtype == torch.double:
+                raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return result
+
+
+@pytest.fixture
+def no_float64() -> Callable[[], AbstractContextManager[None]]:
+    """Inside this context, GPUs have no float64."""
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        has_float64.cache_clear()
+        try:
+            with _NoFloat64():
+                yield
+        finally:
+            has_float64.cache_clear()
+
+    return refused
+
+
+NO_FLOAT64 = [
+    ("llama", {"method": "emp-wanda"}),
+    ("llama", {"method": "relative", "refit": True}),
+    ("llama", {"method": "emp-admm", "heal": True, "heal_steps": 1}),
+    ("llama", {"method": "sparsegpt", "refit": True}),
+    ("llama", {"method": "wanda", "structure": "both", "sparsity": 0.3, "refit": True}),
+    ("llama", {"method": "taylor", "structure": "neurons", "sparsity": 0.3}),
+    ("llama", {"structure": "layers", "sparsity": 0.5}),
+    ("mixtral", {"structure": "experts", "sparsity": 0.25, "refit": True}),
+    ("mixtral", {"method": "relative", "propagate": "pruned"}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), NO_FLOAT64, ids=str)
+def test_a_device_without_float64(
+    models: Models,
+    text: Path,
+    tmp_path: Path,
+    no_float64: Callable[[], AbstractContextManager[None]],
+    family: str,
+    options: dict[str, Any],
+) -> None:
+    """The same bytes as with it: totals are added up, and systems solved, on the CPU. Those of
+    SparseGPT have other bits there than on a simulated GPU.
+    """
+    how = {"calibration": str(text), "device_map": "cuda:1", "batch_size": 4} | TEXT | options
+    prune(models(family), output=tmp_path / "with", **how)
+    with no_float64():
+        prune(models(family), output=tmp_path / "without", **how)
+    assert verify(tmp_path / "without", source=str(models(family))).differences == []
+    if options.get("method") != "sparsegpt":
+        assert oracle.shards(tmp_path / "without") == oracle.shards(tmp_path / "with")
+
+
+def test_what_python_calls_on_a_device_without_float64(
+    models: Models, no_float64: Callable[[], AbstractContextManager[None]]
+) -> None:
+    scores = torch.rand(5, 64, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(0))
+    model = load_model(models("llama"), "cuda:0")
+    with no_float64():
+        there = scores.to("cuda:0")
+        mask = effective_mask(there)
+        assert mask.is_cuda
+        assert torch.equal(mask.cpu(), effective_mask(scores))
+        assert torch.equal(effective_number(there), effective_number(scores))
+        assert torch.equal(effective_mass(there), effective_mass(scores))
+        bound = effective_mass_bound(there.sum(1), 64)
+        assert torch.equal(bound, effective_mass_bound(scores.sum(1), 64))
+        assert rotate_model(model, ids, steps=2).n_eff_after < 1
+        assert prune_model(model, recipe_of("ria"), ids).masks
+
+
+# ---- a calibration that is resumed
+
+
+def test_sums_of_a_gpu_are_resumed(
+    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"calibration": str(text), "device_map": "cuda:1", "batch_size": 2} | TEXT
+    calibrate(models("llama"), output=tmp_path / "whole", **how)
+    monkeypatch.setattr(passes, "_SECONDS", 0.0)
+    monkeypatch.setattr(passes, "_RATIO", 0)
+    call = passes._call
+    begun: list[int] = []
+
+    def third_stops(*given: Any) -> None:
+        begun.append(1)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        call(*given)
+
+    monkeypatch.setattr(passes, "_call", third_stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(models("llama"), output=tmp_path / "out", **how)
+    calibrate(models("llama"), output=tmp_path / "out", **how)
+    assert len(begun) == 3 + 2  # of four batches
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
