@@ -4,8 +4,19 @@ Import from here the mathematics, the commands as functions, and the tools that 
 sparse during training: `from emp_llm import effective_mask, prune, reapply_mask`.
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+
+if sys.platform == "win32":  # without locks of files, and more
+    _SENTENCE = (
+        "emp-llm runs on Linux and macOS. On Windows, install and run it in WSL: "
+        "https://learn.microsoft.com/windows/wsl/install"
+    )
+    if sys.argv[:1] == ["-m"] or "emp-llm" in "".join(sys.argv[:1]):  # a command
+        print(f"error: {_SENTENCE}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(_SENTENCE)
 
 COMMANDS = {
     "bench": "Measure speed and memory of a pruned model against the dense one.",

@@ -164,8 +164,8 @@ def calibrate(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
-            interrupted run can resume.
+        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         ignore: Layers to leave out: name suffixes a,b, or a regex.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -488,8 +488,8 @@ def measure(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
-            interrupted run can resume.
+        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -736,8 +736,8 @@ def prune(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
-            interrupted run can resume.
+        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -1128,8 +1128,8 @@ def sweep(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: By blocks, save hidden states to disk now and then, so that an
-            interrupted run can resume.
+        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.

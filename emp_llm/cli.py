@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
+from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
 from emp_llm.options.base import GivenOptions, Opt, Option, options_in, options_of
@@ -170,7 +171,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         quiet = given.get("quiet", False)
         if verbose and quiet:
             raise UserError("--verbose and --quiet exclude each other; give one of them.")
-        with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
+        name = function.__name__
+        with loudness(name, verbose, quiet), progress_of(name), default_modes():
             return function(**grouped(given))
 
     plain = (option.parameter.replace(annotation=option.annotation) for option in options.values())

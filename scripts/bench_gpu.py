@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         default="4B",
         help="default: 4B, 16 of the 32 blocks of Llama 2 7B",
     )
-    parser.add_argument("--only", nargs="+", choices=(*SECTIONS, "tests"), default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
         "--seconds",
         type=float,
@@ -125,11 +125,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.md")
-    parser.add_argument(
-        "--tests",
-        type=Path,
-        help="results of tests for the table: NAME<tab>RESULT<tab>SECONDS on each line",
-    )
     parser.add_argument(
         "--command", default="bash scripts/on_gpu.sh", help="the command that the table names"
     )
@@ -149,7 +144,6 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
     """Measure; returns whether something fails."""
     folder.mkdir(parents=True, exist_ok=True)
     sections: dict[str, Callable[[], Iterator[Row]]] = {
-        "tests": lambda: _tests(options.tests),
         "masks": lambda: masks(options.device, SIZES[options.size]),
         "calibration": lambda: calibration(options, folder / "model"),
         "prune": lambda: prune(options, folder / "model", folder / "output"),
@@ -157,15 +151,13 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
     kept = folder / "rows.json"
     failed = False
     rows = [Row(*row) for row in json.loads(kept.read_text())] if kept.is_file() else []
-    for section in [
-        name for name in sections if name in options.only or (name == "tests" and options.tests)
-    ]:
+    for section in [name for name in sections if name in options.only]:
         rows = [row for row in rows if row.section != section]
         try:
             for row in sections[section]():
                 print(" | ".join(part for part in row if part), flush=True)
                 rows.append(row)
-                failed |= section != "tests" and row.result.startswith("failed")
+                failed |= row.result.startswith("failed")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             traceback.print_exc()
             rows.append(Row(section, "", f"failed: {type(error).__name__}: {reason(error)}"))
@@ -198,12 +190,6 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         "data is on disk at the end. The ratio is to the time of `cp -r`. Host memory is the peak "
         "of resident memory.\n\n" + "\n".join(lines) + "\n"
     )
-
-
-def _tests(path: Path) -> Iterator[Row]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, result, seconds = line.split("\t")
-        yield Row("tests", name, result, runs=f"{seconds} s")
 
 
 def masks(device: str, size: Size) -> Iterator[Row]:

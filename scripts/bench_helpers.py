@@ -159,7 +159,7 @@ def gpu_time(run: Callable[[], object]) -> float:
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in under ten minutes: tests of masks, calibration, refit and runtime, then measurements.
-# Writes three tables, gpu.md, refit_cuda.md and runtime_gpu.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
+# Everything that wants a GPU, in under ten minutes: the commands once in fresh processes, then the tests of masks, calibration, refit and
+# runtime, then measurements.
+# Writes on_gpu.md, a row for each step as it ends; the tables of the measurements, gpu.md, refit_cuda.md and runtime_gpu.md; and the logs of
+# all steps. A step that fails or runs out of time does not stop the others.
 #
 #     bash scripts/on_gpu.sh                 # from the root of the repository
 #     DRY_RUN=1 bash scripts/on_gpu.sh       # prints the commands
@@ -31,8 +33,7 @@ if [ -z "${SCRATCH:-}" ]; then
     trap 'rm -rf "$SCRATCH"' EXIT
 fi
 mkdir -p "$SCRATCH"
-TESTS=$SCRATCH/tests.tsv
-: > "$TESTS"
+TABLE=$OUT/on_gpu.md
 
 unset TRITON_INTERPRET  # the real GPU, not the interpreter
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=1
@@ -48,22 +49,74 @@ left() {
 
 # step NAME LIMIT COMMAND...: run a command with a limit in seconds; its output goes to a log and to the terminal
 step() {
-    local name=$1 limit start=$SECONDS code
+    local name=$1 limit start=$SECONDS code how=passed
     limit=$(left "$2")
     shift 2
     echo "== $name (at most $limit s): $*"
     [ -n "$DRY_RUN" ] && return 0
-    timeout -k 10 "$limit" "$@" 2>&1 | tee "$LOGS/${name// /_}.log"
+    has_time "$name" "$limit" || return 0
+    timeout -k 10 "$limit" "$@" 2>&1 | tee "$LOGS/${name//[: ]/_}.log"
     code=${PIPESTATUS[0]}
-    ended "$name" "$code" "$start"
+    [ "$code" -ne 0 ] && { how="failed: exit code $code"; failed=1; }
+    [ "$code" -eq 124 ] && how="failed: out of time"
+    row "$name" "$how" $((SECONDS - start))
 }
 
-# ended NAME CODE START: say how a step ended
-ended() {
-    local how=done
-    [ "$2" -ne 0 ] && { how="FAILED ($2)"; failed=1; }
-    [ "$2" -eq 124 ] && how="FAILED (out of time)"
-    echo "== $1: $how, $((SECONDS - $3)) s"
+# has_time NAME LIMIT: whether there is time for a step; else its row says that there is none
+has_time() {
+    [ "$2" -gt 5 ] && return 0
+    row "$1" "not run: no time left" 0
+    return 1
+}
+
+# row NAME RESULT SECONDS: write a row of the table, and say it
+row() {
+    echo "== $1: $2, $3 s"
+    echo "| $1 | $2 | $3 |" >> "$TABLE"
+}
+
+# table: begin the table
+table() {
+    {
+        echo "# What on_gpu.sh ran"
+        echo
+        echo "\`bash scripts/on_gpu.sh\` at $(git rev-parse --short HEAD 2> /dev/null || echo "an unknown commit"), $(date -u +%F): $(
+            "$PYTHON" -c "import bench_helpers; print(bench_helpers.hardware('$DEVICE'))")."
+        echo
+        echo "| step | result | seconds |"
+        echo "|---|---|---:|"
+    } > "$TABLE"
+}
+
+# roads LIMIT: the commands, each in a fresh process, all together in this many seconds
+roads() {
+    local out=$SCRATCH/roads model=scripts/demo/model map=auto text end=$((SECONDS + $1))
+    [ "$DEVICE" = cuda ] || map=$DEVICE
+    text="--calibration demo --samples 8 --seqlen 256"
+    mkdir -p "$out"
+    printf '[perplexity]\nfile = "%s"\njoin = ""\nseqlen = 512\n' "$ROOT/eval/demo/heldout.txt" > "$out/suite.toml"
+    # On the CPU, where it must start no CUDA.
+    step "road: prune_model" $((end - SECONDS)) "$PYTHON" -c "
+import torch, transformers, emp_llm
+model = transformers.AutoModelForCausalLM.from_pretrained('$model')
+emp_llm.prune_model(model, emp_llm.recipe_of('emp-magnitude'))
+assert not torch.cuda.is_initialized()"
+    # shellcheck disable=SC2086
+    {
+        road prune $model $text --device-map "$map" --output "$out/pruned"
+        road verify "$out/pruned" --source $model
+        road evaluate "$out/pruned" --suite "$out/suite.toml" --device-map "$map" --output "$out/results.json"
+        road heal "$out/pruned" --dense $model $text --heal-steps 2 --device-map "$map" --output "$out/healed"
+        road generate "$out/healed" --runtime dense --device "$DEVICE" --prompt "One day" --max-new-tokens 32
+        road pack "$out/healed" "$out/packed"
+        step "road: generate from packed weights" $((end - SECONDS)) "$PYTHON" -m emp_llm generate "$out/packed" --device "$DEVICE" --prompt "One day" \
+            --max-new-tokens 32
+    }
+}
+
+# road COMMAND OPTIONS...: one of them, before `end`
+road() {
+    step "road: $1" $((end - SECONDS)) "$PYTHON" -m emp_llm "$@"
 }
 
 # missing PACKAGE...: the packages that cannot be imported
@@ -76,7 +129,7 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 END
 }
 
-NEEDED="msgspec blake3 numpy safetensors transformers accelerate tokenizers huggingface_hub typer tqdm"
+NEEDED="msgspec blake3 regex psutil numpy safetensors transformers accelerate tokenizers huggingface_hub typer tqdm"
 USEFUL="numba datasets triton pytest hypothesis"
 
 # install: missing packages from WHEELS, in an environment that also sees those of PYTHON
@@ -123,9 +176,10 @@ shards() {
 
 # tests LIMIT: all shards at once
 tests() {
-    local limit start=$SECONDS name files expression pids=() names=() code index
+    local limit name files expression pids=() names=() code index
     limit=$(left "$1")
     echo "== tests (at most $limit s)"
+    [ -n "$DRY_RUN" ] || has_time tests "$limit" || return 0
     while IFS='|' read -r name files expression; do
         set -- "$PYTHON" -m pytest -p no:cacheprovider --durations=3 "--basetemp=$SCRATCH/pytest/${name// /_}" "$files" -k "$expression"
         echo "   $name: $*"
@@ -147,7 +201,6 @@ tests() {
         code=$?
         summarize "${names[$index]}" "$code"
     done
-    echo "== tests: $((SECONDS - start)) s"
 }
 
 # summarize NAME CODE: print the result of a shard, and note it for the table
@@ -161,15 +214,14 @@ summarize() {
         grep -E '^(FAILED|ERROR|E  )' "$log" | head -20
         tail -2 "$log"
     fi
-    echo "   $1: $result"
-    printf '%s\t%s\t%s\n' "$1" "$result" "$(cat "$SCRATCH/pytest/${1// /_}.seconds")" >> "$TESTS"
+    row "tests: $1" "$result" "$(cat "$SCRATCH/pytest/${1// /_}.seconds")"
 }
 
 # bench SECTION LIMIT RESERVE: one section of the table. No new round of it starts in the last RESERVE seconds.
 bench() {
     local rounds=$(($(left "$2") - $3))
-    step "$1" "$2" "$PYTHON" scripts/bench_gpu.py --device "$DEVICE" --size "$SIZE" --only "$1" \
-        --seconds $((rounds > 1 ? rounds : 1)) --folder "$SCRATCH/bench" --output "$OUT/gpu.md" --tests "$TESTS"
+    step "timing: $1" "$2" "$PYTHON" scripts/bench_gpu.py --device "$DEVICE" --size "$SIZE" --only "$1" \
+        --seconds $((rounds > 1 ? rounds : 1)) --folder "$SCRATCH/bench" --output "$OUT/gpu.md"
 }
 
 if [ -z "$DRY_RUN" ]; then
@@ -188,6 +240,8 @@ if [ -n "${WITNESS:-}" ]; then
         --table "$OUT/witness.md" --device "$DEVICE" --seconds "$(($(left "$SECONDS_IN_ALL") - 20))" $TINY
     exit $failed
 fi
+[ -n "$DRY_RUN" ] || table
+roads 120
 if [ "$DEVICE" = cuda ]; then
     tests 190
 else
@@ -196,13 +250,13 @@ fi
 bench masks 90 0
 SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
 # shellcheck disable=SC2086
-step refit 90 "$PYTHON" scripts/bench_refit.py --device "$DEVICE" --shapes $SHAPES --output "$OUT/refit_$DEVICE.md"
+step "timing: refit" 90 "$PYTHON" scripts/bench_refit.py --device "$DEVICE" --shapes $SHAPES --output "$OUT/refit_$DEVICE.md"
 LAYERS=$([ "$SIZE" = tiny ] && echo 64x96 || echo 4096x11008 11008x4096 4096x4096)
 # shellcheck disable=SC2086
-step runtime 60 "$PYTHON" scripts/bench_runtime_gpu.py --device "$DEVICE" --shapes $LAYERS --seconds "$(($(left 60) - 15))" \
+step "timing: runtime" 60 "$PYTHON" scripts/bench_runtime_gpu.py --device "$DEVICE" --shapes $LAYERS --seconds "$(($(left 60) - 15))" \
     --output "$OUT/runtime_gpu.md"
 bench calibration 130 70
 bench prune 300 20  # the rest of the time
 
-[ -z "$DRY_RUN" ] && echo "== all: $SECONDS s; table: $OUT/gpu.md; logs: $OUT/gpu_logs"
+[ -z "$DRY_RUN" ] && echo "== all: $SECONDS s; tables: $TABLE, $OUT/gpu.md; logs: $OUT/gpu_logs"
 exit $failed

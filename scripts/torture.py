@@ -107,6 +107,11 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
         ),
         Case("heal", heal, heals, room=10),
         Case("calibrate", calibrate, blocks),
+        Case(
+            "calibrate, a model in memory",
+            calibrate,
+            blocks | {"execution": "model", "batch_size": 1},
+        ),
     ]
 
 
@@ -268,10 +273,10 @@ def has_work(folder: Path) -> bool:
     """Whether a disturbed run left finished work."""
     notes = (
         ".out.partial/manifest.json",
-        ".out.calibration/state.safetensors",
-        ".out.progress/state.safetensors",
+        ".out.calibration/*state.safetensors",
+        ".out.progress/*state.safetensors",
     )
-    return any((folder / note).is_file() for note in notes)
+    return any(path.is_file() for note in notes for path in folder.glob(note))
 
 
 def killed_after(

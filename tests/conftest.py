@@ -38,6 +38,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # client of the Hub are neighbours, so that one worker runs them with one client.
 FIRST = (
     "test_on_slurm",
+    "test_simulated_gpus",
     "test_ranks",
     "test_triton",
     "test_shared",

@@ -111,7 +111,8 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
 def norms_of(kind: str, columns: int) -> Tensor:
     """Norms for weights of a kind; some are zero."""
     norms = torch.rand(columns, generator=torch.Generator().manual_seed(1))
-    norms[5:8], norms[8] = 0, -0.0
+    norms[5:8] = 0
+    norms[8:9] = -0.0
     return norms if kind == "huge" else norms * 100
 
 

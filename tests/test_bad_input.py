@@ -159,8 +159,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),
     "device-map": (r"device-map 'gpu' is not one of auto.*cpu", {"device_map": "gpu"}),
     "device-map of a missing device": (
-        r"device-map cuda:99: this machine has \d "
-        r"accelerators",
+        r"device-map cuda:99: torch sees \d GPUs? here.* Use cpu or auto",
         {"device_map": "cuda:99"},
     ),
     "device-map of a missing file": (

@@ -180,8 +180,10 @@ def test_units(tmp_path: Path, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", ["wanda", "admm"])
-def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """No point is measured again, and the bytes are the same."""
+def test_a_killed_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """It says where the work is kept; no point is measured again, and the bytes are the same."""
     how = {"loss": "4%", "method": method, "samples": 6, "seqlen": 64}
     _, whole = pruned(tmp_path, "whole", **how)
     measured = loss_budget.perplexity
@@ -197,6 +199,7 @@ def test_a_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     monkeypatch.setattr(loss_budget, "perplexity", killed)
     with pytest.raises(KeyboardInterrupt):
         prune(DEMO, output=tmp_path / "out", **(TEXT | how))
+    assert f"kept in {tmp_path / '.out.loss'}; the same command resumes" in caplog.text
     held = json.loads((tmp_path / ".out.loss" / "curve.json").read_text())
     assert len(held["points"]) == 2
     _, loss = pruned(tmp_path, "out", **how)

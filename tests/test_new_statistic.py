@@ -217,8 +217,8 @@ def test_ranks_and_resumed_runs_combine_it(tmp_path: Path, monkeypatch: pytest.M
         for sums in (whole, of_ranks[number % 2]):
             sums.observe("layer", batch, batch[..., :3])
     progress = CalibrationProgress(tmp_path, {})
-    progress._write_state(1, of_ranks[1])
-    state = progress._read_state()
+    progress._write_sums("sums", 1, of_ranks[1])
+    state = progress._read_sums("sums")
     assert state is not None
     _, of_ranks[1].totals, of_ranks[1].input_of, of_ranks[1].tokens = state
     shown: list[Any] = []

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "on_gpu.sh"
 
 
-def printed(folder: Path, **more: str) -> str:
-    """The commands of the script."""
+def printed(folder: Path, code: int = 0, **more: str) -> str:
+    """What the script prints."""
     environment = (
         os.environ
         | {"DRY_RUN": "1", "OUT": str(folder), "SCRATCH": str(folder), "PYTHON": sys.executable}
@@ -36,7 +36,7 @@ def printed(folder: Path, **more: str) -> str:
         check=False,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
@@ -52,11 +52,20 @@ def check_options(
     assert [option for option in options if option not in usage] == []
 
 
-def test_every_file_and_option_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_file_and_option_exists(
+    tmp_path: Path, command: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = SCRIPT.read_text()
     shown = printed(tmp_path)
     named = set(re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", shown + script))
     assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_runtime_cuda.py"} <= named
+    kinds = re.findall(r"^== (road|tests|timing)", shown, re.MULTILINE)
+    assert list(dict.fromkeys(kinds)) == ["road", "tests", "timing"]
+    roads = [line.split(" -m emp_llm ")[1] for line in shown.splitlines() if "-m emp_llm " in line]
+    assert len(roads) == 7
+    for name, *words in (line.split() for line in roads):
+        usage = command(name, "--help", "all").stdout
+        assert [word for word in words if word.startswith("--") and word not in usage] == []
     assert all((ROOT / name).is_file() for name in named)
     lines = [line for line in shown.splitlines() if "bench_gpu.py" in line]
     assert [
@@ -87,9 +96,7 @@ def test_every_file_and_option_exists(tmp_path: Path, capsys: pytest.CaptureFixt
     # for each of the groups.
     groups = [line.split(" -k ") for line in shown.splitlines() if " -m pytest " in line]
     for file in ("tests/test_cuda.py", "tests/test_runtime_cuda.py"):
-        expressions = [
-            expression.strip() for command, expression in groups if command.endswith(file)
-        ]
+        expressions = [expression.strip() for start, expression in groups if start.endswith(file)]
         for test in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE):
             for case in (
                 [f"{test}[emp-wanda]", f"{test}[magnitude]"]
@@ -102,6 +109,36 @@ def test_every_file_and_option_exists(tmp_path: Path, capsys: pytest.CaptureFixt
                     if not text or Expression.compile(text).evaluate(case.__contains__)
                 ]
                 assert len(found) == 1, f"{file}: {case} is in {found}"
+
+
+def test_a_row_for_each_step(tmp_path: Path) -> None:
+    """As it ends, whether it passes, fails or finds no time; by an interpreter that does nothing,
+    and fails for one command.
+    """
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "    *'emp_llm heal'*) exit 3 ;;\n"
+        "    *pytest*) echo 7 passed, 1 skipped in 2 s ;;\n"
+        "esac\n"
+    )
+    python.chmod(0o755)
+    tables = []
+    for seconds, code in (("300", 1), ("18", 0)):
+        printed(tmp_path, DRY_RUN="", PYTHON=str(python), SECONDS_IN_ALL=seconds, code=code)
+        rows = (tmp_path / "on_gpu.md").read_text().split("|---|---|---:|\n")[1].splitlines()
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+        tables.append({name: result for name, result, _ in cells})
+    results, late = tables
+    assert results["road: prune"] == "passed"
+    assert results["road: heal"] == "failed: exit code 3"
+    assert results["tests: masks"] == "7 passed, 1 skipped"
+    assert list(results)[-1] == "timing: prune"
+    assert set(late.values()) == {"not run: no time left"}
+    assert [name for name in late if ":" in name] == [
+        name for name in results if not name.startswith("tests")
+    ]
 
 
 def test_the_table_has_every_row(
@@ -123,7 +160,6 @@ def test_the_table_has_every_row(
         raise RuntimeError("no kernel image\nand more")
 
     monkeypatch.setattr(bench_gpu, "run_and_watch", prune_here)
-    (tmp_path / "tests.tsv").write_text("masks\t9 passed, 2 skipped\t31\n")
     line = ["--device", "cpu", "--size", "tiny", "--output", str(tmp_path / "gpu.md")]
     more = [
         "--seconds",
@@ -132,8 +168,6 @@ def test_the_table_has_every_row(
         "1",
         "--folder",
         str(tmp_path / "work"),
-        "--tests",
-        str(tmp_path / "tests.tsv"),
     ]
     with pytest.raises(SystemExit, match="0"):
         bench_gpu.main([*line, *more])
@@ -145,10 +179,9 @@ def test_the_table_has_every_row(
     ][1:]
     assert all(len(row) == 7 and row[2] for row in rows)
     counts = {
-        section: len([row for row in rows if row[0] == section])
-        for section in ("tests", *bench_gpu.SECTIONS)
+        section: len([row for row in rows if row[0] == section]) for section in bench_gpu.SECTIONS
     }
-    assert counts == {"tests": 1, "masks": 2 * (1 + 3 * 5), "calibration": 7, "prune": 4}
+    assert counts == {"masks": 2 * (1 + 3 * 5), "calibration": 7, "prune": 4}
     assert "`bash scripts/on_gpu.sh`" in page
     assert f"torch {torch.__version__.partition('+')[0]}" in page
     assert all(row[5] == "1.00 GB" for row in rows if row[0] == "prune" and "emp-" in row[1])

@@ -37,6 +37,7 @@ CASES = [
     "prune with calibration",
     "prune with a refit",
     "calibrate",
+    "calibrate, a model in memory",
 ]
 
 

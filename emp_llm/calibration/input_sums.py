@@ -151,8 +151,11 @@ class InputSums:
         before = self.totals.get((statistic.name, layer))
         if before is None:
             self.totals[statistic.name, layer] = self._kept(total)
+        elif before.device != total.device:  # restored from a file
+            combined = statistic.combine(before.to(total.device), total)
+            self.totals[statistic.name, layer] = self._kept(combined)
         else:
-            before.copy_(statistic.combine(before, total.to(before.device)))
+            before.copy_(statistic.combine(before, total))
 
     def _kept(self, total: Tensor) -> Tensor:
         """A copy of a total, side by side with the others. Small tensors that stay between the

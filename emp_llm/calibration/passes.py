@@ -7,15 +7,17 @@ block's targets are masked once its norms are collected, and the batches pass th
 that the next block sees the pruned model's inputs (as in Sun et al., A Simple and Effective Pruning
 Approach for Large Language Models, 2023).
 
-A calibration by blocks saves its state in a folder, so that an interrupted one resumes after the
-last saved block:
+A calibration saves its state in a folder now and then, so that an interrupted one resumes from
+there:
 
-    hidden-BLOCKS-BATCH.safetensors   the hidden states of a batch after so many blocks
-    state.safetensors                 the sums after these blocks, and what describes them
+    batches-RANK.state.safetensors    the whole model: the sums over the first batches of a rank
+    hidden-BLOCKS-BATCH.safetensors   by blocks: the hidden states of a batch after so many blocks
+    state.safetensors                 by blocks: the sums after these blocks
 
-`state.safetensors` is replaced last and in one step, so that the hidden states that it names are
-complete. Each of several ranks writes the hidden states of its batches; the first rank decides
-when, and writes the state once all of them are there.
+Each file of sums says what they are of, and is replaced in one step. Those over batches need no
+other rank's, so each rank saves and resumes its own. By blocks, the ranks go from block to block
+together: each writes the hidden states of its batches; the first rank decides when, and writes
+`state.safetensors` once all of them are there.
 """
 
 import errno
@@ -49,10 +51,17 @@ from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.attention import FastAttention
+from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError, Walk, decoder_ids
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_towers, is_encoder_decoder, set_to_zero, weight_of
+from emp_llm.models.modules import (
+    as_created,
+    body_of,
+    find_towers,
+    is_encoder_decoder,
+    set_to_zero,
+    weight_of,
+)
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
@@ -111,9 +120,9 @@ def calibrated(
         statistics: names of further statistics, beside the norms.
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
-        resume: folder for the state between blocks, from which an interrupted run of the same
-            calibration resumes; None: it starts over. The caller deletes it with `delete_progress`
-            when the norms are saved. Several ranks must see one folder.
+        resume: folder for the saved state, from which an interrupted run of the same calibration
+            resumes; None: it starts over. The caller deletes it with `delete_progress` when the
+            norms are saved. Several ranks must see one folder.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
@@ -141,22 +150,21 @@ def calibrated(
             batch_size,
             "block by block" if by_blocks else "the whole model at once",
         )
+        progress = None
+        if resume is not None:
+            made_of = {
+                "layers": [layer.name for layer in layers],
+                "config": model.config.to_json_string(),
+                "statistics": sorted(statistics),
+            }
+            signature = record.as_dict() | made_of | {"ids": data.signature}
+            progress = CalibrationProgress(resume, signature)
         if runner is not None and by_blocks:
-            progress = None
-            if resume is not None:
-                made_of = {
-                    "layers": [layer.name for layer in layers],
-                    "config": model.config.to_json_string(),
-                    "statistics": sorted(statistics),
-                }
-                progress = CalibrationProgress(
-                    resume, record.as_dict() | made_of | {"ids": data.signature}
-                )
             norms = calibrate_blocks(
                 runner, layers, data.tokens, batch_size, masker, progress, statistics
             )
         else:
-            norms = calibrate_model(model, layers, data.tokens, batch_size, statistics)
+            norms = calibrate_model(model, layers, data.tokens, batch_size, statistics, progress)
     # The file names no folders.
     if record.pruned_by is not None and record.pruned_by.match is not None:
         record.pruned_by = msgspec.structs.replace(
@@ -245,7 +253,7 @@ def _with_data(
 
 
 def delete_progress(folder: Path) -> None:
-    """Delete the state between blocks, once the activations are written."""
+    """Delete the saved state, once the activations are written."""
     if ranks().main:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -279,6 +287,7 @@ def calibrate_model(
     tokens: Tensor,
     batch_size: int = 4,
     statistics: Collection[str] = (),
+    progress: "CalibrationProgress | None" = None,
 ) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
@@ -288,6 +297,7 @@ def calibrate_model(
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
         statistics: names of further statistics, beside the norms.
+        progress: saves the sums now and then, and restores them.
 
     Returns:
         Statistics over all tokens of all samples; `about` is empty.
@@ -302,7 +312,14 @@ def calibrate_model(
     guard = partial(_explained, model, hint if find_towers(model).others else None)
     total = sum(batch.numel() for batch in batches), "tok"
     return norms_of_batches(
-        model, layers, batches, statistics=statistics, shared=True, guard=guard, total=total
+        model,
+        layers,
+        batches,
+        statistics=statistics,
+        shared=True,
+        guard=guard,
+        total=total,
+        progress=progress,
     )[0]
 
 
@@ -334,6 +351,7 @@ def norms_of_batches(
     shared: bool = False,
     guard: Guard = nullcontext,
     total: tuple[int, str] | None = None,
+    progress: "CalibrationProgress | None" = None,
 ) -> tuple[Activations, int]:
     """The input norms of a model's layers over batches.
 
@@ -348,6 +366,7 @@ def norms_of_batches(
         guard: explains errors of the model.
         total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches,
             if it is known.
+        progress: saves the sums now and then, and restores them.
 
     Returns:
         The norms, without their origin, and the number of tokens (of rows, for a model without
@@ -368,20 +387,24 @@ def norms_of_batches(
     bar = progress_bar(total[0], "calibrate", total[1])
     hooks = input_hooks(model, layers, statistics)
     with hooks as collected, in_evaluation_mode(model), torch.no_grad(), bar:
-        for batch in data:
+        done = progress.restore_sums(collected) if progress is not None else 0
+        for number, batch in enumerate(data, 1):
             inputs = _inputs(batch)
             mask = inputs.get("attention_mask")
             first = next(iter(inputs.values()))
             padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
             collected.counted = mask.bool() if mask is not None and padded else None
-            with guard(first):
-                _call(body, inputs, device)
+            if number > done:
+                with guard(first):
+                    _call(body, inputs, device)
             if collected.counted is not None:
                 seen = int(collected.counted.sum())
             else:
                 seen = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
+            if progress is not None and number > done:
+                progress.save_sums(number, collected)
     if tokens == 0:
         raise UserError("data: it gives no batches.")
     if shared:
@@ -423,6 +446,8 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     for name, value in inputs.items():
         moved[name] = value
         if isinstance(value, Tensor):
+            if value.is_inference():  # hooks ask for the version of a layer's input
+                value = value.clone()
             moved[name] = value.to(device, dtype if value.is_floating_point() else None)
     if not isinstance(body, PreTrainedModel):
         positional = [moved.pop("")] if "" in moved else []
@@ -435,7 +460,7 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     parameters = inspect.signature(body.forward).parameters
     if not any(argument.kind == argument.VAR_KEYWORD for argument in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}
-    with FastAttention():
+    with fast_attention(device, body.dtype):
         body(**moved, use_cache=False)
 
 
@@ -451,13 +476,13 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# The progress of a calibration by blocks.
+# The progress of a calibration.
 
 
-_FORMAT = "emp-llm calibration state 5"
+_FORMAT = "emp-llm calibration state 6"
 _STATE = "state.safetensors"
-# A large model's state takes gigabytes. It is saved when losing the work since the last save would
-# hurt, and saving is a small part of that work.
+# By blocks, a large model's state takes gigabytes. It is saved when losing the work since the last
+# save would hurt, and saving is a small part of that work.
 _SECONDS = 30.0
 _RATIO = 10
 
@@ -487,7 +512,7 @@ class CalibrationProgress:
         Raises:
             UserError: the hidden states are damaged.
         """
-        state = ranks().first(self._read_state)
+        state = ranks().first(lambda: self._read_sums(_STATE))
         if state is None:
             return 0
         done, totals, input_of, tokens = state
@@ -515,12 +540,68 @@ class CalibrationProgress:
         self._saved_at = time.monotonic()
         return int(done)
 
-    def _read_state(self) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
-        """The number of finished blocks, and the totals; None if no run with this signature has
-        saved them.
+    def restore_sums(self, collected: InputSums) -> int:
+        """Restore the sums over batches of this rank that an earlier run with this signature saved;
+        returns the number of these batches, its first ones.
+        """
+        state = self._read_sums(self._own_sums)
+        if state is None:
+            return 0
+        done, collected.totals, collected.input_of, collected.tokens = state
+        logger.info("resumed after batch %d (%s).", done, self.folder)
+        return done
+
+    def save_sums(self, done: int, collected: InputSums) -> None:
+        """Save the sums over the first `done` batches of this rank in place of the last ones,
+        unless too little time has passed since then.
+
+        On a full disk, the calibration continues and keeps the last saved sums.
+        """
+        began = time.monotonic()
+        if not self._is_due(began):
+            return
+        size = _unless_full(lambda: self._write_sums(self._own_sums, done, collected))
+        if size is None:
+            self._stop_saving()
+        else:
+            self._note_save(began, "the sums so far", size)
+
+    @property
+    def _own_sums(self) -> str:
+        """The name of this rank's file of sums over batches."""
+        return f"batches-{ranks().index}.{_STATE}"
+
+    def _is_due(self, now: float) -> bool:
+        wait = max(_SECONDS, _RATIO * (self._cost or 0.0))
+        return not self._full and now - self._saved_at >= wait
+
+    def _note_save(self, began: float, what: str, size: int) -> None:
+        """Note the time of a save, and announce the first one."""
+        if self._cost is None:
+            told = (
+                "%s: %s are saved there for resuming (%s); --no-resumable-calibration turns this "
+                "off."
+            )
+            logger.info(told, self.folder, what, format_bytes(size))
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - began
+
+    def _stop_saving(self) -> None:
+        """Save nothing more on a disk that is full."""
+        self._full = True
+        with suppress(OSError):
+            self.folder.rmdir()  # unless it holds an earlier state
+        logger.warning(
+            "warning: %s: the disk is full; the calibration continues without saving its state.",
+            self.folder,
+        )
+
+    def _read_sums(self, name: str) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
+        """The number of finished blocks or batches, and the sums; None if no run with this
+        signature has saved them.
         """
         try:
-            with safe_open(self.folder / _STATE, framework="pt") as file:
+            with safe_open(self.folder / name, framework="pt") as file:
                 metadata = file.metadata()
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
@@ -536,7 +617,23 @@ class CalibrationProgress:
             layer, _, statistic = name.rpartition(".")
             totals[statistic, layer] = total
         input_of = json.loads(metadata["input_of"])
-        return int(metadata["blocks"]), totals, input_of, json.loads(metadata["tokens"])
+        return int(metadata["done"]), totals, input_of, json.loads(metadata["tokens"])
+
+    def _write_sums(self, name: str, done: int, collected: InputSums) -> int:
+        """Replace a file of sums; returns its size in bytes."""
+        metadata = {
+            "signature": self._signature,
+            "done": str(done),
+            "input_of": json.dumps(collected.input_of),
+            "tokens": json.dumps(collected.tokens),
+        }
+        totals = {
+            f"{layer}.{statistic}": total.cpu()
+            for (statistic, layer), total in collected.totals.items()
+        }
+        content = save(totals, metadata)
+        write_bytes(self.folder / name, content)
+        return len(content)
 
     def _path(self, done: int, number: int) -> Path:
         """The file of a batch of this rank; batches are numbered over all ranks."""
@@ -549,35 +646,19 @@ class CalibrationProgress:
         On a full disk, the calibration continues and keeps the last saved state. A collective call.
         """
         began = time.monotonic()
-        due = not self._full and began - self._saved_at >= max(
-            _SECONDS, _RATIO * (self._cost or 0.0)
-        )
-        if not ranks().broadcast(due):
+        if not ranks().broadcast(self._is_due(began)):
             return
         sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk)))
         if None not in sizes and ranks().main:
             sizes.append(_unless_full(lambda: self._write_state(done, collected)))
         sizes = ranks().broadcast(sizes)
         if None in sizes:
-            self._full = True
             with suppress(OSError):
                 for number in range(len(walk.batches)):
                     self._path(done, number).unlink(missing_ok=True)
-                self.folder.rmdir()  # unless it holds an earlier state
-            logger.warning(
-                "warning: %s: the disk is full; the calibration continues without "
-                "saving its state.",
-                self.folder,
-            )
-            return
-        if self._cost is None:
-            told = (
-                "%s: hidden states are saved there for resuming (%s); "
-                "--no-resumable-calibration turns this off."
-            )
-            logger.info(told, self.folder, format_bytes(sum(sizes)))
-        self._saved_at = time.monotonic()
-        self._cost = self._saved_at - began
+            self._stop_saving()
+        else:
+            self._note_save(began, "hidden states", sum(sizes))
 
     def _write_hidden(self, done: int, walk: Walk) -> int:
         """Write the hidden states of this rank's batches, one at a time; returns their size in
@@ -594,21 +675,11 @@ class CalibrationProgress:
         """Replace the state, and delete the hidden states of the one before; returns its size in
         bytes.
         """
-        metadata = {"signature": self._signature, "blocks": str(done)}
-        metadata |= {
-            "input_of": json.dumps(collected.input_of),
-            "tokens": json.dumps(collected.tokens),
-        }
-        totals = {
-            f"{layer}.{statistic}": total.cpu()
-            for (statistic, layer), total in collected.totals.items()
-        }
-        content = save(totals, metadata)
-        write_bytes(self.folder / _STATE, content)
+        size = self._write_sums(_STATE, done, collected)
         for path in self.folder.glob("hidden-*"):
             if not path.name.startswith(f"hidden-{done}-"):
                 path.unlink()
-        return len(content)
+        return size
 
 
 def _unless_full(write: Callable[[], int]) -> int | None:
@@ -691,7 +762,8 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
     dense = [parameter.data for parameter in parameters]
     try:
         for parameter in parameters:
-            parameter.data = parameter.data.clone()
+            with as_created(parameter):
+                parameter.data = parameter.data.clone()
         for target, mask in masks.items():
             weight = weight_of(model, target.layer)
             set_to_zero(weight, ~mask.to(weight.device))

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from emp_llm.checkpoint.files import reading
 from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.machine import at_most_more
 from emp_llm.common.paths import data_folder
@@ -255,7 +256,9 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
             text.
     """
     if corpus.file is not None and corpus.file.endswith(".txt"):
-        text = _existing(corpus.file).read_text(encoding="utf-8", errors="replace")
+        path = _existing(corpus.file)
+        with reading(path):
+            text = path.read_text(encoding="utf-8", errors="replace")
         yield from text.splitlines() if corpus.generate else [text]
         return
     data, column = open_data_set(corpus, seed)

@@ -32,6 +32,7 @@ INDEX_LIMIT = 1 << 26  # the largest published index has 9 MB
 _PAGE = 4096  # direct writes of all systems accept multiples of it
 _AHEAD = 3  # results that wait for their use; bounds their memory
 _OPEN = 64
+_MOST = 1 << 30  # bytes of one call: macOS refuses 2 GB
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of disks, networks and permissions. Other system errors are defects of the program.
 _FAULTS = (
@@ -206,7 +207,7 @@ def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
     """Fill all of `raw` from a position; `path` names the file in the error."""
     while raw:
         with reading(path):
-            got = os.preadv(file, [raw], offset)
+            got = os.preadv(file, [raw[:_MOST]], offset)
         if got == 0:
             end = offset + len(raw)
             raise UserError(
@@ -220,7 +221,7 @@ def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
 def write_exactly(file: int, raw: memoryview, offset: int) -> None:
     """Write all of `raw` at a position."""
     while raw:
-        written = os.pwrite(file, raw, offset)
+        written = os.pwrite(file, raw[:_MOST], offset)
         raw = raw[written:]
         offset = offset + written
 
@@ -328,7 +329,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.ftruncate(file, 0)
             stream.write(content)
             stream.flush()
-            os.fsync(file)
+            _flush(file)
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -350,9 +351,20 @@ def sync_path(path: Path) -> None:
     """Flush a file's content, or a folder's list of names, to disk."""
     file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(file)
+        _flush(file)
     finally:
         os.close(file)
+
+
+def _flush(file: int) -> None:
+    """Flush an open file to disk."""
+    # On macOS, fsync leaves the bytes in the cache of the drive, which loses them with the power.
+    through_the_cache = getattr(fcntl, "F_FULLFSYNC", None)
+    if through_the_cache is not None:
+        with suppress(OSError):  # the file system has no such call
+            fcntl.fcntl(file, through_the_cache)
+            return
+    os.fsync(file)
 
 
 def sync_tree(folder: Path) -> None:

@@ -66,7 +66,7 @@ _WORK_FILES = (
     "curve",
     "*.safetensors.npy",
 )
-# Finished blocks of a calibration, whole or half written.
+# Finished blocks and batches of a calibration, whole or half written.
 CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
 
 
@@ -117,7 +117,7 @@ class OutputFolder:
         self.work = self.path.with_name(f".{self.path.name}.partial")
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
-        # Finished blocks of a calibration.
+        # Finished blocks or batches of a calibration.
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")
         self._readers = _readers_of(sources)
         self._known = known

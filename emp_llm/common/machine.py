@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +33,7 @@ _PACKAGES = (
     "safetensors",
     "lm-eval",
 )
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _SOFT_PAUSE = 1  # omp_pause_soft
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -113,8 +114,8 @@ def free_memory() -> None:
     """
     gc.collect()
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch is not None:
+        torch.cuda.empty_cache()  # nothing before CUDA is initialised
 
 
 def trim_heap() -> None:
@@ -154,7 +155,10 @@ def ran_out(error: BaseException) -> bool:
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    # The CPU's, and that of Apple's GPUs.
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("allocate memory", "backend out of memory")
+    )
 
 
 @contextmanager
@@ -191,27 +195,37 @@ def enough_memory(
 class Stopwatch:
     """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of
     each stage.
+
+    Args:
+        peaks: measure the peaks, which sets those of the process back; False within a program of
+            others, which may measure its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peaks: bool = True) -> None:
+        self._peaks = peaks
         self.record: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        with suppress(OSError):
-            _CLEAR_REFS.write_text("5")  # resets the peak of resident memory, if Linux allows it
-        torch: Any = sys.modules.get("torch")
-        for device in range(_gpus()):
-            torch.cuda.reset_peak_memory_stats(device)
+        if self._peaks:
+            _reset_peaks()
         start = time.perf_counter()
         yield
-        entry: dict[str, float] = {
-            "seconds": round(time.perf_counter() - start, 3),
-            "peak_bytes": peak_memory(),
-        }
-        if _gpus():
-            entry["peak_cuda_bytes"] = _peak_of_gpus()
+        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3)}
+        if self._peaks:
+            entry["peak_bytes"] = peak_memory()
+            if _gpus():
+                entry["peak_cuda_bytes"] = _peak_of_gpus()
         self.record[name] = entry
+
+
+def _reset_peaks() -> None:
+    """Let the peaks of memory be those from now on, of this process and of its GPUs."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # of resident memory, if Linux allows it
+    torch: Any = sys.modules.get("torch")
+    for device in range(_gpus()):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory() -> int:
@@ -237,9 +251,13 @@ def _peak_of_gpus() -> int:
 
 
 def _gpus() -> int:
-    """Number of GPUs that this process may have used; 0 before torch is imported."""
+    """Number of GPUs that this process may have used; 0 before CUDA is initialised, which torch
+    does at the first use of a GPU.
+    """
     torch: Any = sys.modules.get("torch")
-    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.device_count())
 
 
 def versions(*others: str) -> dict[str, str]:
@@ -327,12 +345,62 @@ def has_bfloat16(device: "torch.device") -> bool:
     import torch
 
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     fields = cpu_fields()
     return bool(
         {"avx512_bf16", "amx_bf16", "bf16"}
         & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     )
+
+
+@cache
+def has_float64(device: "torch.device") -> bool:
+    """Whether a device has numbers of 64 bits: Apple's GPUs have none."""
+    import torch
+
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def exact_device(device: "torch.device") -> "torch.device":
+    """Where numbers of 64 bits are computed that belong to a device: the CPU, if it has none."""
+    import torch
+
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def in_float64(values: "Tensor") -> "Tensor":
+    """Values in float64, on the CPU if their device has no such numbers."""
+    return values.to(exact_device(values.device)).double()
+
+
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Inside this context, torch computes as in a new process, whatever the caller has set:
+    gradients where they are asked for, no inference mode, no autocast, and new tensors in float32
+    on the CPU. So a call of the library gives the masks that the command gives.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:  # so nothing is set
+        yield
+        return
+    dtype = torch.get_default_dtype()
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for kind in _DEVICES:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 @contextmanager

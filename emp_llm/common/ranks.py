@@ -84,7 +84,7 @@ class Ranks:
         import torch
 
         if self.count == 1:
-            return torch.accelerator.current_accelerator() or torch.device("cpu")
+            return _accelerator() or torch.device("cpu")
         device = _device_of_rank()
         if device.type != "cpu" and (_is_own() or not _is_joined()):
             torch.accelerator.set_device_index(device)
@@ -411,14 +411,23 @@ def _join() -> None:
     atexit.register(_leave)
 
 
+def _accelerator() -> "torch.device | None":
+    """The kind of accelerator of this machine; None if it has none."""
+    import torch
+
+    # The current one is what torch was built for, also on a machine that has none.
+    present = torch.accelerator.is_available()
+    return torch.accelerator.current_accelerator() if present else None
+
+
 def _device_of_rank() -> "torch.device":
     """The accelerator of this one of several ranks: by its number on this machine, as accelerate
     chooses it, or the current one; the CPU if there is none.
     """
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    accelerator = _accelerator()
+    if accelerator is None:
         return torch.device("cpu")
     if not os.environ.get("LOCAL_RANK"):
         return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
-from emp_llm.calibration.passes import calibrated
+from emp_llm.calibration.passes import calibrated, delete_progress
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import read_json, write_json
+from emp_llm.checkpoint.files import how_to_resume, read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import check_own
+from emp_llm.checkpoint.output import CALIBRATION_FILES, check_own
 from emp_llm.common.errors import NothingRemovedError, UserError
 from emp_llm.common.machine import machine_name
 from emp_llm.common.paths import REPORT_NAME
@@ -78,7 +78,7 @@ _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
 _RUINED = 700.0  # nats: the rise of a model whose loss is not finite
-_OWN = ("*curve.json*", "*activations.safetensors*", "checkpoint", "*removed-*")
+_OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,18 @@ def prune_to_loss(
     pruning = PruneRun.of(recipe, options, given)
     work = pruning.path.with_name(f".{pruning.path.name}.loss")
     with locked(work, f"--output {pruning.path}"):
-        search = _Search(pruning, budget, work, run)
-        if recipe.structure is not None:
-            report = search.by_units()
-        elif not recipe.moves and options.propagate == "dense":
-            report = search.by_masks()
-        else:
-            report = search.by_runs()
+        try:
+            search = _Search(pruning, budget, work, run)
+            if recipe.structure is not None:
+                report = search.by_units()
+            elif not recipe.moves and options.propagate == "dense":
+                report = search.by_masks()
+            else:
+                report = search.by_runs()
+        except BaseException as error:
+            if not isinstance(error, UserError) and (sentence := how_to_resume([work])):
+                logger.warning("%s", sentence)
+            raise
         shutil.rmtree(work)
     return report
 
@@ -386,6 +391,7 @@ class _Search:
         self._pruning = pruning
         self._budget = budget
         self._work = work
+        self._calibration = work / "calibration"
         self._run = run
         self._masks = replace(recipe, update=None, heal=None)
         if recipe.update is not None and recipe.update.searches:
@@ -428,6 +434,7 @@ class _Search:
             signature["norms"] = self._norms.digest
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
+        check_own(self._calibration, CALIBRATION_FILES)
         file = self._work / "curve.json"
         if file.is_file():
             held = read_json(file)
@@ -463,8 +470,10 @@ class _Search:
                     hidden_states=options.hidden_states,
                     statistics=self._masks.statistics,
                     blocks=pruning.recipe.targets.blocks,
+                    resume=self._calibration if options.resumable_calibration else None,
                 )
             norms.save(file)
+        delete_progress(self._calibration)
         return Activations.load(file)
 
     def _points(self, whole: bool = False) -> dict[float, LossPoint]:

@@ -24,7 +24,7 @@ from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
-from emp_llm.models.placement import Quantization, quantization_record
+from emp_llm.models.placement import Quantization, device_name, quantization_record
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
@@ -56,8 +56,6 @@ def new_results(
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a
     checkpoint.
     """
-    import torch  # a data-free prune prints its table without it
-
     record = suite.record()
     # `Checkpoint` refuses a packed folder, which only the sparse runtime runs.
     read = folder_identity if runtime == "sparse" else _identity_of_checkpoint
@@ -83,7 +81,7 @@ def new_results(
         device_map=device_map,
         runtime=None if runtime == "dense" else runtime,
         ranks=ranks().count,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        device=device_name(device_map),
         versions=versions(),
     )
     return Results(

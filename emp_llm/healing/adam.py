@@ -182,7 +182,8 @@ class Adam:
             size += 8 * part[name].numel()
             if size >= _PART:
                 yield part
-                part, size = {}, 0
+                part = {}
+                size = 0
         if part:
             yield part
 
@@ -202,7 +203,9 @@ class Adam:
     def forget(self) -> None:
         """Begin the moments anew."""
         for weight in self._weights.values():
-            weight.steps, weight.mean, weight.square = 0, None, None
+            weight.steps = 0
+            weight.mean = None
+            weight.square = None
 
     def finish(self) -> None:
         """Free the moments, and give the model its weights in float32."""

@@ -70,9 +70,10 @@ class Sizes:
         numels: dict[str, int] = {}  # experts of a layer are one parameter
         blocks: dict[int | None, int] = {}
         for target in targets:
-            name, numel = target.layer.parameter, target.matrix.numel
-            numels[name] = numels.get(name, 0) + numel
-            blocks[target.layer.block] = blocks.get(target.layer.block, 0) + numel
+            layer = target.layer
+            numel = target.matrix.numel
+            numels[layer.parameter] = numels.get(layer.parameter, 0) + numel
+            blocks[layer.block] = blocks.get(layer.block, 0) + numel
         config = checkpoint.config
         layers = _value(config, "num_hidden_layers", "n_layer", "num_layers") or len(blocks)
         stored = sum(size for size, _ in checkpoint.states.values())

@@ -35,7 +35,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import has_bfloat16, out_of_memory, trim_heap
+from emp_llm.common.machine import default_modes, has_bfloat16, out_of_memory, trim_heap
 from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam
@@ -44,12 +44,12 @@ from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes
 from emp_llm.healing.memory import HealingPlan, Sizes, down_from, free_on, passes_of, ways
 from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.models.attention import FastAttention
+from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks
 from emp_llm.models.model_weights import ModelWeights, architecture_of
-from emp_llm.models.modules import find_blocks, mean_losses, weight_of
+from emp_llm.models.modules import as_created, find_blocks, mean_losses, weight_of
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.models.sharded import check_not_sharded
@@ -68,6 +68,7 @@ _MEASURES = 10  # of the held-out loss
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
 
 
+@default_modes()
 def heal_model(
     model: PreTrainedModel,
     dense: PreTrainedModel,
@@ -158,7 +159,8 @@ def heal_model(
     if record.best:
         for name in moving:
             values = model.get_parameter(name).data
-            values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
+            with as_created(values):
+                values.copy_(in_dtype(healed.get_parameter(name).data, values.dtype))
     zeros.apply(model)
     return record
 
@@ -425,7 +427,8 @@ def train(
                 progress.save()
         progress.load(progress.best)
     adam.finish()
-    start, best = progress.measured[0], progress.measured[progress.best]
+    start = progress.measured[0]
+    best = progress.measured[progress.best]
     return HealingRecord(
         steps=progress.step,
         tokens=progress.step * SEQUENCES * tokens.shape[1],
@@ -538,7 +541,7 @@ class _Healer:
             trim_heap()  # between passes little is in use
         ids = self._tokens[list(numbers)].to(self._model.device)
         products = torch.autocast(ids.device.type, torch.bfloat16, enabled=self._in_bfloat16)
-        with products, FastAttention():
+        with products, fast_attention(ids.device, torch.float32):
             with torch.no_grad():
                 wanted = self._dense_logits(numbers)
             logits = self._model(input_ids=ids, use_cache=False).logits
@@ -557,7 +560,7 @@ def _checkpoint_blocks(model: PreTrainedModel) -> None:
             block.forward,
             use_reentrant=False,
             preserve_rng_state=False,  # there is no dropout
-            context_fn=lambda: (nullcontext(), FastAttention()),
+            context_fn=lambda: (nullcontext(), fast_attention(model.device, torch.float32)),
         )
 
 

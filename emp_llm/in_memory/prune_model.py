@@ -17,7 +17,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText, data_in_memory
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import Stopwatch
+from emp_llm.common.machine import Stopwatch, default_modes
 from emp_llm.common.ranks import alone, device_alone
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
@@ -26,7 +26,7 @@ from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks, plain_model
 from emp_llm.models.model_weights import ModelWeights, architecture_of, is_convolution, name_of
-from emp_llm.models.modules import is_encoder_decoder, rows_in
+from emp_llm.models.modules import as_created, is_encoder_decoder, rows_in
 from emp_llm.models.offload import resident_parameter
 from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
@@ -60,6 +60,7 @@ class CalibrationArguments(TypedDict, total=False):
     propagate: Propagate
 
 
+@default_modes()
 def prune_model(
     model: nn.Module | str | Path,
     recipe: Recipe | str | None = None,
@@ -108,7 +109,8 @@ def prune_model(
     for target, weight in moved:
         parameter = resident_parameter(plain, target.layer.parameter)
         if parameter is not None:
-            rows_in(parameter, target.layer).copy_(weight)
+            with as_created(parameter):
+                rows_in(parameter, target.layer).copy_(weight)
     if heal is not None and dense is not None:
         from emp_llm.healing.training import heal_model, healing_warnings
 
@@ -131,6 +133,7 @@ def prune_model(
     return report
 
 
+@default_modes()
 def masks_of(
     model: nn.Module | str | Path,
     recipe: Recipe | str | None = None,
@@ -246,7 +249,7 @@ def _decide(
     """Decide the masks of a model, and the weights that move, by target; the model stays
     unchanged.
     """
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(peaks=False)
     chosen, scores = _choose(model, recipe, calibration)
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next

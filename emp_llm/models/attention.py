@@ -8,6 +8,7 @@ sums are of float32, as in torch's own attention.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ class FastAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def fast_attention(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """`FastAttention` for features on a device, of a dtype, if it may be faster there: it inspects
+    every call of torch.
+    """
+    used = device.type == "cpu" and _in_bfloat16(dtype) and _is_slow_in_torch()
+    return FastAttention() if used else nullcontext()
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -51,7 +60,7 @@ def _attention(
         is_causal
         and attn_mask is None
         and dropout_p == 0
-        and all(x.dim() == 4 and x.is_cpu and _in_bfloat16(x) for x in (query, key, value))
+        and all(x.dim() == 4 and x.is_cpu and _in_bfloat16(x.dtype) for x in (query, key, value))
         and query.shape[2] == key.shape[2] > _SHORT
         and (enable_gqa or query.shape[1] == key.shape[1])
         and _is_slow_in_torch()
@@ -85,11 +94,11 @@ def _is_slow_in_torch() -> bool:
     return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
-def _in_bfloat16(features: Tensor) -> bool:
-    """Whether torch's attention would compute with these features in bfloat16."""
+def _in_bfloat16(dtype: torch.dtype) -> bool:
+    """Whether torch's attention on a CPU would compute in bfloat16, for features of a dtype."""
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return features.dtype == torch.bfloat16
+    return dtype == torch.bfloat16
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -159,7 +168,7 @@ def _probabilities(query: Tensor, key: Tensor, scale: float) -> Iterator[tuple[s
     shared, heads, length, _ = query.shape
     query = query.float()
     key = key.float().transpose(1, 2)
-    later = torch.full((_BLOCK, _BLOCK), -torch.inf).triu_(1)
+    later = key.new_full((_BLOCK, _BLOCK), -torch.inf).triu_(1)
     for first in range(0, length, _BLOCK):
         rows = slice(first, min(first + _BLOCK, length))
         with float32_products("medium"):

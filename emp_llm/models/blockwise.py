@@ -35,7 +35,7 @@ from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.attention import FastAttention
+from emp_llm.models.attention import fast_attention
 from emp_llm.models.modules import body_of, find_blocks, find_towers, is_encoder_decoder
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
 from emp_llm.options.calibration import Place
@@ -75,7 +75,7 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
     ids = batch.to(input_device(model))
     others = {"decoder_input_ids": decoder_ids(model, ids)} if is_encoder_decoder(model) else {}
     try:
-        with FastAttention():
+        with fast_attention(ids.device, getattr(model, "dtype", torch.float32)):
             return body(input_ids=ids, use_cache=False, **others)
     except (TypeError, ValueError, AttributeError) as error:
         if ran_out(error) or isinstance(error, UserError) or not find_towers(model).others:
@@ -520,7 +520,9 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
         return wanted
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
-    return "cpu" if 2 * needed < available_memory() else "disk"
+    if 2 * needed >= available_memory():
+        return "disk"
+    return "device" if device.type == "mps" else "cpu"  # one memory
 
 
 class _Enough(Exception):
@@ -543,7 +545,7 @@ class Call:
 
     def on(self, block: nn.Module, hidden: Tensor) -> Any:
         """Call a block with these arguments."""
-        with FastAttention():
+        with fast_attention(hidden.device, hidden.dtype):
             if self.keyword is None:
                 return block(hidden, *self.args, **self.kwargs)
             return block(*self.args, **self.kwargs, **{self.keyword: hidden})

@@ -240,7 +240,9 @@ def load_model(
     """
     check_no_adapter(folder)
     placement = parse_device_map(device_map)
-    build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
+    skeleton = build_skeleton(folder, trust_remote_code)
+    if isinstance(placement, dict):
+        _check_map(placement, skeleton)
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
         raise UserError(
             f"--device-map {device_map}: a model quantised to {quantization} cannot "
@@ -297,6 +299,28 @@ def load_model(
         places,
     )
     return model
+
+
+def _check_map(placement: Mapping[str, Any], skeleton: PreTrainedModel) -> None:
+    """Raise UserError unless a device map has a place for each weight, and one for tied weights;
+    with another one, transformers would fail in a forward pass.
+    """
+
+    def place_of(name: str) -> Any:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+        return next((placement[prefix] for prefix in prefixes if prefix in placement), None)
+
+    missing = [name for name, _ in skeleton.named_parameters() if place_of(name) is None]
+    if missing:
+        raise UserError(
+            f"--device-map: it has no place for {shortened_list(missing)}. Add one, or use auto."
+        )
+    for name, tied in getattr(skeleton, "all_tied_weights_keys", {}).items():
+        if place_of(name) != place_of(tied):
+            raise UserError(
+                f"--device-map: {name} and {tied} are one weight. Give both the same place."
+            )
 
 
 @contextmanager

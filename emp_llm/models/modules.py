@@ -17,6 +17,7 @@ with any other conversion are never pruned.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.machine import exact_device, in_float64
 from emp_llm.models.layers import (
     ExpertSlice,
     Layer,
@@ -334,13 +336,22 @@ def inputs_of(model: nn.Module, layer: Layer) -> int:
     return int(module.in_features if isinstance(module, nn.Linear) else module.weight.shape[0])
 
 
+def as_created(weight: Tensor) -> AbstractContextManager[None]:
+    """The context in which a weight may be changed, or get other values: torch.inference_mode for
+    one that was made in it.
+    """
+    made_so: AbstractContextManager[None] = torch.inference_mode(weight.is_inference())
+    return made_so
+
+
 def set_to_zero(weight: Tensor, removed: Tensor) -> None:
     """Set weights to zero, in place; `removed` is bool, of the same shape. By their bits: torch
     cannot fill FP8, and on CPUs it fills at a twentieth of this speed.
     """
     of_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = weight.detach().view(of_size[weight.element_size()])
-    bits.bitwise_and_(removed.logical_not().to(bits.dtype).neg_())
+    with as_created(weight):
+        bits = weight.detach().view(of_size[weight.element_size()])
+        bits.bitwise_and_(removed.logical_not().to(bits.dtype).neg_())
 
 
 def find_towers(model: nn.Module) -> Towers:
@@ -705,9 +716,10 @@ def mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
     piece = 32
     logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
-    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
+    exact = exact_device(logits.device)
+    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=exact)
     for first in range(0, labels.shape[1], piece):
         log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
         picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
-        sums -= picked.double().sum((1, 2))
+        sums -= in_float64(picked).sum((1, 2))
     return (sums / labels.shape[1]).cpu()

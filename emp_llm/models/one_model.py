@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.common.machine import Stopwatch, free_memory
+from emp_llm.models.placement import Quantization, parse_device_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from emp_llm.models.placement import Quantization
 
 
 class OneModel:
@@ -18,6 +17,9 @@ class OneModel:
     Args:
         device_map, dtype, trust_remote_code: the arguments of `load_model`.
         stopwatch: times the loading of the first model.
+
+    Raises:
+        UserError: the device map names a device that this machine does not have.
     """
 
     def __init__(
@@ -27,6 +29,8 @@ class OneModel:
         trust_remote_code: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
+        if device_map != "auto":
+            parse_device_map(device_map)
         self._device_map = device_map
         self.dtype = dtype
         self.trust_remote_code = trust_remote_code
@@ -36,7 +40,7 @@ class OneModel:
     def get(
         self,
         folder: Path,
-        quantization: "Quantization | None" = None,
+        quantization: Quantization | None = None,
         by_blocks: bool = False,
     ) -> "PreTrainedModel":
         """The model of a folder: the one in memory, or loaded after that one is freed. Callers

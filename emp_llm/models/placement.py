@@ -6,6 +6,7 @@ Without torch and transformers until a model is loaded.
 
 import json
 import logging
+import os
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,10 +80,31 @@ def _check_device(name: str) -> None:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if present is not None else 0
     if present is None or present.type != device.type or (device.index or 0) >= count:
-        accelerator = f" ({present.type})" if present is not None else ""
-        raise UserError(
-            f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{accelerator}."
-        )
+        kind = "GPU" if present is None or present.type == "cuda" else f"{present.type} device"
+        raise UserError(f"--device-map {name}: {visible(count, kind)} Use cpu or auto.")
+
+
+def visible(count: int, kind: str) -> str:
+    """A sentence: how many devices of a kind there are, and the variable that may hide others."""
+    hiding = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = "" if hiding is None else f" (CUDA_VISIBLE_DEVICES={hiding!r})"
+    return f"torch sees {count_of(count, kind)} here{why}."
+
+
+def device_name(device_map: str) -> str:
+    """The name of the device on which a model computes first: of a GPU, or "cpu".
+
+    Args:
+        device_map: with which the model is loaded.
+    """
+    import torch
+
+    placement = parse_device_map(device_map)
+    # A strategy begins with this rank's device, on which a model on disk computes.
+    places = placement.values() if isinstance(placement, dict) else ()
+    devices = [torch.device(place) for place in places if place != "disk"] or [ranks().device]
+    gpus = [device for device in devices if device.type == "cuda"]
+    return torch.cuda.get_device_name(gpus[0]) if gpus else "cpu"
 
 
 def indexed(device: "torch.device") -> "torch.device":

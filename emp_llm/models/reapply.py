@@ -20,6 +20,7 @@ from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import default_modes
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model, unwrapped
@@ -127,6 +128,7 @@ def find_masks(
     return masks_in(masks, model, targets, blocks)
 
 
+@default_modes()
 def reapply_mask(
     model: PreTrainedModel,
     masks: Source,

@@ -20,8 +20,8 @@ class CalibrationOptions:
         execution: the whole model at once, or block by block; auto: block by block if any part of
             the model is offloaded.
         hidden_states: where they are stored between blocks.
-        resumable_calibration: keep the hidden states of finished blocks on disk, so that an
-            interrupted calibration resumes.
+        resumable_calibration: keep the sums so far, and by blocks the hidden states, on disk, so
+            that an interrupted calibration resumes.
     """
 
     calibration: Annotated[
@@ -45,8 +45,8 @@ class CalibrationOptions:
     resumable_calibration: Annotated[
         bool,
         Opt(
-            "By blocks, save hidden states to disk now and then, so that an interrupted run can "
-            "resume.",
+            "Save sums, and by blocks hidden states, to disk now and then, so that an interrupted "
+            "run can resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.data import data_in_memory
 from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.machine import enough_memory, out_of_memory
+from emp_llm.common.machine import default_modes, enough_memory, exact_device, out_of_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import alone
 from emp_llm.models.layers import Layer
@@ -113,6 +113,7 @@ class _Stream:
     blocks: list[_Block]
 
 
+@default_modes()
 def rotate_model(
     model: PreTrainedModel,
     data: Any,
@@ -222,6 +223,11 @@ def _check_rotatable(model: PreTrainedModel) -> None:
             "its weights are quantised. Rotate the original model, and quantise the result"
         )
     for name, values in model.named_parameters():
+        if values.is_inference():
+            raise UserError(
+                f"{name} was made in torch.inference_mode, so it cannot be turned in place. Load "
+                "the model outside of that context."
+            )
         if not bool(values.isfinite().all()):
             raise _refusal(f"{name} holds NaN or infinite values")
 
@@ -532,15 +538,22 @@ def _eigenvectors(stream: _Stream, random: torch.Generator) -> _Turns:
         for moments in block.moments
     )
     order = torch.randperm(len(q), generator=random).to(q.device)
-    q = torch.linalg.eigh(total).eigenvectors[:, order]
+    q = _eigenvectors_of(total)[:, order]
     for number, block in enumerate(stream.blocks):
         for writer in block.writers:
             turn = turns[number]
             if writer.heads and turn is not None:
                 order = torch.randperm(turn.shape[-1], generator=random).to(turn.device)
                 of_groups = writer.moments.view(len(turn), -1, *turn.shape[1:]).sum(1)
-                turns[number] = torch.linalg.eigh(of_groups).eigenvectors[..., order]
+                turns[number] = _eigenvectors_of(of_groups)[..., order]
     return q, turns
+
+
+def _eigenvectors_of(moments: Tensor) -> Tensor:
+    """The eigenvectors of a symmetric matrix, or of each of a stack."""
+    # Devices without float64 have no such factorisation.
+    vectors: Tensor = torch.linalg.eigh(moments.to(exact_device(moments.device))).eigenvectors
+    return vectors.to(moments.device)
 
 
 def _squared_scores(
@@ -615,6 +628,8 @@ def _search(stream: _Stream, steps: int, random: torch.Generator) -> _Turns:
             for entries in free
         ]
     )
+    # Before a step, Adam asks CUDA for its stream, which takes memory of a GPU that is not used.
+    adam._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     rates = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, 2 * (1 - step / steps)))
 
     def turns() -> _Turns:
@@ -657,8 +672,9 @@ def _cayley(free: Tensor) -> Tensor:
     """
     skew = (free - free.mT) / 2
     one = torch.eye(free.shape[-1], device=free.device)
-    turned: Tensor = torch.linalg.solve(one + skew, one - skew)
-    return turned
+    exact = exact_device(free.device)
+    turned: Tensor = torch.linalg.solve((one + skew).to(exact), (one - skew).to(exact))
+    return turned.to(free.device)
 
 
 # The order of the columns, for N:M.

@@ -167,7 +167,7 @@ class CpuProducts:
         padded = self._padded_inputs(x, instructions)
         # The columns of a mask word lie together, for one token after another.
         inputs = padded.reshape(tokens, -1, WORD_COLUMNS).transpose(0, 1).contiguous()
-        sums = torch.empty(tokens, rows)
+        sums = torch.empty(tokens, rows, dtype=torch.float32, device=x.device)
         height = 12 * -(-rows // (12 * 16 * torch.get_num_threads()))
         product = _compiled(product_module, self._dtype, instructions, tokens)
         self._run(product, 0, rows, height, None, inputs, sums, _start(bias, rows))
@@ -181,7 +181,8 @@ class CpuProducts:
         height = _VECTORS * instructions.words
         width = max(rows, height)
         words = self._padded // instructions.per_word
-        tile = torch.empty(torch.get_num_threads(), height * words, dtype=torch.int32)
+        threads = torch.get_num_threads()
+        tile = torch.empty(threads, height * words, dtype=torch.int32, device=x.device)
         start = _start(bias, width)
         result_dtype = x.dtype if x.dtype in NAMES else torch.float32
         result = x.new_empty(x.shape[0], width, dtype=result_dtype)
@@ -247,7 +248,7 @@ class CpuProducts:
 
 def _start(bias: Tensor | None, rows: int) -> Tensor:
     """What is added to the results of each row: the bias, or zero."""
-    start = torch.zeros(rows)
+    start = torch.zeros(rows, dtype=torch.float32, device="cpu")
     if bias is not None:
         start[: bias.shape[0]] = bias
     return start

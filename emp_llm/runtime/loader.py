@@ -26,12 +26,13 @@ from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
-from emp_llm.common.machine import OutOfMemory, available_memory
+from emp_llm.common.machine import OutOfMemory, available_memory, default_modes
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
+from emp_llm.models.placement import visible
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.model import DeviceOptions
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pack_words, rows_of
@@ -43,6 +44,7 @@ NEVER = 2.0  # more zeros than any layer has: all layers are loaded dense
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
+@default_modes()
 def load(
     model: str | Path,
     *,
@@ -121,10 +123,8 @@ def run_device(device: str) -> str:
     if device.startswith("cuda"):
         number = int(device.partition(":")[2] or 0)
         if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise UserError(
-                f"{device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} "
-                "here. Use cpu or auto."
-            )
+            seen = visible(torch.cuda.device_count(), "GPU")
+            raise UserError(f"{device}: {seen} Use cpu or auto.")
     return device
 
 

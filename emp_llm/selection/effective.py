@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import exact_device
 from emp_llm.selection.reference import (
     PowerSums,
     largest_mask,
@@ -66,7 +67,7 @@ def effective_mask(
         sums = PowerSums.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
         counts = sums.counts(beta)  # clip(floor(beta * N_eff), 1, N)
         mask = largest_mask(rows, counts)
-    return mask.reshape(shape).permute(permutation)
+    return mask.reshape(shape).permute(permutation).to(scores.device)
 
 
 def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
@@ -76,8 +77,8 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
     Args and errors as for `effective_mask`.
 
     Returns:
-        float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores and groups of
-        zeros give exactly N.
+        float64, the shape of `scores` without `dim`, on their device, or on the CPU if that has no
+        float64; between 1 and N. Uniform scores and groups of zeros give exactly N.
     """
     rows, shape, _ = _as_rows(scores, dim)
     return (
@@ -93,7 +94,8 @@ def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tens
     Args and errors as for `effective_mask`.
 
     Returns:
-        float64, the shape of `scores` without `dim`, above 0 and at most 1; 1 for groups of zeros.
+        float64, the shape and device of `effective_number`, above 0 and at most 1; 1 for groups of
+        zeros.
     """
     rows, shape, _ = _as_rows(scores, dim)
     sums = PowerSums.of_rows(rows, order)
@@ -115,7 +117,7 @@ def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
 
     Returns:
         float64, the broadcast shape of the arguments, on the device of the first tensor among them,
-        else the CPU.
+        else, or if that has no float64, the CPU.
     """
     device = next(
         (value.device for value in (n_eff, size) if isinstance(value, Tensor)), torch.device("cpu")
@@ -123,7 +125,7 @@ def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
     numbers = (
         value.cpu().numpy() if isinstance(value, Tensor) else value for value in (n_eff, size)
     )
-    return torch.from_numpy(np.asarray(mass_bound(*numbers))).to(device)
+    return torch.from_numpy(np.asarray(mass_bound(*numbers))).to(exact_device(device))
 
 
 def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None = None) -> float:
@@ -153,8 +155,9 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
 
 def _in_floats(scores: Tensor) -> Tensor:
     """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, exact up to
-    2^53.
+    2^53. On the CPU, if their device has no float64.
     """
+    scores = scores.to(exact_device(scores.device))
     return scores if scores.is_floating_point() and scores.element_size() > 1 else scores.double()
 
 

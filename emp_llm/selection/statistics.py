@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from emp_llm.common.machine import exact_device, in_float64
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,7 +39,8 @@ class Statistic:
 
     Attributes:
         name: in files, and as an argument of criteria.
-        total: of a batch: float64, the last dimension being the inputs; zeros for no tokens.
+        total: of a batch: float64, on the CPU if the inputs' device has no such numbers; the last
+            dimension being the inputs; zeros for no tokens.
         value: from the total of all batches and their number of tokens: shape (inputs,).
         combine: of the totals of two batches.
         by_outputs: it depends on the layer's outputs; others are shared by layers with one input.
@@ -57,7 +60,7 @@ def _sum(values: "Tensor") -> "Tensor":
     import torch
 
     pieces = torch.split(values, _TOKENS)
-    return torch.stack([piece.double().sum(0) for piece in pieces]).sum(0)
+    return torch.stack([in_float64(piece).sum(0) for piece in pieces]).sum(0)
 
 
 def _relative(batch: LayerCall) -> "Tensor":
@@ -66,18 +69,19 @@ def _relative(batch: LayerCall) -> "Tensor":
 
     squares = batch.squares
     dtype = torch.promote_types(batch.outputs.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(batch.outputs, dim=-1, dtype=dtype).double()
+    norms = in_float64(torch.linalg.vector_norm(batch.outputs, dim=-1, dtype=dtype))
     # An output that is not finite is noticed as the input of the next layer, or as a damaged
     # weight.
     counts = (norms > 0) & torch.isfinite(norms)
-    weights = torch.where(counts, norms.square().reciprocal(), 0.0).to(squares.device)
+    weights = torch.where(counts, norms.square().reciprocal(), 0.0)
+    weights = weights.to(exact_device(squares.device))
     # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32
     # but for its exponent, and sums of batches are exact, as the plain ones are.
     scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())
-    scaled = torch.split((weights / scale).float(), _TOKENS)
+    scaled = torch.split((weights / scale).float().to(squares.device), _TOKENS)
     pieces = torch.split(squares, _TOKENS)
     sums = [
-        (weight[:, None] * piece).sum(0).double()
+        in_float64((weight[:, None] * piece).sum(0))
         for weight, piece in zip(scaled, pieces, strict=True)
     ]
     return torch.stack(sums).sum(0) * scale
@@ -96,15 +100,15 @@ def _variance(moments: "Tensor", tokens: int) -> "Tensor":
 
 
 def _largest_input(batch: LayerCall) -> "Tensor":
-    sizes = batch.inputs.abs().double()
-    return sizes.amax(0) if len(sizes) else sizes.sum(0)
+    sizes = batch.inputs.abs()
+    return in_float64(sizes.amax(0) if len(sizes) else sizes.sum(0))
 
 
 NORM = Statistic(
     "norm",
     # Squares of a batch are summed in float32. float64 holds sums of thousands of these without
     # rounding, so that the norms do not depend on the order of the batches.
-    total=lambda batch: batch.squares.sum(0).double(),
+    total=lambda batch: in_float64(batch.squares.sum(0)),
     value=lambda total, tokens: total.sqrt(),
 )
 RELATIVE = Statistic(

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.machine import in_float64
 from emp_llm.common.paths import EXPERTS_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target, within_block
@@ -204,8 +205,9 @@ class Experts(Units):
         at_block = {experts.block: experts for experts in mixtures}
 
         def add(total: Tensor, seen: Seen) -> None:
-            norms = torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32).double()
-            rows = [torch.ones_like(norms), seen.gates * norms, norms, seen.gates.double()]
+            norms = in_float64(torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32))
+            gates = in_float64(seen.gates)
+            rows = [torch.ones_like(norms), gates * norms, norms, gates]
             total[:, seen.number] += torch.stack([row.sum() for row in rows]).cpu()
 
         with runner.walk(own_batches(tokens, batch_size), "experts") as walk:
@@ -831,5 +833,5 @@ def _summands(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> S
         "tokens": torch.tensor(len(x)),
         "gram": add_product(x.T, x),
         "right": add_product(y.T, x),
-        "energy": y.square().sum(0).double(),
+        "energy": in_float64(y.square().sum(0)),
     }

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import in_float64
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
 from emp_llm.models.offload import execution_device
@@ -117,7 +118,7 @@ class Layers(Units):
                     left = step.output(number, walk.hidden, isolated=False)
                     similarity = functional.cosine_similarity(entered.float(), left.float(), dim=-1)
                     change = (1 - similarity).clamp(min=0)
-                    sums[0, step.index] += change.double().sum().cpu()
+                    sums[0, step.index] += in_float64(change).sum().cpu()
                     sums[1, step.index] += change.numel()
                     walk.hidden.put(number, left)
                     walk.advance(batch)

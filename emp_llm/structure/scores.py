@@ -19,7 +19,7 @@ from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import enough_memory
+from emp_llm.common.machine import enough_memory, exact_device
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
@@ -178,12 +178,7 @@ def _backward(
         )
     for (name, inputs), gradient in zip(seen.items(), gradients, strict=True):
         if gradient is not None:
-            products = (
-                (inputs.detach().float() * gradient.float())
-                .abs()
-                .flatten(0, -2)
-                .sum(0, dtype=torch.float64)
-                .cpu()
-            )
+            sizes = (inputs.detach().float() * gradient.float()).abs().flatten(0, -2)
+            products = sizes.to(exact_device(sizes.device)).sum(0, dtype=torch.float64).cpu()
             sums[name] = sums[name] + products if name in sums else products
     return entering

@@ -28,13 +28,13 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import float32_products
+from emp_llm.common.machine import exact_device, float32_products, in_float64
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import bias_of, set_to_zero, weight_of
+from emp_llm.models.modules import as_created, bias_of, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
@@ -160,7 +160,10 @@ class Block:
             name: model.get_parameter(name)
             for name in dict.fromkeys(t.layer.parameter for t in targets)
         }
-        self.values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}
+        self.values = dict[str, Tensor]()
+        for name, parameter in self._parameters.items():
+            with as_created(parameter):
+                self.values[name] = parameter.data.clone()
 
     @contextmanager
     def pruned_weights(self) -> Iterator[None]:
@@ -177,8 +180,9 @@ class Block:
                 parameter.data = dense[name]
 
     def weight(self, target: Target) -> Tensor:
-        """The dense weight of a target, float32, shape (outputs, inputs)."""
-        return weight_of(self.model, target.layer).float()
+        """The dense weight of a target, float32, shape (outputs, inputs), where solvers run."""
+        weight = weight_of(self.model, target.layer)
+        return weight.to(exact_device(weight.device)).float()
 
     def change(self, target: Target, mask: Tensor | None, weight: Tensor | None) -> None:
         """Prune a target by a mask, and set its weight, both of shape (outputs, inputs)."""
@@ -188,7 +192,8 @@ class Block:
                 self.masks[target.name] = mask
                 set_to_zero(values, ~mask.to(values.device))
             if weight is not None:
-                values.copy_(weight)
+                with as_created(values):
+                    values.copy_(weight)
 
     def pass_pruned(self, number: int) -> None:
         """Pass a batch of the pruned stream through the pruned block."""
@@ -555,7 +560,7 @@ def _energy(outputs: Tensor, weights: Tensor | None) -> Tensor:
     tokens; None: all 1.
     """
     squares = outputs.float().square()
-    return (squares if weights is None else squares * weights[:, None]).sum(0).double()
+    return in_float64((squares if weights is None else squares * weights[:, None]).sum(0))
 
 
 def _sums_of_level(
@@ -591,13 +596,16 @@ def _sums_of_level(
             weight = block.weight(target)
             with float32_products("highest"):
                 returned = add_product(weight, of_inputs["gram"])
-            of_inputs[target.name] = torch.linalg.vecdot(weight, returned).double()
+            of_inputs[target.name] = in_float64(torch.linalg.vecdot(weight, returned))
     return sums
 
 
 def sums_of_ranks(mine: dict[Key, Sums], device: torch.device) -> dict[Key, Sums]:
-    """The sums of all ranks, added up on a device. A collective call."""
-    if ranks().count == 1:
+    """The sums of all ranks, added up where solvers run for a device: on the CPU, if it has no
+    float64. A collective call.
+    """
+    device, of_model = exact_device(device), device
+    if ranks().count == 1 and device == of_model:
         return mine
     total: dict[Key, Sums] = {}
     on_cpu = {
@@ -659,7 +667,7 @@ def _sums_of_two_streams(
                 name = target.name
                 y = None
                 if level.routed:  # other tokens may be routed to it in the dense model
-                    y = add_product(x.float(), block.weight(target).T)
+                    y = add_product(x.float(), block.weight(target).to(x.device).T)
                     weights = _token_weights(y) if relative else None
                 else:
                     weights = dense.weights[number, name]
