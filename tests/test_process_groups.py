@@ -22,6 +22,7 @@ from emp_llm.calibrate import calibrate
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluate import evaluate
+from emp_llm.healing import training
 from emp_llm.in_memory.model_report import ModelReport
 
 Models = Callable[[str], Path]
@@ -160,6 +161,25 @@ def test_library_calls_in_a_script_of_two_processes(
             "gloo", store=distributed.FileStore(f"{tmp_path}/store", 2), rank=rank, world_size=2
         )
         assert ranks().gather(rank) == [0, 1]
+
+    (tmp_path / "logs").mkdir()
+    done = launch(2, tmp_path, tmp_path / "logs", work=work)
+    assert done.codes == [0, 0], done.error
+
+
+def test_ranks_go_back_to_the_same_weights(models: Models, tmp_path: Path) -> None:
+    """A training that takes its best weights again takes them on all ranks."""
+
+    def work(rank: int) -> None:
+        start_torch()
+        training.rate_of = lambda config: 0.3  # too high
+        model = load(models("llama"))
+        masks = masks_of(model, "emp-magnitude")
+        healed = heal_model(model, load(models("llama")), tokens(), masks=masks, steps=10)
+        losses = [loss for _, loss in healed.curve]
+        assert losses[1] > 1.02 * losses[0]
+        one, other = ranks().gather([values.detach() for values in model.parameters()])
+        assert all(map(torch.equal, one, other))
 
     (tmp_path / "logs").mkdir()
     done = launch(2, tmp_path, tmp_path / "logs", work=work)

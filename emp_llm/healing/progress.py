@@ -43,8 +43,8 @@ class Measure:
 
 
 class Progress:
-    """How far a training is, in a folder: the last checkpoint and the best one, and a record of
-    both. The first rank writes; all ranks read.
+    """How far a training is, in a folder of the first rank: the last checkpoint and the best one,
+    and a record of both. The first rank writes and reads, and the others hear from it.
 
     Args:
         folder: what an interrupted training left there is taken up, or deleted if it is damaged.
@@ -150,11 +150,15 @@ class Progress:
         """Give the weights the values that they had after a step; `with_states`: and their
         gradients' moments, which begin anew otherwise. A collective call.
         """
-        ranks().first(self._finish_writing)
         assert self._adam is not None
         self._adam.forget()
-        for path in sorted((self._folder / _checkpoint(step)).glob("*.safetensors")):
-            self._adam.restore(load_file(path), with_states)
+        for path in ranks().first(partial(self._files_of, step)):
+            self._adam.restore(ranks().first(partial(load_file, path)), with_states)
+
+    def _files_of(self, step: int) -> list[Path]:
+        """Those of a checkpoint, which are whole."""
+        self._finish_writing()
+        return sorted((self._folder / _checkpoint(step)).glob("*.safetensors"))
 
     def go_back_if_worse(self) -> None:
         """Where the held-out loss rises, take the best weights again, with a lower rate."""
