@@ -593,6 +593,25 @@ def test_block_by_block(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+def test_a_block_whose_outputs_are_not_finite(
+    models: Models, given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Values of float16 end at 65504; in float32 the same model heals."""
+    model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(3e5)
+        for layer in (model.model.layers[1].mlp.up_proj, model.model.layers[1].mlp.gate_proj):
+            layer.weight.mul_(1e2)
+    model.half().save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "model")
+    how: dict[str, Any] = given | {"method": "magnitude", "heal": True, "heal_steps": 2}
+    how |= {"device_map": "disk", "output": tmp_path / "out"}
+    with pytest.raises(UserError, match=r"model\.layers\.1 are not finite.*--dtype float32"):
+        prune(tmp_path / "model", **how, dtype="float16")
+    report = prune(tmp_path / "model", **how, dtype="float32", overwrite=True)
+    assert report.healing is not None
+
+
 def test_too_little_memory_for_the_whole_model(
     models: Models,
     given: dict[str, Any],

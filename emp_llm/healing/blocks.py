@@ -67,7 +67,8 @@ def heal_blocks(
         seed: of the order of the sequences.
 
     Raises:
-        UserError: there are fewer batches than ranks, or memory runs out.
+        UserError: there are fewer batches than ranks, outputs of a block are not finite, or memory
+            runs out.
     """
     runner = BlockwiseModel(model, name_of_blocks, hidden_states)
     held = held_out(len(tokens))
@@ -187,6 +188,9 @@ def _heal(
 ) -> dict[str, Moved]:
     """Train the weights of a block, and return them by target. They stay as they are if the
     held-out error does not fall.
+
+    Raises:
+        UserError: outputs of the block are not finite.
     """
     parameters = {name: block.model.get_parameter(name) for name in block.values}
     before = {name: values.clone() for name, values in block.values.items()}
@@ -208,6 +212,11 @@ def _heal(
     squares_held = _squares(block, measuring)
 
     first = _mean_error(block, measuring, squares_held)
+    if not math.isfinite(first):
+        raise UserError(
+            f"healing: outputs of {block.step.name} are not finite, so nothing can be learned from "
+            "them. Values may exceed the dtype; give --dtype float32."
+        )
     order = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         group = int(torch.randint(len(fitting), (), generator=order))
