@@ -593,6 +593,15 @@ def test_block_by_block(
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+def test_a_block_for_which_memory_does_not_suffice(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_heal", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    how: dict[str, Any] = given | {"device_map": "disk", "heal": True}
+    with pytest.raises(UserError, match=r"healing: out of memory\. Lower --seqlen"):
+        prune(models("llama"), output=tmp_path / "out", **how)
+
+
 def test_a_block_whose_outputs_are_not_finite(
     models: Models, given: dict[str, Any], tmp_path: Path
 ) -> None:

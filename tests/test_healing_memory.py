@@ -131,6 +131,8 @@ def test_a_plan_by_the_free_memory(models: Models, monkeypatch: pytest.MonkeyPat
         with pytest.raises(UserError, match=match):
             plan(models("llama"), **how)  # type: ignore[arg-type]
     # What has begun goes on as it began, or not at all.
+    with pytest.raises(UserError, match=r"whole model takes .* has begun .*--overwrite"):
+        plan(models("llama"), kept={"by": "model", "at_once": 1})
     kept = {"by": "blocks", "at_once": 2}
     free = 10**12
     assert plan(models("llama"), kept=kept).at_once == 2

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import out_of_memory
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import SEQUENCES
 from emp_llm.models.architecture import Target
@@ -81,7 +82,13 @@ def heal_blocks(
     measuring = _Groups(tokens[-held:], at_once, first=len(fitting.batches))
     model.requires_grad_(False)
     walks = runner.walk([*fitting.batches, *measuring.batches], "heal")
-    with checkpoint.open_files() as files, walks as walk, closing(walk.second()) as pruned:
+    remedy = "healing: out of memory. Lower --seqlen, or use a device with more memory."
+    with (
+        out_of_memory(lambda: remedy),
+        checkpoint.open_files() as files,
+        walks as walk,
+        closing(walk.second()) as pruned,
+    ):
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)

@@ -241,7 +241,8 @@ def plan_healing(
         kept: the plan with which an interrupted run has begun to heal; its bytes depend on it.
 
     Raises:
-        UserError: it fits neither whole nor block by block, or cannot go block by block.
+        UserError: it fits neither whole nor block by block, cannot go block by block, or no longer
+            fits as the interrupted run began.
     """
     devices = _devices_of(device_map)
     free = {str(device): free_on(device) for device in devices}
@@ -254,6 +255,11 @@ def plan_healing(
         plan = _whole(sizes, device_map, free, numbers, hidden_states)
     # What one rank cannot do whole, none does.
     if any(one is None for one in ranks().gather(plan)):
+        if kept is not None and kept["by"] == "model":
+            raise UserError(
+                f"{_too_little(sizes, kept['at_once'], free)}; the interrupted run has begun to "
+                "heal it whole. Free memory, or start over with --overwrite."
+            )
         numbers = down_from(SEQUENCES) if kept is None else [kept["at_once"]]
         plan = _by_blocks(checkpoint, sizes, recipe, heal, device_map, free, numbers, hidden_states)
     assert plan is not None
@@ -325,11 +331,7 @@ def _by_blocks(
     if _offloads(device_map):
         problem = f"--heal with --device-map {quotable(device_map)} goes block by block"
     else:
-        _, _, least = ways(sizes, [1])[-1]
-        problem = (
-            f"--heal of the whole model takes {format_bytes(sum(least.values()))} of memory, and "
-            + " and ".join(f"{name} has {format_bytes(size)}" for name, size in free.items())
-        )
+        problem = _too_little(sizes, 1, free)
         device_map = "disk"
     smaller = recipe.structure is not None and not recipe.structure.keep_shapes
     if heal.weights == "all" or smaller:
@@ -350,6 +352,15 @@ def _by_blocks(
     raise UserError(
         f"{problem}; block by block it takes {format_bytes(needed)}. Lower --seqlen, or use a "
         "device with more memory."
+    )
+
+
+def _too_little(sizes: Sizes, at_once: int, free: dict[str, int]) -> str:
+    """What healing the whole model takes at least, and what is free."""
+    _, _, least = ways(sizes, [at_once])[-1]
+    return (
+        f"--heal of the whole model takes {format_bytes(sum(least.values()))} of memory, and "
+        + " and ".join(f"{name} has {format_bytes(size)}" for name, size in free.items())
     )
 
 
