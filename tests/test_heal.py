@@ -694,6 +694,24 @@ def test_a_layer_that_no_batch_calls(
     assert {name.split(".")[4] for name in changed} == {"gate_proj", "down_proj"}
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_norms_heal_in_bfloat16_too(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """torch's layer_norm takes no weight of another dtype than its input's."""
+    for module in (healing, memory):
+        monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
+    how = given | {"method": "magnitude", "heal_weights": "all", "heal_steps": 1}
+    plain, healed, _ = pruned_and_healed(models(family), tmp_path, **how)
+    after = weights_of(healed)
+    norms = {name: weight for name, weight in weights_of(plain).items() if weight.dim() == 1}
+    assert any(not torch.equal(weight, after[name]) for name, weight in norms.items())
+
+
 @pytest.mark.parametrize(
     ("fields", "has"),
     [

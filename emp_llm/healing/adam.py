@@ -68,7 +68,7 @@ class Adam:
         moving: names of the parameters that move; from now on they take gradients.
         masks: weights that stay zero.
         rate: as a share of the root mean square of each parameter's kept weights.
-        halved: whether the weights are halved; else they stay float32.
+        halved: whether matrices are halved; all else stays float32.
 
     Attributes:
         share: of the rate, in this step.
@@ -88,7 +88,7 @@ class Adam:
         for name in moving:
             parameter = model.get_parameter(name)
             weight = _Moving(parameter, rate_of_weight(parameter.data, rate), None)
-            if halved:
+            if halved and parameter.dim() > 1:  # layer_norm takes no other dtype than its input's
                 parameter.data, weight.lower = _halves(parameter.data)
             parameter.requires_grad_(True)
             self._weights[name] = weight
