@@ -598,7 +598,7 @@ def test_a_block_for_which_memory_does_not_suffice(
 ) -> None:
     monkeypatch.setattr(blocks, "_heal", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     how: dict[str, Any] = given | {"device_map": "disk", "heal": True}
-    with pytest.raises(UserError, match=r"healing: out of memory\. Lower --seqlen"):
+    with pytest.raises(UserError, match=r"healing: out of memory\. Lower --batch-size"):
         prune(models("llama"), output=tmp_path / "out", **how)
 
 

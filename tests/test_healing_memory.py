@@ -137,4 +137,6 @@ def test_a_plan_by_the_free_memory(models: Models, monkeypatch: pytest.MonkeyPat
     free = 10**12
     assert plan(models("llama"), kept=kept).at_once == 2
     assert plan(models("llama"), kept=kept).by == "blocks"
-    assert plan(models("llama"), device_map="disk").by == "blocks"
+    on_disk = plan(models("llama"), device_map="disk")
+    assert (on_disk.by, on_disk.at_once) == ("blocks", 4)
+    assert plan(models("llama"), device_map="disk", batch_size=2).at_once == 2

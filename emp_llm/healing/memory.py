@@ -235,8 +235,8 @@ def plan_healing(
         heal: which layers heal.
         device_map: the user's.
         length, samples: tokens per sequence, and number of sequences.
-        batch_size: sequences at a time, at most. On a CPU it is one: more take more memory, and no
-            less time.
+        batch_size: sequences at a time, at most. On a CPU the whole model takes one: more take more
+            memory, and no less time.
         hidden_states: where the user wants them.
         kept: the plan with which an interrupted run has begun to heal; its bytes depend on it.
 
@@ -260,7 +260,7 @@ def plan_healing(
                 f"{_too_little(sizes, kept['at_once'], free)}; the interrupted run has begun to "
                 "heal it whole. Free memory, or start over with --overwrite."
             )
-        numbers = down_from(SEQUENCES) if kept is None else [kept["at_once"]]
+        numbers = down_from(min(batch_size, SEQUENCES)) if kept is None else [kept["at_once"]]
         plan = _by_blocks(checkpoint, sizes, recipe, heal, device_map, free, numbers, hidden_states)
     assert plan is not None
     return replace(plan, at_once=min(ranks().gather(plan.at_once)))
