@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import oracle
@@ -380,3 +381,12 @@ def test_blocks_that_read_the_keys_of_others(tmp_path: Path) -> None:
                 seqlen=32,
                 **way,
             )
+
+
+def test_a_fit_for_which_memory_does_not_suffice(
+    models: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk, "solved", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 32, "refit": True}
+    with pytest.raises(UserError, match=r"out of memory.*--device-map cpu"):
+        prune(models("llama"), output=tmp_path / "out", device_map="cpu", **how)

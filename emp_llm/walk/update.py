@@ -28,7 +28,12 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import exact_device, float32_products, in_float64
+from emp_llm.common.machine import (
+    exact_device,
+    float32_products,
+    in_float64,
+    out_of_memory,
+)
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
@@ -106,7 +111,15 @@ def update_model(
             return Allowed(pattern=pattern)
         return Allowed(counts=counts_of(target))
 
-    with runner.walk([*batches, *rest], update.name) as walk, ExitStack() as stack:
+    remedy = (
+        f"{update.name}: out of memory. Keep less on the device (--device-map disk, "
+        "--hidden-states cpu), or use --device-map cpu."
+    )
+    with (
+        out_of_memory(lambda: remedy),
+        runner.walk([*batches, *rest], update.name) as walk,
+        ExitStack() as stack,
+    ):
         pruned = walk.hidden
         if update.restores_dense:
             pruned = stack.enter_context(closing(walk.second()))
