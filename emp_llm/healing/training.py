@@ -96,7 +96,7 @@ def heal_model(
             checkpoint.
         weights: what moves: the parameters of the masks, or all linear layers and norms in blocks.
         steps: of four sequences. The last tenth of them hardly changes anything.
-        batch_size: sequences per forward pass.
+        batch_size: sequences per forward pass, at most; on a CPU it is one.
 
     Returns:
         The divergence on held-out sequences during the training, which chose the weights.
