@@ -1,5 +1,6 @@
 """Adam for weights in two halves, which move within the backward pass."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from emp_llm.models.modules import set_to_zero
 _PART = 1 << 28  # bytes of a part of a checkpoint
 _BETAS = (0.9, 0.95)
 _EPSILON = 1e-8
+_TINY = 1e-30  # a gradient may be zero
 
 
 @dataclass
@@ -61,7 +63,9 @@ class Adam:
 
     The two moments of each weight are of bfloat16. A step changes the second by a twentieth, far
     more than rounding. A weight takes 6 bytes beside the model's: its lower half and two moments.
-    Its gradient is freed as soon as it has moved, within the last backward pass of a step.
+    Its gradient is freed as soon as it has moved, within the last backward pass of a step. So none
+    is scaled by the norm of all of them; each has a root mean square of one instead, and no step
+    counts more than others. That heals better than clipping the norm of all gradients.
 
     Args:
         model: float32, with zeros where the masks have them.
@@ -147,6 +151,8 @@ class Adam:
             weight.mean = torch.zeros_like(parameter, dtype=torch.bfloat16)
             weight.square = torch.zeros_like(parameter, dtype=torch.bfloat16)
         weight.steps += 1
+        size = gradient.norm() / math.sqrt(gradient.numel())
+        gradient.div_(size.add_(_TINY))
         mean = weight.mean.float().lerp_(gradient, 1 - _BETAS[0])
         square = weight.square.float().mul_(_BETAS[1])
         square.addcmul_(gradient, gradient, value=1 - _BETAS[1])

@@ -216,6 +216,8 @@ def _heal(
         betas=(0.9, 0.95),
         foreach=False,  # copies of one weight at a time
     )
+    # Before a step, Adam asks CUDA for its stream, which takes memory of a GPU that is not used.
+    optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_rate, steps=steps))
     squares = _squares(block, fitting)
     squares_held = _squares(block, measuring)
