@@ -51,6 +51,7 @@ def sizes_of(name: str, samples: int = 128) -> Sizes:
         2048,
         samples,
         True,
+        True,
     )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
 
 SEQUENCES = 4  # of a step
+POSITIONS = 32  # of a sequence whose probabilities are in memory in float32 at a time
 # Of a weight on disk, at most: the best, the last and the next checkpoint, each with its value and
 # two moments in bfloat16.
 HEALING_BYTES = 3 * 8

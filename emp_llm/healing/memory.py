@@ -14,7 +14,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable
 from emp_llm.common.machine import available_memory, has_bfloat16
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import SEQUENCES, healing_weights
+from emp_llm.healing.checks import POSITIONS, SEQUENCES, healing_weights
 from emp_llm.models.architecture import Target
 from emp_llm.models.placement import indexed, parse_device_map
 from emp_llm.options.calibration import Place
@@ -42,6 +42,7 @@ class Sizes:
             move.
         length, samples: tokens per sequence, and number of sequences.
         in_bfloat16: the dtype of the products; else they are of float32.
+        stored_so: whether the weights are stored in bfloat16, in which they can stay.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +55,7 @@ class Sizes:
     length: int
     samples: int
     in_bfloat16: bool
+    stored_so: bool
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Sizes:
             length,
             samples,
             in_bfloat16,
+            all(target.matrix.stored.dtype == "BF16" for target in targets),
         )
 
     @property
@@ -116,19 +119,24 @@ class Sizes:
         """
         tokens = at_once * self.length
         size = 2 if self.in_bfloat16 else 4
-        table = _table(self.config)
-        tied = _text(self.config).get("tie_word_embeddings", True)
-        fixed = max(0, self.others - table * (1 if tied else 2))
+        vocabulary = _value(self.config, "vocab_size")
+        # Of both models, and their gradient twice; one more of the dense model's; and pieces of
+        # them in float32.
+        rows = 4 * tokens + (self.length if at_once > 1 else 0)
+        logits = size * rows + 12 * POSITIONS * at_once
+        of_other = 4
+        if self.in_bfloat16:  # a copy in bfloat16 is made for a product
+            of_other = 2 if self.stored_so else 6
         kept = self.layers * self.token
         if checkpointing:
             kept = self.layers * 4 * self.width + self.token
         return {
-            "weights": 4 * self.moving + (4 + size) * table + size * fixed,
+            "weights": 4 * self.moving + of_other * self.others,
             "optimiser": 4 * self.moving,
             "gradients": size * (self.moving if passes > 1 else self.largest),
-            "dense embeddings and head": 2 * size * table,
+            "dense embeddings and head": 2 * size * _table(self.config),
             "activations": tokens * kept,
-            "logits": 3 * size * tokens * _value(self.config, "vocab_size"),
+            "logits": vocabulary * logits,
             "step": _WORK * self.largest,
         }
 

@@ -40,7 +40,7 @@ from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam
 from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
-from emp_llm.healing.checks import SEQUENCES, check_healable, healing_bytes
+from emp_llm.healing.checks import POSITIONS, SEQUENCES, check_healable, healing_bytes
 from emp_llm.healing.memory import HealingPlan, Sizes, down_from, free_on, passes_of, ways
 from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
@@ -63,7 +63,6 @@ from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
-_POSITIONS = 32  # of a sequence whose probabilities are in memory at a time
 _MEASURES = 10  # of the held-out loss
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
 
@@ -199,6 +198,7 @@ def _way_in_memory(
         tokens.shape[1],
         len(tokens),
         has_bfloat16(model.device),
+        model.dtype == torch.bfloat16,
     )
     room = len(devices) * min(free_on(device) for device in devices)
     most = 1 if model.device.type == "cpu" else min(batch_size, SEQUENCES)
@@ -565,15 +565,22 @@ def _checkpoint_blocks(model: PreTrainedModel) -> None:
 
 
 def _halve_others(model: nn.Module) -> None:
-    """Keep the weights that do not move in bfloat16 where that changes no bit of a product."""
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    """Keep tables and matrices that do not move in bfloat16 where that changes no bit of a product.
+    Hidden states stay in float32.
+    """
+    users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
-        weight = module.weight if type(module) is nn.Linear else None
-        if weight is None or weight.requires_grad or weight in tables:
-            continue
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and not weight.requires_grad:
+            users.setdefault(weight, []).append(module)
+    for weight, modules in users.items():
         halved = weight.data.bfloat16()
-        if torch.equal(halved.float(), weight.data):
+        known = all(type(module) in (nn.Linear, nn.Embedding) for module in modules)
+        if known and torch.equal(halved.float(), weight.data):
             weight.data = halved
+            for module in modules:
+                if isinstance(module, nn.Embedding):
+                    module.register_forward_hook(lambda module, given, output: output.float())
 
 
 class _DenseLogits(AbstractContextManager["_DenseLogits"]):
@@ -615,8 +622,17 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
             ids = self._tokens[list(numbers)].to(self._dense.device)
             logits: Tensor = self._dense(input_ids=ids, use_cache=False).logits
             return logits
-        places = [self._places[number] for number in numbers]
-        return torch.cat([self._walks[name].tail(place).logits for name, place in places])
+        together: Tensor | None = None
+        for row, number in enumerate(numbers):
+            name, place = self._places[number]
+            of_one: Tensor = self._walks[name].tail(place).logits
+            if len(numbers) == 1:
+                return of_one
+            if together is None:  # `torch.cat` would hold all of them twice
+                together = of_one.new_empty((len(numbers), *of_one.shape[1:]))
+            together[row] = of_one[0]
+        assert together is not None
+        return together
 
     def prepare(self, tokens: Tensor, steps: int, seed: int, progress: Progress) -> None:
         """Run the blocks for the held-out sequences and for the first steps of a training. They are
@@ -688,8 +704,8 @@ class _Divergence(torch.autograd.Function):
     def forward(context: Any, logits: Tensor, wanted: Tensor) -> Tensor:
         gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
         sums = []
-        for first in range(0, logits.shape[1], _POSITIONS):
-            here = slice(first, first + _POSITIONS)
+        for first in range(0, logits.shape[1], POSITIONS):
+            here = slice(first, first + POSITIONS)
             of_pruned = logits[:, here].float().log_softmax(-1)
             of_dense = wanted[:, here].float().log_softmax(-1)
             probabilities = of_dense.exp()
