@@ -382,6 +382,10 @@ def cut_the_record(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def empty_the_record(folder: Path) -> None:
+    (folder.parent / "progress.json").write_text('{"files": {}}')
+
+
 def change_a_bit(folder: Path) -> None:
     path = folder / PART
     raw = bytearray(path.read_bytes())
@@ -410,6 +414,7 @@ def put_folders(folder: Path) -> None:
     [
         cut,
         cut_the_record,
+        empty_the_record,
         change_a_bit,
         reshape,
         put_folders,
@@ -598,8 +603,9 @@ def test_a_block_for_which_memory_does_not_suffice(
 ) -> None:
     monkeypatch.setattr(blocks, "_heal", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     how: dict[str, Any] = given | {"device_map": "disk", "heal": True}
-    with pytest.raises(UserError, match=r"healing: out of memory\. Lower --batch-size"):
-        prune(models("llama"), output=tmp_path / "out", **how)
+    for match in [*["The same command goes on in a way that takes less"] * 2, "Use a device with"]:
+        with pytest.raises(UserError, match=f"healing: out of memory.*{match}"):
+            prune(models("llama"), output=tmp_path / "out", **how)
 
 
 def test_a_block_whose_outputs_are_not_finite(
@@ -667,6 +673,38 @@ def test_too_little_memory_for_the_whole_model(
     ):
         prune(models("llama"), output=tmp_path / "none", **how)
     calibrate.assert_not_called()  # it is known before the first pass
+
+
+def test_memory_that_runs_out_in_the_training(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command goes on in a smaller way each time, and by blocks in the end."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
+    plans: list[memory.HealingPlan] = []
+    find = memory.plan_healing
+
+    def planned(*given: Any, **how: Any) -> memory.HealingPlan:
+        plans.append(find(*given, **how))
+        return plans[-1]
+
+    monkeypatch.setattr("emp_llm.evaluation.prune_run.plan_healing", planned)
+
+    def fail(self: Any, numbers: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(healing._Healer, "step", fail)
+    how = given | {"device_map": "auto", "method": "wanda", "heal": True, "heal_steps": STEPS}
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
+            prune(models("llama"), output=tmp_path / "out", **how)
+    prune(models("llama"), output=tmp_path / "out", **how)
+    assert [(plan.by, plan.checkpointing) for plan in plans] == [
+        ("model", False),
+        ("model", True),
+        ("blocks", False),
+    ]
+    assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
 
 
 @pytest.mark.parametrize("instructions", [True, False])

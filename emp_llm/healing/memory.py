@@ -6,6 +6,7 @@ with measured runs.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -246,7 +247,8 @@ def plan_healing(
         batch_size: sequences at a time, at most. On a CPU the whole model takes one: more take more
             memory, and no less time.
         hidden_states: where the user wants them.
-        kept: the plan with which an interrupted run has begun to heal; its bytes depend on it.
+        kept: the plan with which an interrupted run has begun to heal, on which its bytes depend;
+            with `ran_out`, if that plan ran out of memory: then the next smaller one is taken.
 
     Raises:
         UserError: it fits neither whole nor block by block, cannot go block by block, or no longer
@@ -254,6 +256,13 @@ def plan_healing(
     """
     devices = _devices_of(device_map)
     free = {str(device): free_on(device) for device in devices}
+    if kept is not None and kept.get("ran_out"):
+        among = len(free) if kept["device_map"] == "balanced" else 1
+        below = sum(kept["parts"].values()) // among - 1
+        free = {device: min(size, below) for device, size in free.items()}
+        if kept["by"] == "blocks" and not _offloads(device_map):
+            device_map = "disk"
+        kept = None
     in_bfloat16 = all(has_bfloat16(device) for device in devices)
     sizes = Sizes.of(checkpoint, targets, heal, length, samples, in_bfloat16)
     plan = None
@@ -408,4 +417,9 @@ def free_on(device: "torch.device") -> int:
 
     if device.type == "cuda":
         return int(_ON_GPU * torch.cuda.mem_get_info(device)[0])
-    return available_memory()
+    return available_memory() // ranks_here()
+
+
+def ranks_here() -> int:
+    """The number of ranks that share this machine's memory."""
+    return min(ranks().count, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks().count))

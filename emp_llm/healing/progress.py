@@ -178,9 +178,13 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
     """
     if not os.path.lexists(folder):
         return None
-    with suppress(UserError, OSError, AttributeError):
+    with suppress(UserError, OSError, AttributeError, KeyError, TypeError, ValueError):
         record = read_json(folder / _RECORD)
-        if all(file_hash(folder / name) == value for name, value in record["files"].items()):
+        measured = [Measure(*values) for _, *values in record["measured"]]
+        known = measured and isinstance(record["step"], int) and record["cut"] >= 1
+        if known and all(
+            file_hash(folder / name) == value for name, value in record["files"].items()
+        ):
             return record
     if folder.is_dir() and not any(folder.iterdir()):
         return None

@@ -15,8 +15,8 @@ import copy
 import logging
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -34,14 +34,28 @@ from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError
-from emp_llm.common.machine import default_modes, has_bfloat16, out_of_memory, trim_heap
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import (
+    OutOfMemory,
+    default_modes,
+    has_bfloat16,
+    out_of_memory,
+    trim_heap,
+)
 from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam
 from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
 from emp_llm.healing.checks import POSITIONS, SEQUENCES, check_healable, healing_bytes
-from emp_llm.healing.memory import HealingPlan, Sizes, down_from, free_on, passes_of, ways
+from emp_llm.healing.memory import (
+    HealingPlan,
+    Sizes,
+    down_from,
+    free_on,
+    passes_of,
+    ranks_here,
+    ways,
+)
 from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
@@ -258,11 +272,10 @@ def heal_folder(
     if dtype == "auto" and not has_bfloat16(device):
         dtype = "float32"
     if by_blocks:
-        teacher = load_model(dense, plan.device_map, dtype, trust, device=device)
         moved = MovedWeights(out.work / "healing")
-        with stage("heal"), in_evaluation_mode(teacher):
+        with stage("heal"), _less_the_next_time(out, plan):
             record = heal_blocks(
-                teacher,
+                load_model(dense, plan.device_map, dtype, trust, device=device),
                 targets,
                 checkpoint,
                 data.tokens,
@@ -284,8 +297,16 @@ def heal_folder(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
             )
-        teacher = _teacher(dense, architecture, plan, dtype, trust)
-        with stage("heal"), _DenseLogits(teacher, data.tokens, plan.hidden_states, True) as logits:
+        with (
+            stage("heal"),
+            _less_the_next_time(out, plan),
+            _DenseLogits(
+                _teacher(dense, architecture, plan, dtype, trust),
+                data.tokens,
+                plan.hidden_states,
+                expendable=True,
+            ) as logits,
+        ):
             logits.prepare(data.tokens, heal.steps, seed, progress)
             model = load_model(out.files, plan.device_map, "float32", trust, device=device)
             norms = _norm_parameters(model, architecture) if everything else []
@@ -309,6 +330,21 @@ def heal_folder(
     record.origin = fit_origin(data, batch_size, about, record.by)
     record.origin.seed = seed  # of the order of the sequences
     return record
+
+
+@contextmanager
+def _less_the_next_time(out: OutputFolder, plan: HealingPlan) -> Iterator[None]:
+    """Where memory runs out inside this context, the same command goes on with a smaller plan."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if plan.by == "blocks" and plan.at_once == 1:  # there is no smaller one
+            raise
+        out.note(healing_plan=asdict(plan) | {"ran_out": True})
+        raise OutOfMemory(
+            f"healing: out of memory, with {count_of(plan.at_once, 'sequence')} at a time. The "
+            "same command goes on in a way that takes less."
+        ) from error
 
 
 def _teacher(
@@ -614,7 +650,7 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         self._places: dict[int, tuple[str, int]] = {}  # number -> its walk, and its place there
         config = dense.config.get_text_config()
         size = tokens.shape[1] * config.hidden_size * dense.dtype.itemsize
-        self._piece = max(SEQUENCES, _PIECE // size)  # sequences
+        self._piece = max(SEQUENCES, _PIECE // ranks_here() // size)  # sequences
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
         """The logits of some sequences, shape (sequences, length, vocabulary)."""
