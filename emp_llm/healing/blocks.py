@@ -82,7 +82,10 @@ def heal_blocks(
     measuring = _Groups(tokens[-held:], at_once, first=len(fitting.batches))
     model.requires_grad_(False)
     walks = runner.walk([*fitting.batches, *measuring.batches], "heal")
-    remedy = "healing: out of memory. Use a device with more memory, or start over with a lower --seqlen."
+    remedy = (
+        "healing: out of memory. Use a device with more memory, or start over with a lower "
+        "--seqlen."
+    )
     with (
         out_of_memory(lambda: remedy),
         checkpoint.open_files() as files,
