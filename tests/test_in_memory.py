@@ -378,7 +378,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "floats": (on_llama(torch.rand(3, 4)), "token ids are integers"),
     "nothing matches": (
         lambda _: prune_model(Net(), recipe_of(method="magnitude", targets="q_proj")),
-        "match nothing",
+        "matches no layer",
     ),
     "beta": (lambda _: recipe_of(method="magnitude", beta=0.5), "beta does not go with"),
     "nan": (

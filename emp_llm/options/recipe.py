@@ -394,8 +394,9 @@ class Targets:
     """The layers.
 
     Attributes:
-        layers: "mlp", "attention", "all-linear", name suffixes "a,b" or a list of them, or a regex.
-        ignore: suffixes or a regex of layers to leave out.
+        layers: "mlp", "attention", "all-linear" and name suffixes, as a list or with commas; or a
+            regex. Each must match a layer.
+        ignore: layers to leave out, in the same form.
         tower: the part of a multimodal model.
         blocks: name of the list of decoder blocks; None: detected.
         min_expert_tokens: experts that saw fewer tokens are scored by magnitude.

@@ -204,9 +204,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     targets: Annotated[
         str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")
     ] = always("mlp")
-    ignore: Annotated[
-        str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")
-    ] = None
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = None
     tower: Annotated[
         Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
