@@ -381,6 +381,9 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ({"keep_shapes": True, "beta": 0.5}, "has no bias, so that no expert can be closed in it"),
         ({"memory": "10kB"}, "--memory 10kB: what cannot be removed has"),
         ({"memory": "1GB"}, "--memory 1GB: the dense model has"),
+        ({"memory": "50%"}, "'50%' is not a size such as 24GB or 20GiB. A share is --sparsity 50%"),
+        ({"memory": "24"}, "--memory 24 has no unit. Did you mean 24GB?"),
+        ({"parameters": "6"}, "--parameters 6 has no unit. Did you mean 6B?"),
         ({"memory": "many"}, "--memory 'many' is not a size such as 24GB"),
         (
             {"memory": "100kB", "sparsity": 0.5},

@@ -267,6 +267,8 @@ def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:
         ({"loss": "0"}, "nothing can be removed"),
         ({"loss": "-1%"}, "is not a rise such as 2%"),
         ({"loss": "much"}, "is not a rise such as 2%"),
+        ({"loss": "2"}, "is a rise of 639%. Did you mean 2%? The largest without % is 0.3."),
+        ({"loss": "0.31"}, "Did you mean 0.31%?"),
         ({"sparsity": 0.3}, "leave out --sparsity"),
         ({"beta": 0.5}, "leave out --beta"),
         ({"match": "out", "method": "wanda"}, "leave out --match"),
@@ -372,6 +374,7 @@ def test_measure_what_can_go(tmp_path: Path) -> None:
     [
         ({"loss": "no"}, "--loss 'no' is not a rise such as 2% of the perplexity"),
         ({"loss": "1%,"}, "expected values separated by commas"),
+        ({"loss": "1%,2"}, "--loss 2: .* Did you mean 2%"),
         ({"loss": "0%"}, "nothing can be removed without a rise"),
         ({"loss": "1%", "samples": 10_000}, "too short for 10000 samples"),
         (

@@ -392,7 +392,7 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
         ("generate --model {} --prompt a --chat", "has none. Leave it out"),
         ("generate --model {} --prompt a --max-new-tokens 200", "the model's 128 positions"),
         ("generate --model {} --prompt a --top-p 0.5", "no effect at temperature 0"),
-        ("generate --model {} --prompt a --temperature -1", "Invalid value for '--temperature'"),
+        ("generate --model {} --prompt a --temperature -1", "--temperature must be at least 0"),
         (
             "generate --model {} --prompt a --device tpu",
             "--device 'tpu' is not auto, cpu, cuda or cuda:N",

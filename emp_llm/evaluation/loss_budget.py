@@ -77,6 +77,7 @@ _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
+_MOST_NATS = 0.3  # as a budget without "%": a rise of 35 %
 _RUINED = 700.0  # nats: the rise of a model whose loss is not finite
 _OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
 
@@ -106,6 +107,12 @@ class LossBudget:
         nats = math.log1p(number / 100) if match[2] else number
         if not nats > 0:
             raise UserError(f"--loss {text}: nothing can be removed without a rise; give more.")
+        if not match[2] and nats > _MOST_NATS:
+            rise = f"{100 * math.expm1(nats):,.0f}%" if nats < 20 else "far more than 100%"
+            raise UserError(
+                f"--loss {text}: a number without % is in nats per token, so this is a rise of "
+                f"{rise}. Did you mean {text}%? The largest without % is {_MOST_NATS:g}."
+            )
         return cls(f"--loss {text}", nats)
 
 
