@@ -98,14 +98,19 @@ def calibration_corpora(
         number, rest = divmod(total, len(names))
         numbers = [number + rest, *[number] * (len(names) - 1)]
     length = seqlen or _common_length(corpora, context)
-    if context is not None and length > context:
-        raise UserError(
-            f"--seqlen {length} is longer than the model's context of {context} tokens."
-        )
+    check_length(length, context)
     return [
         replace(corpus, samples=number, seqlen=length)
         for corpus, number in zip(corpora.values(), numbers, strict=True)
     ]
+
+
+def check_length(length: int, context: int | None) -> None:
+    """Raise UserError for sequences longer than a model's context; None: unknown."""
+    if context is not None and length > context:
+        raise UserError(
+            f"--seqlen {length} is longer than the model's context of {context} tokens."
+        )
 
 
 def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
