@@ -327,7 +327,10 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def _counts(self) -> Counts:
         if self.adaptive:
-            return Effective(**self._given(Effective))
+            given = self._given(Effective)
+            if "beta" in given:  # a record holds the beta of a sparsity beside it
+                given.pop("sparsity", None)
+            return Effective(**given)
         if self.pattern is not None:
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):

@@ -65,12 +65,14 @@ class Decision:
     """Which units stay.
 
     Attributes:
-        recipe: with the beta and the sparsity in force.
+        recipe: with the sparsity in force.
+        beta: in force; None: the number that stays is fixed.
         choices: in the order of the units.
         changes: the fields of config.json that change; None: units are set to zero.
     """
 
     recipe: Recipe
+    beta: float | None
     choices: list[Choice]
     changes: Changes | None
 
@@ -226,10 +228,8 @@ def _decided(
         model.units, scores, recipe, model.width_by_block, _matched(recipe)
     )
     counts = recipe.counts
-    if isinstance(counts, Effective):
-        if counts.beta is None and beta is not None:
-            logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
-        recipe = replace(recipe, counts=replace(counts, beta=beta))
+    if isinstance(counts, Effective) and counts.beta is None and beta is not None:
+        logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
     total = sum(choice.record.units for choice in choices)
     rule = sum(choice.record.rule for choice in choices)
     kept = sum(choice.record.kept for choice in choices)
@@ -246,9 +246,9 @@ def _decided(
     if structure.keep_shapes:
         for units in model.units:
             units.check_zeroed()
-        return Decision(recipe, choices, None)
+        return Decision(recipe, beta, choices, None)
     indices = [choice.kept for choice in choices]
-    return Decision(recipe, choices, model.units[0].config_changes(model, indices))
+    return Decision(recipe, beta, choices, model.units[0].config_changes(model, indices))
 
 
 def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[Scores]) -> Recipe:
@@ -306,7 +306,7 @@ def _write(
     report = RunReport(
         source=run.made_from(identity_of(model.checkpoint)),
         command=command_line(),
-        recipe=recorded(decision.recipe),
+        recipe=recorded(decision.recipe).but(beta=decision.beta),
         calibration=None,
         versions=versions(),
         stages={},
