@@ -243,6 +243,8 @@ class PruneRun:
                 self.quantization,
             )
             made_of |= {"dtype": options.dtype, "device_map": options.device_map}
+            if self.recipe.heal is not None:
+                made_of["seed"] = options.seed  # of the order of the sequences
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
     @cached_property
