@@ -4,7 +4,9 @@ nothing.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from emp_llm import prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
+from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.run_tables import advice_lines
 
 Models = Callable[[str], Path]
 SAMPLES = 6
@@ -87,6 +93,40 @@ def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) 
     assert "held-out" not in done.stdout
     done = command(*line, "--evaluate", "x", "--check", "--output", "both", code=2)
     assert done.stdout == ""
+
+
+def checked_at(pruned: float, **options: Any) -> list[str]:
+    """The advice of a run whose dense perplexity is 10."""
+    record = partial(PerplexityRecord, tokens=64, blocks=2, block_length=32)
+    check = CheckRecord(dense=record(perplexity=10.0), pruned=record(perplexity=pruned))
+    structure = options.pop("structure", None)
+    if structure is not None:
+        structure = StructureRecipe(structure=structure)
+    recipe = RecipeOptions(**options, structure=structure)
+    return advice_lines(SimpleNamespace(check=check, loss=None, recipe=recipe))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "cheaper"),
+    [
+        ({}, "--method emp-admm --refit, --order 1 or --loss 2%"),
+        ({"method": "emp-wanda", "order": 1.0}, "--method emp-admm --refit or --loss 2%"),
+        ({"method": "wanda"}, "--method admm --refit, a lower --sparsity or --loss 2%"),
+        ({"method": "magnitude", "pattern": "2:4"}, "--method admm --refit or --loss 2%"),
+        ({"method": "emp-admm", "refit": True}, "--heal, --order 1 or --loss 2%"),
+        ({"method": "best", "sparsity": 0.6}, "a lower --sparsity or --loss 2%"),
+        (
+            {"method": "emp-cosine", "structure": "layers", "sparsity": 0.5},
+            "a lower --sparsity or --loss 2%",
+        ),
+        ({"method": "wanda", "structure": "neurons"}, "--refit, a lower --sparsity or --loss 2%"),
+    ],
+)
+def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: str) -> None:
+    (line,) = checked_at(15.1, **options)
+    assert line.endswith(f"would cost less: {cheaper}")
+    assert checked_at(14.9, **options) == []
+    assert checked_at(math.inf, **options)
 
 
 def test_where_nothing_is_measured(

@@ -265,6 +265,35 @@ def check_lines(report: RunReport) -> list[str]:
     ]
 
 
+_LARGE = 1.5  # times the dense perplexity
+
+
+def advice_lines(report: RunReport) -> list[str]:
+    """One line: what would cost less, if the check rises by more than a half; else none. A budget
+    of --loss is the user's word.
+    """
+    check = report.check
+    if check is None or report.loss is not None or check.pruned.value <= _LARGE * check.dense.value:
+        return []
+    recipe = report.recipe
+    flags = []
+    if recipe.structure is not None:
+        if not recipe.refit and all(units.refits for units in recipe.structure.kinds.values()):
+            flags.append("--refit")
+    elif not recipe.refit:
+        flags.append(f"--method {'emp-' * recipe.adaptive}admm --refit")
+    elif not recipe.heal:
+        flags.append("--heal")
+    # Of an order above 1, the effective number is smaller than that of order 1.
+    if recipe.adaptive and recipe.sparsity is None and (recipe.order or 2) > 1:
+        flags.append("--order 1")
+    if recipe.sparsity is not None:
+        flags.append("a lower --sparsity")
+    flags.append("--loss 2%")
+    listed = f"{', '.join(flags[:-1])} or {flags[-1]}"
+    return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
+
+
 def loss_lines(report: RunReport) -> list[str]:
     """The curve of --loss, and the point that was taken; none without it."""
     loss = report.loss
