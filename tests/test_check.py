@@ -129,6 +129,46 @@ def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: st
     assert checked_at(math.inf, **options)
 
 
+def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
+    models: Models, text: Path, norms: Callable[[str], Path], command: Any
+) -> None:
+    line = ["prune", models("llama"), "--output", "out", "--overwrite"]
+    named = ["--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
+    for how in (["--method", "magnitude"], ["--activations", norms("llama")]):
+        done = command(*line, *how)
+        assert done.stdout.splitlines()[-1] == "damage not measured: give --calibration"
+        assert "damage" not in command(*line, *how, "--no-check").stdout
+        done = command(*line, *how, *named)
+        assert done.stdout.splitlines()[-1].startswith("held-out text, 8 x 32 tokens: perplexity ")
+        assert "no effect" not in done.stderr
+
+
+def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path) -> None:
+    """By the numbers of the command, on whatever of the data follows the calibration."""
+    source = models("llama")
+    how: dict[str, Any] = {"samples": SAMPLES, "seqlen": LENGTH}
+    prune(source, output=tmp_path / "out", calibration=str(text), device_map="cpu", **how)
+    wanted = read_record(tmp_path / "out" / "emp_report.json", RunReport).check
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    ids = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    for method in ("emp-wanda", "magnitude"):
+        for data in (str(text), [text.read_text()], ids):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+            report = prune_model(model, method, data, tokenizer, **how)
+            found = report.record.check
+            assert found is not None
+            assert wanted is not None
+            assert found.dense == wanted.dense
+            if method == "emp-wanda":
+                assert found == wanted
+            assert "held-out text: perplexity " in repr(report)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    report = prune_model(model, "magnitude")
+    assert report.record.check is None
+    assert repr(report).splitlines()[-1].startswith("damage not measured: give data")
+
+
 def test_where_nothing_is_measured(
     models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

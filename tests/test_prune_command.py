@@ -84,8 +84,13 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
         (
             "magnitude",
             {"calibration": "c4", "samples": 9, "resumable_calibration": False},
-            "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude "
-            "needs no activations.",
+            "warning: --no-resumable-calibration has no effect: method magnitude needs no "
+            "activations.",
+        ),
+        (
+            "magnitude",
+            {"calibration": "c4", "samples": 9, "check": False},
+            "--calibration, --samples have no effect: method magnitude needs no activations.",
         ),
         (
             "emp-magnitude",

@@ -524,13 +524,13 @@ def data_in_memory(
         return None
     length = options.seqlen or min(_LENGTH, context or _LENGTH)
     check_length(length, context)
-    wanted = math.inf if options.samples is None else options.samples * length
+    wanted = math.inf if options.samples is None else (options.samples + FURTHER) * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
     tokenizer = _tokenizer(tokenizer)
     ids = _ids(rows, tokenizer, "data", wanted)
     corpus = for_model(_IN_MEMORY, config, tokenizer)
     cut = sequences(torch.tensor(ids), length, begin_token(corpus.bos, tokenizer))
-    whole = [row for row in cut if row.numel() == length][: options.samples]
+    whole = [row for row in cut if row.numel() == length]
     if len(whole) < (options.samples or 1):
         raise UserError(
             f"data: {len(ids)} tokens, too few for {count_of(options.samples or 1, 'sample')} x "
@@ -592,6 +592,8 @@ def _text_of_ids(
             "--samples."
         )
     check_length(length, context)
-    ids = ids[:samples, :length]
-    corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
-    return CalibrationText([corpus], ids, None)
+    corpus = msgspec.structs.replace(corpus, samples=samples, seqlen=length)
+    further = ids[samples : samples + FURTHER, :length]
+    return CalibrationText(
+        [corpus], ids[:samples, :length], None, further if len(further) else None
+    )

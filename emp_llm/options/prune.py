@@ -96,7 +96,7 @@ def check_wanted(options: PruneOptions, given: GivenOptions, reads_text: bool) -
     if not reads_text:
         raise UserError(
             "--check measures text after that of the calibration, and this run reads "
-            "none. Leave it out."
+            "none. Name a text with --calibration, or leave it out."
         )
 
 

@@ -251,9 +251,9 @@ def healing_lines(report: RunReport) -> list[str]:
 
 
 def check_lines(report: RunReport) -> list[str]:
-    """One line: the perplexity of held-out text, dense and pruned; none without a check."""
+    """One line: the perplexity of held-out text, dense and pruned, or what a check needs."""
     if report.check is None:
-        return []
+        return [] if report.unchecked is None else [f"damage not measured: {report.unchecked}"]
     dense, pruned = (
         Value(perplexity.value, losses=losses_of(perplexity))
         for perplexity in (report.check.dense, report.check.pruned)
