@@ -635,3 +635,33 @@ def _plain_units(size: int, block: int) -> Neurons:
     stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
     output = Target(layer, Matrix(stored))
     return Neurons.of(output, columns, {})
+
+
+def test_neurons_that_rounding_keeps_are_told(models: Any, tmp_path: Path, command: Any) -> None:
+    """In the warnings of a run, and in the plan of one."""
+    source = models("llama")
+    line = ["prune", source, "--structure", "neurons", "--method", "magnitude"]
+    line += ["--sparsity", "0.25", "--output", tmp_path / "out"]
+    width = json.loads((source / "config.json").read_text())["intermediate_size"]
+    multiple = width // 2 + 8
+    planned = command(*line, "--width-multiple", width // 8, "--dry-run").stdout
+    assert "go in place of" not in planned
+    with pytest.raises(AssertionError, match="nothing is removed"):
+        command(*line, "--width-multiple", multiple)
+    line[-3] = "0.6"
+    planned = command(*line, "--width-multiple", multiple, "--dry-run").stdout
+    report = prune(
+        source,
+        structure="neurons",
+        method="magnitude",
+        sparsity=0.6,
+        width_multiple=multiple,
+        output=tmp_path / "out",
+    )
+    assert isinstance(report, RunReport)
+    (told,) = report.warnings
+    assert f"a multiple of {multiple} in each layer, by --width-multiple" in told
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"]
+    assert kept == multiple
+    assert f"So {2 * (width - multiple)} go in place of " in told
+    assert told in planned
