@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.base import GivenOptions, Opt, check_fields, check_values, flag_of, options_of
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
@@ -625,6 +625,7 @@ class Recipe:
         if self.score is None:
             searches = isinstance(self.update, Update) and self.update.searches
             object.__setattr__(self, "score", Magnitude() if searches else Wanda())
+        _check_nodes(self)
         check_fields(self, as_flags=False)
         _check_groups(self)
         _check_shares(self)
@@ -738,6 +739,34 @@ class Recipe:
                     f"--propagate pruned prunes block by block, and {flag} needs the "
                     "scores of all; leave one out."
                 )
+
+
+def _check_nodes(recipe: Recipe) -> None:
+    """Raise UserError, with what to write, for a word or a number in the place of a node."""
+    known: dict[str, type[Any]] = {"refit": Refit} | METHODS
+    for name, kind, example in (
+        ("score", Score, "Wanda()"),
+        ("counts", Counts, "Share(0.5)"),
+        ("targets", Targets, "Targets('mlp')"),
+        ("update", Update, "Refit()"),
+        ("heal", Heal, "Heal()"),
+    ):
+        value = getattr(recipe, name)
+        if isinstance(value, kind) or (value is None and name in ("update", "heal")):
+            continue
+        if isinstance(value, type):
+            example = f"{value.__name__}()"
+        elif isinstance(value, str) and value in SEARCHES:
+            example = f"update={SEARCHES[value].rpartition(':')[2]}()"
+        elif isinstance(value, str) and value in known:
+            example = f"{known[value].__name__}()"
+        elif name == "targets":
+            example = f"Targets({value!r})"
+        elif name == "counts" and isinstance(value, float):
+            example = f"Share({value:g})"
+        raise UserError(
+            f"{name} must be of type {kind.__name__}, got {quotable(repr(value))}. Write {example}."
+        )
 
 
 def _check_groups(recipe: Recipe) -> None:
