@@ -261,6 +261,21 @@ def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_too_little_for_a_single_unit(tmp_path: Path, command: Any) -> None:
+    """Points at which rounding keeps all neurons are not told as beyond the budget; nor can their
+    runs be resumed.
+    """
+    line = ["prune", DEMO, "--calibration", "demo", "--samples", 8, "--seqlen", 64, "--quiet"]
+    line += ["--structure", "neurons", "--method", "magnitude", "--width-multiple", 64]
+    found = command(*line, "--loss", "0.01%", "--output", tmp_path / "out", code=2)
+    assert "--loss 0.01% removes nothing: up to " in found.stderr
+    assert "% all neurons stay, and the least that was removed goes beyond it" in found.stderr
+    assert "or lower --width-multiple." in found.stderr
+    assert "+0.00" not in found.stderr
+    assert "resumes" not in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

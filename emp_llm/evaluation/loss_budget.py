@@ -510,14 +510,22 @@ class _Search:
     def _nothing(self) -> UserError:
         """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
-        curve = "; ".join(point.words for point in points)
+        none = max((point.sparsity for point in points if point.removes_nothing), default=None)
+        curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
-        if self._pruning.recipe.structure is not None:
+        structure = self._pruning.recipe.structure
+        told = ""
+        if structure is not None:
             instead = "add --refit or --heal"
+            if none is not None:
+                told = f"up to {100 * none:.1f} % all {' and '.join(structure.kinds)} stay, and "
+            if none is not None and (structure.width_multiple or 1) > 1:
+                instead += ", or lower --width-multiple"
         return UserError(
-            f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
-            f"({curve}). Allow more, or {instead}."
+            f"{self._budget.flag} removes nothing: {told}the least that was "
+            f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more, or "
+            f"{instead}."
         )
 
     def by_masks(self) -> RunReport:

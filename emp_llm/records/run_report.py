@@ -281,6 +281,11 @@ class LossPoint(Part, kw_only=True):
         return self.rise + self.error
 
     @property
+    def removes_nothing(self) -> bool:
+        """Whether it stands for a run that would remove no unit: the dense model itself."""
+        return self.whole_run and self.rise == 0 == self.error
+
+    @property
     def words(self) -> str:
         """The point in a line: the rise in percent of the perplexity."""
         change = 100 * math.expm1(min(self.rise, 50.0))

@@ -298,7 +298,8 @@ def _write(
             out.note(compared=record.as_dict())
         record = msgspec.convert(out.get("compared"), StructureRecord)
     warnings = model.units[0].warnings(model.units, sums) if sums else []
-    warnings += _rounding(choices, structure)
+    if run.judged is None:  # else --loss has found how many go
+        warnings += _rounding(choices, structure)
     if structure.per_layer:
         warnings.append(WHO_LOADS)
     fits = {} if moved is None else moved.records()
