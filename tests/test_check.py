@@ -20,7 +20,12 @@ from emp_llm.options.recipe import StructureRecipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
-from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
+from emp_llm.records.evaluation import (
+    CheckRecord,
+    EvaluationRecord,
+    Measures,
+    PerplexityRecord,
+)
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import advice_lines
 
@@ -99,17 +104,31 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
     """The advice of a run whose dense perplexity is 10."""
     record = partial(PerplexityRecord, tokens=64, blocks=2, block_length=32)
     check = CheckRecord(dense=record(perplexity=10.0), pruned=record(perplexity=pruned))
+    evaluation = None
+    if options.pop("evaluated", False):
+        evaluation = EvaluationRecord(
+            suite="a",
+            limit=None,
+            text=None,
+            tasks=[],
+            dense=Measures(perplexity=check.dense),
+            pruned=Measures(perplexity=check.pruned),
+        )
     structure = options.pop("structure", None)
     if structure is not None:
         structure = StructureRecipe(structure=structure)
     recipe = RecipeOptions(**options, structure=structure)
-    return advice_lines(SimpleNamespace(check=check, loss=None, recipe=recipe))  # type: ignore[arg-type]
+    report: Any = SimpleNamespace(
+        check=None if evaluation else check, evaluation=evaluation, loss=None, recipe=recipe
+    )
+    return advice_lines(report)
 
 
 @pytest.mark.parametrize(
     ("options", "cheaper"),
     [
         ({}, "--method emp-admm --refit, --order 1 or --loss 2%"),
+        ({"evaluated": True}, "--method emp-admm --refit, --order 1 or --loss 2%"),
         ({"method": "emp-wanda", "order": 1.0}, "--method emp-admm --refit or --loss 2%"),
         ({"method": "wanda"}, "--method admm --refit, a lower --sparsity or --loss 2%"),
         ({"method": "magnitude", "pattern": "2:4"}, "--method admm --refit or --loss 2%"),

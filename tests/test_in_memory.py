@@ -291,6 +291,8 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
 
 
 def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), ["a text"])
+    assert "data has no effect: method emp-magnitude needs none" in caplog.text
     masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), samples=3)
     assert "samples and seqlen have no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):

@@ -584,7 +584,8 @@ def _text_of_ids(
             "of shape (samples, length)."
         )
     ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])
-    samples, length = (options.samples or ids.shape[0], options.seqlen or ids.shape[1])
+    samples = options.samples or ids.shape[0]
+    length = options.seqlen or ids.shape[1]
     if samples > ids.shape[0] or length > ids.shape[1]:
         raise UserError(
             f"data: token ids of shape {list(ids.shape)}, too few for "

@@ -163,6 +163,8 @@ def masks_of(
     update = asked.update
     if update is not None and not update.searches:
         asked = replace(asked, update=None)
+    if data is not None and not (asked.needs_activations or asked.moves):
+        logger.warning("warning: data has no effect: method %s needs none.", asked.method)
     with alone():
         plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
         return _decide(plain, asked, calibration)[0].masks

@@ -26,7 +26,7 @@ from emp_llm.evaluation.comparison import (
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
-from emp_llm.records.evaluation import Measures
+from emp_llm.records.evaluation import CheckRecord, Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
@@ -269,11 +269,18 @@ _LARGE = 1.5  # times the dense perplexity
 
 
 def advice_lines(report: RunReport) -> list[str]:
-    """One line: what would cost less, if the check rises by more than a half; else none. A budget
-    of --loss is the user's word.
+    """One line: what would cost less, if the perplexity of the check, or of the evaluation, rises
+    by more than a half; else none. A budget of --loss is the user's word.
     """
-    check = report.check
-    if check is None or report.loss is not None or check.pruned.value <= _LARGE * check.dense.value:
+    measured = report.check
+    if report.evaluation is not None:
+        both = (report.evaluation.dense, report.evaluation.pruned)
+        dense, pruned = (None if each is None else each.perplexity for each in both)
+        if dense is not None and pruned is not None:
+            measured = CheckRecord(dense=dense, pruned=pruned)
+    if measured is None or report.loss is not None:
+        return []
+    if measured.pruned.value <= _LARGE * measured.dense.value:
         return []
     recipe = report.recipe
     flags = []
