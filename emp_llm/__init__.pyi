@@ -167,7 +167,7 @@ def calibrate(
         resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
             an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
-        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; default: detected.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
@@ -470,7 +470,7 @@ def measure(
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
-        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; default: detected.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
@@ -712,7 +712,7 @@ def prune(
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms; default: targets.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
-        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; default: detected.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
@@ -1099,7 +1099,7 @@ def sweep(
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
-        ignore: Layers to leave out: name suffixes a,b, or a regex.
+        ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; default: detected.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.

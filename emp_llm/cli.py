@@ -362,13 +362,14 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             takes_all = metavar.endswith("...")
             values[key] = positional if takes_all else positional[0]
             positional = [] if takes_all else positional[1:]
-        if values.get(key) is not None:
-            values[key] = options[key].checked(values[key])
-        elif options[key].required:
+        if values.get(key) is None and options[key].required:
             raise UserError(f"{metavar} is missing. Usage: {name} {usage}")
     if positional:
         raise UserError(f"unexpected {positional[0]!r}. Usage: {name} {usage}")
-    return values
+    return {
+        key: value if value is None else options[key].in_shell(value)
+        for key, value in values.items()
+    }
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -378,10 +379,17 @@ def _parameter(option: Option) -> inspect.Parameter:
     about = option.about
     default = None if option.about.argument else option.parameter.default
     flags = filter(None, (option.flag, _SHORT.get(option.flag)))
-    declared = typer.Option(*flags, help=about.help, min=about.minimum, max=about.maximum)
-    # In the shell, text or a path stands for the objects and lists that Python takes.
-    annotation = str if option.annotation is Any else option.annotation
+    # In the shell, text or a path stands for the objects and lists that Python takes. Numbers and
+    # choices are read by `Option.in_shell`, whose messages are ours.
+    annotation: Any = str if option.annotation is Any else option.annotation
     annotation = next((each for each in (str, Path) if each in option.types), annotation)
+    shown = "|".join(option.choices) or next(
+        (each.__name__ for each in (int, float) if each in option.types), ""
+    )
+    if shown and annotation is not str:
+        annotation = str
+        default = None if default is None else str(default)
+    declared = typer.Option(*flags, help=about.help, metavar=f"<{shown}>" if shown else None)
     if default is None:
         annotation = annotation | None
     return option.parameter.replace(

@@ -110,6 +110,7 @@ def heal(
     signature |= calibration_signature(data, options.batch_size, options.execution) | {
         "dtype": options.dtype,
         "device_map": options.device_map,
+        "seed": options.seed,  # of the order of the sequences
     }
     made_of = {key: value for key, value in signature.items() if key != "heals"}
     check_agreement(made_of, pruned=pruned, dense=dense)

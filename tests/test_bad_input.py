@@ -136,11 +136,31 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (
-        r"^--targets 'w1,w2' match "
-        r"nothing.*mlp.down_proj",
+        r"^--targets 'w1' matches "
+        r"no layer\..*mlp.down_proj",
         {"targets": "w1,w2"},
     ),
-    "targets for which re takes forever": (r"match nothing", {"targets": r"(\w|[\w.])*[!?]"}),
+    "targets of which one is misspelt": (
+        r"^--targets 'gate_porj' matches no layer\. Did you mean gate_proj\?",
+        {"targets": "gate_porj,up_proj"},
+    ),
+    "targets in a list of which one is misspelt": (
+        r"^--targets 'attenton' matches no layer\. Did you mean attention\?",
+        {"targets": ["mlp", "attenton"]},
+    ),
+    "targets with an underscore": (
+        r"^--targets 'all_linear' matches no layer\. Did you mean all-linear\?",
+        {"targets": "all_linear"},
+    ),
+    "ignore misspelt": (
+        r"^--ignore 'q_porj' matches no layer\. Did you mean q_proj\?",
+        {"targets": "all-linear", "ignore": "k_proj,q_porj"},
+    ),
+    "ignore by an expression without a match": (
+        r"^--ignore '\.\*q_porj' matches no layer\. The layers",
+        {"targets": "all-linear", "ignore": ".*q_porj"},
+    ),
+    "targets for which re takes forever": (r"matches no layer", {"targets": r"(\w|[\w.])*[!?]"}),
     "targets nested too deeply": (
         r"is not a valid regular expression \(.*recursion",
         {"targets": "(" * 2000},

@@ -4,7 +4,9 @@ nothing.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from emp_llm import prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
+from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
+from emp_llm.records.evaluation import (
+    CheckRecord,
+    EvaluationRecord,
+    Measures,
+    PerplexityRecord,
+)
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.run_tables import advice_lines
 
 Models = Callable[[str], Path]
 SAMPLES = 6
@@ -87,6 +98,94 @@ def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) 
     assert "held-out" not in done.stdout
     done = command(*line, "--evaluate", "x", "--check", "--output", "both", code=2)
     assert done.stdout == ""
+
+
+def checked_at(pruned: float, **options: Any) -> list[str]:
+    """The advice of a run whose dense perplexity is 10."""
+    record = partial(PerplexityRecord, tokens=64, blocks=2, block_length=32)
+    check = CheckRecord(dense=record(perplexity=10.0), pruned=record(perplexity=pruned))
+    evaluation = None
+    if options.pop("evaluated", False):
+        evaluation = EvaluationRecord(
+            suite="a",
+            limit=None,
+            text=None,
+            tasks=[],
+            dense=Measures(perplexity=check.dense),
+            pruned=Measures(perplexity=check.pruned),
+        )
+    structure = options.pop("structure", None)
+    if structure is not None:
+        structure = StructureRecipe(structure=structure)
+    recipe = RecipeOptions(**options, structure=structure)
+    report: Any = SimpleNamespace(
+        check=None if evaluation else check, evaluation=evaluation, loss=None, recipe=recipe
+    )
+    return advice_lines(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "cheaper"),
+    [
+        ({}, "--method emp-admm --refit, --order 1 or --loss 2%"),
+        ({"evaluated": True}, "--method emp-admm --refit, --order 1 or --loss 2%"),
+        ({"method": "emp-wanda", "order": 1.0}, "--method emp-admm --refit or --loss 2%"),
+        ({"method": "wanda"}, "--method admm --refit, a lower --sparsity or --loss 2%"),
+        ({"method": "magnitude", "pattern": "2:4"}, "--method admm --refit or --loss 2%"),
+        ({"method": "emp-admm", "refit": True}, "--heal, --order 1 or --loss 2%"),
+        ({"method": "best", "sparsity": 0.6}, "a lower --sparsity or --loss 2%"),
+        (
+            {"method": "emp-cosine", "structure": "layers", "sparsity": 0.5},
+            "a lower --sparsity or --loss 2%",
+        ),
+        ({"method": "wanda", "structure": "neurons"}, "--refit, a lower --sparsity or --loss 2%"),
+    ],
+)
+def test_a_large_rise_names_what_costs_less(options: dict[str, Any], cheaper: str) -> None:
+    (line,) = checked_at(15.1, **options)
+    assert line.endswith(f"would cost less: {cheaper}")
+    assert checked_at(14.9, **options) == []
+    assert checked_at(math.inf, **options)
+
+
+def test_a_run_that_needs_no_text_is_checked_on_a_named_one(
+    models: Models, text: Path, norms: Callable[[str], Path], command: Any
+) -> None:
+    line = ["prune", models("llama"), "--output", "out", "--overwrite"]
+    named = ["--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH]
+    for how in (["--method", "magnitude"], ["--activations", norms("llama")]):
+        done = command(*line, *how)
+        assert done.stdout.splitlines()[-1] == "damage not measured: give --calibration"
+        assert "damage" not in command(*line, *how, "--no-check").stdout
+        done = command(*line, *how, *named)
+        assert done.stdout.splitlines()[-1].startswith("held-out text, 8 x 32 tokens: perplexity ")
+        assert "no effect" not in done.stderr
+
+
+def test_a_model_in_memory_is_checked(models: Models, text: Path, tmp_path: Path) -> None:
+    """By the numbers of the command, on whatever of the data follows the calibration."""
+    source = models("llama")
+    how: dict[str, Any] = {"samples": SAMPLES, "seqlen": LENGTH}
+    prune(source, output=tmp_path / "out", calibration=str(text), device_map="cpu", **how)
+    wanted = read_record(tmp_path / "out" / "emp_report.json", RunReport).check
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    ids = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    for method in ("emp-wanda", "magnitude"):
+        for data in (str(text), [text.read_text()], ids):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+            report = prune_model(model, method, data, tokenizer, **how)
+            found = report.record.check
+            assert found is not None
+            assert wanted is not None
+            assert found.dense == wanted.dense
+            if method == "emp-wanda":
+                assert found == wanted
+            assert "held-out text: perplexity " in repr(report)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    report = prune_model(model, "magnitude")
+    assert report.record.check is None
+    assert repr(report).splitlines()[-1].startswith("damage not measured: give data")
 
 
 def test_where_nothing_is_measured(

@@ -98,6 +98,7 @@ def test_a_recipe_of_the_users_own(tmp_path: Path) -> None:
         ("samples = true", "samples: expected int, got bool"),
         ("seqlen = -5", "seqlen must be at least 1, got -5"),
         ('join = ["a"]', "join: expected str, got array"),
+        ('split = "test"', "split has no effect on prose.txt"),
         ("samples =", "cannot be read as TOML"),
     ],
 )
@@ -117,6 +118,9 @@ def test_wrong_fields_of_a_recipe(tmp_path: Path, line: str, told: str) -> None:
         ("stream=yes", "stream: expected bool, got str"),
         ("smaples=1", "field of dataset, "),
         ("samples", "expected field=value"),
+        ("file=a.txt,split=test", "split has no effect on a.txt"),
+        ("file=a.txt,column=body", "column has no effect on a.txt"),
+        ("file=a.jsonl,column=body,config=b", "config has no effect on a.jsonl"),
     ],
 )
 def test_wrong_changes(changes: str, told: str) -> None:
@@ -129,7 +133,7 @@ def test_wrong_fields_on_the_command_line(
 ) -> None:
     for options, told in (
         (("--calibration", "wikitext2,samples=0"), "samples must be at least 1, got 0"),
-        (("--samples", "0"), "'--samples': "),
+        (("--samples", "0"), "--samples must be at least 1, got 0"),
     ):
         done = command(
             "calibrate", "--model", models("llama"), "--output", "norms", *options, code=2

@@ -181,6 +181,9 @@ def test_integer_scores_and_scalars() -> None:
         (lambda: effective_mask(torch.ones(3), beta=0), "beta must be a number above 0"),
         (lambda: effective_number(torch.ones(3), order=-1), "order must be a number >= 0"),
         (lambda: effective_mask(torch.ones(0)), "empty"),
+        (lambda: effective_number([1, 2, 3]), r"scores must be a tensor.*list.*as_tensor"),  # type: ignore[arg-type]
+        (lambda: effective_mask(np.ones(3)), "got a value of type ndarray"),  # type: ignore[arg-type]
+        (lambda: loss_change_bound([1.0], 1.0), "weights must be a tensor"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_input_is_named(call: Callable[[], Tensor], says: str) -> None:

@@ -379,8 +379,13 @@ def test_experts_that_no_token_reached_are_named(make: Any, tmp_path: Path) -> N
         ),
         ({"pattern": "2:4", "method": "reap"}, "--pattern does not go with --structure"),
         ({"keep_shapes": True, "beta": 0.5}, "has no bias, so that no expert can be closed in it"),
+        ({}, "--structure experts: say how much goes, by --sparsity, --parameters, --memory or"),
+        ({"structure": "layers", "method": "cosine"}, "--structure layers: say how much goes"),
         ({"memory": "10kB"}, "--memory 10kB: what cannot be removed has"),
         ({"memory": "1GB"}, "--memory 1GB: the dense model has"),
+        ({"memory": "50%"}, "'50%' is not a size such as 24GB or 20GiB. A share is --sparsity 50%"),
+        ({"memory": "24"}, "--memory 24 has no unit. Did you mean 24GB?"),
+        ({"parameters": "6"}, "--parameters 6 has no unit. Did you mean 6B?"),
         ({"memory": "many"}, "--memory 'many' is not a size such as 24GB"),
         (
             {"memory": "100kB", "sparsity": 0.5},
@@ -408,7 +413,7 @@ def test_bad_input(options: dict[str, Any], message: str, make: Any, tmp_path: P
 
 def test_a_dense_model_has_no_experts(models: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LlamaForCausalLM has no routed experts"):
-        prune(models("llama"), output=tmp_path / "out", structure="experts", **SHORT)
+        prune(models("llama"), output=tmp_path / "out", structure="experts", beta=1, **SHORT)
 
 
 def test_a_size_in_place_of_a_sparsity(make: Any, models: Any, tmp_path: Path) -> None:
@@ -486,6 +491,8 @@ def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
         str(make("mixtral")),
         "--structure",
         "experts",
+        "--beta",
+        "1",
         "--output",
         "two",
         *text,
@@ -493,7 +500,7 @@ def test_two_ranks_choose_the_same_experts(make: Any, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     done = launch(2, tmp_path, tmp_path / "logs", *line)
     assert done.codes == [0, 0], done.error
-    prune(make("mixtral"), output=tmp_path / "alone", structure="experts", **SHORT)
+    prune(make("mixtral"), output=tmp_path / "alone", structure="experts", beta=1, **SHORT)
     one, two = (
         load_file(tmp_path / name / "emp_llm" / "structure.safetensors")
         for name in ("two", "alone")

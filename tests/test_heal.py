@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,6 +258,31 @@ def test_a_killed_healing_resumes(
     prune(models(family), output=tmp_path / "killed" / "out", **how)
     assert len(visits) == STEPS - 2
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("healer", ["prune", "heal"])
+def test_a_healing_resumes_with_its_seed(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    healer: str,
+) -> None:
+    """The seed orders the sequences, also those of a text that is not shuffled."""
+    source = models("llama")
+    how: dict[str, Any] = given | {"output": tmp_path / "out", "heal_steps": STEPS}
+    call: Callable[..., Any] = partial(prune, source, method="magnitude", heal=True, **how)
+    if healer == "heal":
+        prune(source, method="magnitude", output=tmp_path / "plain")
+        call = partial(heal, tmp_path / "plain", dense=str(source), **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(healing._Healer, "step", kill_in_step(3))
+        with pytest.raises(_Killed):
+            call()
+    with pytest.raises(UserError, match=r"holds the work of an unfinished run with .*seed"):
+        call(seed=1)
+    assert (tmp_path / ".out.partial" / "healing" / "step-2").is_dir()
+    call(seed=0)
 
 
 def test_checkpoints_are_written_beside_the_training_of_a_gpu(
@@ -544,7 +570,8 @@ def test_experts_heal(
     """On a processor without products of bfloat16."""
     monkeypatch.setattr(machine, "cpu_fields", lambda: {"flags": "sse2 avx2 f16c"})
     assert not machine.has_bfloat16(torch.device("cpu"))
-    how = {"structure": "experts", "method": "reap", "heal": True, "heal_steps": STEPS, "seed": 7}
+    how = {"structure": "experts", "sparsity": 0.5, "method": "reap"}
+    how |= {"heal": True, "heal_steps": STEPS, "seed": 7}
     report = prune(models("mixtral"), output=tmp_path / "out", **given, **how)
     assert isinstance(report, RunReport)
     assert report.healing is not None

@@ -292,7 +292,9 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
 
 def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), ["a text"])
-    assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
+    assert "data has no effect: method emp-magnitude needs none" in caplog.text
+    masks_of(load(models("llama")), recipe_of(method="emp-magnitude"), samples=3)
+    assert "samples and seqlen have no effect: method emp-magnitude needs none" in caplog.text
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
         prune_model(models("llama"), recipe_of(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
     with pytest.raises(
@@ -374,11 +376,31 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "strings": (on_llama(iter(["a"])), "a batch is str"),
     "no tokenizer": (on_llama(["a text"]), "a? ?texts? needs? a tokenizer"),
     "short": (on_llama(["a"], tokenized=True, **GIVEN), "too few for 4 samples x"),
+    "few": (
+        on_llama(["a b c"], tokenized=True),
+        r"tokens, too few for 1 sample x 128 tokens\. Give more text, or a smaller .*seqlen",
+    ),
+    "long": (
+        on_llama(["a " * 999], tokenized=True, seqlen=200),
+        "seqlen 200 is longer than the model's context of 128 tokens",
+    ),
+    "few ids": (
+        on_llama(torch.ones(3, 8, dtype=torch.int64), samples=4),
+        r"of shape \[3, 8\], too few for 4 samples x 8 tokens\. Give more",
+    ),
+    "short ids": (
+        on_llama(torch.ones(3, 8, dtype=torch.int64), seqlen=9),
+        "too few for 3 samples x 9 tokens",
+    ),
+    "long ids": (
+        on_llama(torch.ones(1, 200, dtype=torch.int64)),
+        "seqlen 200 is longer than the model's context of 128 tokens",
+    ),
     "template": (on_llama(CONVERSATION, tokenized=True), "no chat template"),
     "floats": (on_llama(torch.rand(3, 4)), "token ids are integers"),
     "nothing matches": (
         lambda _: prune_model(Net(), recipe_of(method="magnitude", targets="q_proj")),
-        "match nothing",
+        "matches no layer",
     ),
     "beta": (lambda _: recipe_of(method="magnitude", beta=0.5), "beta does not go with"),
     "nan": (

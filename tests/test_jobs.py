@@ -97,6 +97,8 @@ def study_of(folder: Path, *jobs: Job) -> Path:
         ({"command": "emp-llm prune 'x"}, "a quotation mark must be closed"),
         ({"output": "a/../../b"}, "within the study's folder"),
         ({"needs": {"memory_gb": -1}}, "needs.memory_gb"),
+        ({"needs": {"gpu": 1}}, "needs: unknown field gpu; .* Did you mean gpus"),
+        ({"aftr": ["first"]}, "unknown field aftr; .* Did you mean after"),
         ({"format": "emp-llm job 9"}, "Upgrade emp-llm"),
     ],
 )

@@ -261,12 +261,29 @@ def test_the_lines_of_the_command(tmp_path: Path, command: Any) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_too_little_for_a_single_unit(tmp_path: Path, command: Any) -> None:
+    """Points at which rounding keeps all neurons are not told as beyond the budget; nor can their
+    runs be resumed.
+    """
+    line = ["prune", DEMO, "--calibration", "demo", "--samples", 8, "--seqlen", 64, "--quiet"]
+    line += ["--structure", "neurons", "--method", "magnitude", "--width-multiple", 64]
+    found = command(*line, "--loss", "0.01%", "--output", tmp_path / "out", code=2)
+    assert "--loss 0.01% removes nothing: up to " in found.stderr
+    assert "% all neurons stay, and the least that was removed goes beyond it" in found.stderr
+    assert "or lower --width-multiple." in found.stderr
+    assert "+0.00" not in found.stderr
+    assert "resumes" not in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ({"loss": "0"}, "nothing can be removed"),
         ({"loss": "-1%"}, "is not a rise such as 2%"),
         ({"loss": "much"}, "is not a rise such as 2%"),
+        ({"loss": "2"}, "is a rise of 639%. Did you mean 2%? The largest without % is 0.3."),
+        ({"loss": "0.31"}, "Did you mean 0.31%?"),
         ({"sparsity": 0.3}, "leave out --sparsity"),
         ({"beta": 0.5}, "leave out --beta"),
         ({"match": "out", "method": "wanda"}, "leave out --match"),
@@ -372,6 +389,7 @@ def test_measure_what_can_go(tmp_path: Path) -> None:
     [
         ({"loss": "no"}, "--loss 'no' is not a rise such as 2% of the perplexity"),
         ({"loss": "1%,"}, "expected values separated by commas"),
+        ({"loss": "1%,2"}, "--loss 2: .* Did you mean 2%"),
         ({"loss": "0%"}, "nothing can be removed without a rise"),
         ({"loss": "1%", "samples": 10_000}, "too short for 10000 samples"),
         (

@@ -136,7 +136,7 @@ def test_deep_models_fit_the_table() -> None:
         ({"orders": "-2"}, "--order must be"),
         ({"betas": "0.5,much"}, "--betas '0.5,much': expected numbers"),
         ({"betas": "0,1"}, "--beta must be a number above 0"),
-        ({"targets": "w9"}, "--targets 'w9' match nothing"),
+        ({"targets": "w9"}, "--targets 'w9' matches no layer"),
         ({"activations": Path("absent.safetensors")}, "no such activations file"),
     ],
 )

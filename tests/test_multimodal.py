@@ -404,7 +404,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a layer of another tower": (
         "llava",
         ["--targets", "fc1"],
-        r"'fc1' match no layer of the "
+        r"'fc1' matches no layer of the "
         r"language tower.*--tower all",
     ),
     "two lists": (

@@ -23,9 +23,10 @@ import emp_llm
 from emp_llm import prune as prune_module
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
+from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import check_options
 from emp_llm.prune import prune
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import RunReport, read_report
 from emp_llm.unpack import unpack
 from emp_llm.verify import verify
 
@@ -83,8 +84,13 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
         (
             "magnitude",
             {"calibration": "c4", "samples": 9, "resumable_calibration": False},
-            "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude "
-            "needs no activations.",
+            "warning: --no-resumable-calibration has no effect: method magnitude needs no "
+            "activations.",
+        ),
+        (
+            "magnitude",
+            {"calibration": "c4", "samples": 9, "check": False},
+            "--calibration, --samples have no effect: method magnitude needs no activations.",
         ),
         (
             "emp-magnitude",
@@ -460,6 +466,23 @@ def test_env_names_versions_processor_and_kernels(command: Run) -> None:
     assert {"processor", "instructions", "cores", "memory", "GPUs", "masks", "runtime"} <= set(told)
     assert told["masks"] in ("compiled", "torch")
     assert any(word in told["runtime"] for word in ("AVX-512", "AVX2", "torch"))
+
+
+def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None:
+    """In every option that takes a number, and in lists of numbers."""
+    line = ("prune", models("llama"), "--method", "magnitude", "--output", tmp_path / "out")
+    command(*line, "--sparsity", "28.7%")
+    assert read_report(tmp_path / "out").recipe.sparsity == 0.287
+    assert parse_numbers("50%, 0.5,7%", "--sparsities") == [0.5, 0.5, 0.07]
+    for wrong in ("half", "%", "5%%"):
+        done = command(*line, "--sparsity", wrong, code=2)
+        assert done.stderr == f"error: --sparsity must be a number, got {wrong!r}.\n"
+    for flag, wrong, told in (
+        ("--samples", "1.5", "--samples must be a whole number, got '1.5'."),
+        ("--samples", "0", "--samples must be at least 1, got 0."),
+        ("--group", "rows", "--group 'rows' is not one of row, matrix, all. Did you mean row?"),
+    ):
+        assert command(*line, flag, wrong, code=2).stderr == f"error: {told}\n"
 
 
 def test_a_sparsity_in_percent_and_a_sparsity_of_nothing(

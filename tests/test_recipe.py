@@ -31,11 +31,21 @@ from emp_llm import (
     recipe_of,
 )
 from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.update.update import Search
 
 
 def row_share(weight: Any, inputs: Any) -> Any:
     """A criterion."""
     return weight.abs() * inputs.norms
+
+
+class Mine(Search):
+    """An update that the package does not know."""
+
+    name = "mine"
+
+    def solve(self, *_: Any) -> Any:
+        raise NotImplementedError
 
 
 share = st.integers(0, 99).map(lambda number: number / 100)
@@ -59,6 +69,22 @@ fixed = st.one_of(
     ),
     st.builds(Match, st.just("run"), st.sampled_from(["total", "matrix"])),
 )
+# Any fields; the nodes refuse those that do not go together.
+any_effective = st.fixed_dictionaries(
+    {},
+    optional={
+        "beta": st.sampled_from([None, 0.5, 2.0]),
+        "order": st.sampled_from([0.0, 1.0, 2.0]),
+        "neff_dtype": st.sampled_from([None, "float64", "bfloat16"]),
+        "count_by": st.sampled_from(["own", "magnitude"]),
+        "sparsity": st.sampled_from([None, 0.0, 0.5]),
+    },
+)
+any_shares = st.one_of(
+    st.none(),
+    st.just(ByCost()),
+    st.builds(Owl, st.sampled_from([0.0, 0.08]), st.sampled_from([3.0, 5.0])),
+)
 refits = st.builds(
     Refit,
     weighting=st.sampled_from(["equal", "relative"]),
@@ -66,6 +92,7 @@ refits = st.builds(
     damping=st.sampled_from([None, 0.01, 1.0]),
 )
 some_refit = st.one_of(st.none(), refits)
+searches = st.one_of(st.builds(SparseGPT, refit=some_refit), st.builds(Admm, refit=some_refit))
 targets = st.builds(
     Targets,
     st.sampled_from(["mlp", "all-linear", ["up_proj", "q_proj"]]),
@@ -89,7 +116,7 @@ recipes = st.one_of(
         Recipe,
         score=st.just(Magnitude()),
         counts=fixed,
-        update=st.one_of(st.builds(SparseGPT, refit=some_refit), st.builds(Admm, refit=some_refit)),
+        update=searches,
         heal=heals,
     ),
     st.builds(
@@ -105,6 +132,30 @@ recipes = st.one_of(
         group=st.sampled_from(["row", "matrix", "all"]),
     ),
 )
+
+
+@given(
+    scores,
+    st.one_of(
+        any_effective.map(lambda fields: lambda: Effective(**fields)),
+        st.builds(lambda *fields: lambda: Share(*fields), share, any_shares),
+        fixed.map(lambda counts: lambda: counts),
+    ),
+    st.sampled_from(["row", "matrix", "all"]),
+    st.one_of(some_refit, searches),
+    heals,
+)
+def test_what_is_not_refused_is_recorded(
+    score: Any, counts: Callable[[], Any], group: Any, update: Any, heal: Any
+) -> None:
+    """Of all scores with all counts and updates, and of all pairs of fields."""
+    try:
+        recipe = Recipe(score=score, counts=counts(), group=group, update=update, heal=heal)
+    except UserError:
+        return
+    options = RecipeOptions.of(recipe)
+    options.check()
+    assert options.tree == recipe
 
 
 @given(recipes)
@@ -131,6 +182,8 @@ def test_defaults_are_the_papers() -> None:
     assert paper == Recipe(score=Wanda(), counts=Effective(beta=1, order=2), group="row")
     assert (paper.method, paper.needs_activations, paper.moves) == ("emp-wanda", True, False)
     assert recipe_of("wanda") == Recipe(counts=Share(0.5))
+    assert recipe_of("emp-admm") == Recipe(update=Admm())
+    assert recipe_of("emp-admm") == Recipe(score=Magnitude(), update=Admm())
     assert recipe_of("wanda", pattern="2:4") == Recipe(counts=Pattern(2, 4))
     assert recipe_of("wanda", shares="owl") == Recipe(counts=Share(0.5, Owl()))
     assert recipe_of("emp-relative").counts == Effective(count_by="magnitude")
@@ -147,11 +200,14 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Recipe(score="wanda"), "score must be of type Score, got 'wanda'"),
-        (lambda: Recipe(counts=0.5), "counts must be of type Counts, got 0.5"),
-        (lambda: Recipe(update="refit"), "update must be of type Update, got 'refit'"),
-        (lambda: Recipe(heal=True), "heal must be of type Heal, got True"),
-        (lambda: Recipe(targets="mlp"), "targets must be of type Targets, got 'mlp'"),
+        (lambda: Recipe(score="wanda"), r"of type Score, got 'wanda'\. Write Wanda\(\)\."),
+        (lambda: Recipe(counts=0.5), r"of type Counts, got 0.5. Write Share\(0\.5\)"),
+        (lambda: Recipe(update="refit"), r"of type Update, got 'refit'\. Write Refit\(\)"),
+        (lambda: Recipe(heal=True), r"heal must be of type Heal, got True. Write Heal\(\)"),
+        (lambda: Recipe(targets="mlp"), r"got 'mlp'. Write Targets\('mlp'\)"),
+        (lambda: Recipe(score=Ria), r"Write Ria\(\)"),
+        (lambda: Recipe(score="admm"), r"Write update=Admm\(\)"),
+        (lambda: Recipe(counts=[1]), r"got \[1\]\. Write Share\(0\.5\)"),
         (lambda: Recipe(group="rows"), "group 'rows' is not one of row, matrix, all"),
         (lambda: Effective(beta=0), "beta must be a number above 0"),
         (lambda: Effective(beta="1"), "beta must be a number, got '1'"),
@@ -184,6 +240,23 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         ),
         (lambda: Recipe(score=Magnitude(), counts=Share(0.5, Owl())), "magnitude needs none"),
         (lambda: Recipe(counts=Share(0.5, Owl()), group="all"), "shares owl fixes"),
+        (
+            lambda: Recipe(score=Wanda(), update=Admm()),
+            r"update Admm counts by magnitudes; give score=Magnitude\(\), or leave the score out",
+        ),
+        (
+            lambda: Recipe(score=Ria(), counts=Share(0.5, Owl()), update=SparseGPT()),
+            r"update SparseGPT counts by magnitudes",
+        ),
+        (lambda: Recipe(update=Mine()), "update Mine is not known by its name.*SEARCHES"),
+        (lambda: Effective(beta=2, sparsity=0.5), "sparsity finds the beta; leave out beta"),
+        (
+            lambda: Effective(sparsity=0.5, neff_dtype="bfloat16"),
+            "sparsity finds the beta; leave out neff_dtype",
+        ),
+        (lambda: Owl(owl_lambda=-3), "owl.lambda must be at least 0 and below 1, got -3"),
+        (lambda: Own(row_share, named="other"), "named is for a module or a file"),
+        (lambda: Own("scores.py"), "scores.py names no function"),
         (lambda: Recipe(update=SparseGPT()), "shares the weights of a matrix among its rows"),
         (
             lambda: Recipe(score=Magnitude(), counts=Share(), group="matrix", update=SparseGPT()),

@@ -359,6 +359,10 @@ def test_faults_keep_finished_work(
         with pytest.raises(UserError, match=match) as caught:
             prune(**unfinished)
     assert ".out.partial; the same command resumes" in caplog.text + str(caught.value)
+    caplog.clear()
+    with pytest.raises(UserError, match="holds the work of an unfinished run with"):
+        prune(**unfinished | {"beta": 1.5})
+    assert "the same command resumes" not in caplog.text
     prune(**unfinished)
 
 

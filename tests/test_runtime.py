@@ -246,6 +246,9 @@ def test_it_is_a_linear_layer() -> None:
         for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to("cpu")):
             assert torch.equal(same(x), layer(x))
     assert layer(x.double()).dtype == torch.float64
+    doubled = copy.deepcopy(layer).double()  # its weights stay in float32
+    assert torch.equal(doubled(x.double()), layer(x).double())
+    assert torch.equal(doubled.state_dict()["weight"], weight)
     half_weight = sparse_matrix(8, 64, 0.5, torch.bfloat16)
     wide = torch.randn(1, 64)
     check_product(SparseLinear(pack_rows(half_weight)).float()(wide), wide, half_weight.float())
@@ -392,7 +395,7 @@ def test_zstd_float16_and_damage(tmp_path: Path) -> None:
         ("generate --model {} --prompt a --chat", "has none. Leave it out"),
         ("generate --model {} --prompt a --max-new-tokens 200", "the model's 128 positions"),
         ("generate --model {} --prompt a --top-p 0.5", "no effect at temperature 0"),
-        ("generate --model {} --prompt a --temperature -1", "Invalid value for '--temperature'"),
+        ("generate --model {} --prompt a --temperature -1", "--temperature must be at least 0"),
         (
             "generate --model {} --prompt a --device tpu",
             "--device 'tpu' is not auto, cpu, cuda or cuda:N",

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -181,3 +182,21 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
     assert (
         len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
     )
+    with pytest.raises(UserError, match=r"--blocks layers has no effect\. Leave it out"):
+        Architecture.of_checkpoint(Checkpoint(folder), "layers", names_suffice=True)
+
+
+def test_lists_of_targets_are_unions(models: Models) -> None:
+    """Words for parts of a model stand in lists, beside names."""
+    architecture = Architecture.of_checkpoint(Checkpoint(models("llama")))
+
+    def names(*scope: Any) -> list[str]:
+        return [target.name for target in architecture.select(*scope)]
+
+    everything = names("all-linear")
+    assert names("mlp,attention") == names(["attention", "mlp"]) == everything
+    assert names("attention,up_proj", "q_proj") == [
+        name for name in everything if name.endswith(("k_proj", "v_proj", "o_proj", "up_proj"))
+    ]
+    assert names("all-linear", "attention") == names("mlp")
+    assert names("mlp,lm_head") == [*names("mlp"), "lm_head"]

@@ -195,6 +195,7 @@ def test_layers_by_a_pattern_are_refused_before_the_calibration(
             str(make("jamba")),
             output=tmp_path / "out",
             structure="layers",
+            sparsity=0.5,
             calibration=str(text),
             samples=8,
             seqlen=32,
@@ -208,7 +209,7 @@ def test_blocks_that_share_weights_are_refused_with_advice_that_helps(
 ) -> None:
     how: dict[str, Any] = {"method": "magnitude"}
     if structure == "layers":
-        how = {"calibration": str(text), "samples": 8, "seqlen": 32}
+        how = {"sparsity": 0.5, "calibration": str(text), "samples": 8, "seqlen": 32}
     with pytest.raises(UserError, match=r"share it, so .*Leave out --structure to prune weights"):
         prune(str(make("zamba2")), output=tmp_path / "out", structure=structure, **how)
     assert os.listdir(tmp_path) == []

@@ -635,3 +635,37 @@ def _plain_units(size: int, block: int) -> Neurons:
     stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
     output = Target(layer, Matrix(stored))
     return Neurons.of(output, columns, {})
+
+
+def test_neurons_that_rounding_keeps_are_told(
+    models: Any, text: Path, tmp_path: Path, command: Any
+) -> None:
+    """In the warnings of a run, and in the plan of one."""
+    source = models("llama")
+    line = ["prune", source, "--structure", "neurons", "--output", tmp_path / "out"]
+    magnitude = ["--method", "magnitude", "--sparsity"]
+    width = json.loads((source / "config.json").read_text())["intermediate_size"]
+    multiple = ["--width-multiple", width // 2 + 8]
+    planned = command(*line, *magnitude, 0.25, "--width-multiple", width // 8, "--dry-run").stdout
+    assert "go in place of" not in planned
+    wanda = ["--method", "wanda", "--calibration", text, "--samples", 4, "--seqlen", 32]
+    nothing = command(*line, *wanda, "--sparsity", 0.25, *multiple, code=2).stderr
+    assert "nothing is removed" in nothing
+    assert "resumes" not in nothing
+    assert not list(tmp_path.iterdir()), "what other options would have to discard"
+    planned = command(*line, *magnitude, 0.6, *multiple, "--dry-run").stdout
+    report = prune(
+        source,
+        structure="neurons",
+        method="magnitude",
+        sparsity=0.6,
+        width_multiple=multiple[1],
+        output=tmp_path / "out",
+    )
+    assert isinstance(report, RunReport)
+    (told,) = report.warnings
+    assert f"a multiple of {multiple[1]} in each layer, by --width-multiple" in told
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"]
+    assert kept == multiple[1]
+    assert f"So {2 * (width - multiple[1])} go in place of " in told
+    assert told in planned

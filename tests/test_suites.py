@@ -77,6 +77,9 @@ def test_wrong_suite_names() -> None:
         find_suite("papers")
     with pytest.raises(UserError, match=r"the suite has no text.*leave out 'seqlen=5'"):
         find_suite("harness-wikitext,seqlen=5")
+    for wrong in ("samples=2", "generate=true"):
+        with pytest.raises(UserError, match=rf"{wrong.partition('=')[0]} has no effect.*limit=N"):
+            find_suite(f"demo,{wrong}")
     for wrong in ("demo,limit=0", "demo,limit=many", "demo,limit", "demo,limit=²"):
         with pytest.raises(UserError, match="limit"):
             find_suite(wrong)

@@ -25,6 +25,7 @@ from emp_llm.calibration.texts import (
     Messages,
     calibration_corpora,
     chat_text,
+    check_length,
     for_model,
     generates,
     messages_in,
@@ -51,6 +52,7 @@ from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 
 IN_MEMORY = "data in memory"  # the name of the text in records
+_LENGTH = 2048  # tokens in a sequence of data in memory, if neither option nor model says less
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
 FURTHER = 8  # sequences after those of a calibration, which a run is checked on
@@ -511,26 +513,28 @@ def data_in_memory(
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))
         return read_text(named, _tokenizer(tokenizer), config)
+    context = max_context(config)
     if isinstance(data, Tensor):
-        return _text_of_ids(data, options)
+        return _text_of_ids(data, options, context=context)
     if isinstance(data, Mapping):
         raise UserError(
             "data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe."
         )
     if _text_of_row(_first_row(data)) is None:
         return None
-    length = min(options.seqlen or 2048, max_context(config) or 2048)
-    wanted = math.inf if options.samples is None else options.samples * length
+    length = options.seqlen or min(_LENGTH, context or _LENGTH)
+    check_length(length, context)
+    wanted = math.inf if options.samples is None else (options.samples + FURTHER) * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
     tokenizer = _tokenizer(tokenizer)
     ids = _ids(rows, tokenizer, "data", wanted)
     corpus = for_model(_IN_MEMORY, config, tokenizer)
     cut = sequences(torch.tensor(ids), length, begin_token(corpus.bos, tokenizer))
-    whole = [row for row in cut if row.numel() == cut[0].numel()][: options.samples]
+    whole = [row for row in cut if row.numel() == length]
     if len(whole) < (options.samples or 1):
         raise UserError(
-            f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x "
-            f"{length} tokens."
+            f"data: {len(ids)} tokens, too few for {count_of(options.samples or 1, 'sample')} x "
+            f"{length} tokens. Give more text, or a smaller --seqlen or --samples."
         )
     return _text_of_ids(torch.stack(whole), options, corpus)
 
@@ -564,7 +568,10 @@ def _tokenizer(given: Any) -> Any:
 
 
 def _text_of_ids(
-    ids: Tensor, options: CalibrationOptions, corpus: Corpus = _IN_MEMORY
+    ids: Tensor,
+    options: CalibrationOptions,
+    corpus: Corpus = _IN_MEMORY,
+    context: int | None = None,
 ) -> CalibrationText:
     if (
         ids.is_floating_point()
@@ -576,6 +583,18 @@ def _text_of_ids(
             f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers "
             "of shape (samples, length)."
         )
-    ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
-    corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
-    return CalibrationText([corpus], ids, None)
+    ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])
+    samples = options.samples or ids.shape[0]
+    length = options.seqlen or ids.shape[1]
+    if samples > ids.shape[0] or length > ids.shape[1]:
+        raise UserError(
+            f"data: token ids of shape {list(ids.shape)}, too few for "
+            f"{count_of(samples, 'sample')} x {length} tokens. Give more, or a smaller --seqlen or "
+            "--samples."
+        )
+    check_length(length, context)
+    corpus = msgspec.structs.replace(corpus, samples=samples, seqlen=length)
+    further = ids[samples : samples + FURTHER, :length]
+    return CalibrationText(
+        [corpus], ids[:samples, :length], None, further if len(further) else None
+    )

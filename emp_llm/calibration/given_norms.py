@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OF_NORMS = tuple(field.name for field in fields(NormOptions))
+_OF_TEXT = {"calibration", "samples", "seqlen", "seed"}
 _OF_PASSES = tuple(field.name for field in fields(QuantizationOptions))  # of prune
 
 
-def given_norms(options: NormOptions, recipe: Recipe, given: GivenOptions) -> "Activations | None":
+def given_norms(
+    options: NormOptions, recipe: Recipe, given: GivenOptions, checks: bool = False
+) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect, of the
     `given` ones, are logged.
+
+    Args:
+        checks: a text that is given checks the run, also if the recipe needs none.
     """
+    if checks and options.calibration is not None:
+        given = GivenOptions(given - _OF_TEXT)
     if not recipe.needs_activations:
         unused = _flags(
             options,

@@ -16,8 +16,8 @@ alone.
 import logging
 import re
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -98,14 +98,19 @@ def calibration_corpora(
         number, rest = divmod(total, len(names))
         numbers = [number + rest, *[number] * (len(names) - 1)]
     length = seqlen or _common_length(corpora, context)
-    if context is not None and length > context:
-        raise UserError(
-            f"--seqlen {length} is longer than the model's context of {context} tokens."
-        )
+    check_length(length, context)
     return [
         replace(corpus, samples=number, seqlen=length)
         for corpus, number in zip(corpora.values(), numbers, strict=True)
     ]
+
+
+def check_length(length: int, context: int | None) -> None:
+    """Raise UserError for sequences longer than a model's context; None: unknown."""
+    if context is not None and length > context:
+        raise UserError(
+            f"--seqlen {length} is longer than the model's context of {context} tokens."
+        )
 
 
 def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
@@ -203,9 +208,10 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
         changes: "field=value,field=value"; may be empty.
 
     Raises:
-        UserError: a field is unknown, or its value is wrong.
+        UserError: a field is unknown or without effect, or its value is wrong.
     """
     values: dict[str, Any] = msgspec.to_builtins(corpus)
+    given: list[str] = []
     for change in filter(None, changes.split(",")):
         key, equals, value = map(str.strip, change.partition("="))
         if key == "image":
@@ -216,10 +222,13 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
         if key not in FIELDS or not equals:
             raise UserError(
                 f"{change!r} after the comma: expected field=value with a field of "
-                f"{', '.join(FIELDS)}."
+                f"{', '.join(FIELDS)}.{did_you_mean(key, FIELDS)}"
             )
         values[key] = value
-    return converted(values, Corpus, quotable(changes), strict=False).check(changes)
+        given.append(key)
+    corpus = converted(values, Corpus, quotable(changes), strict=False).check(changes)
+    _check_used(given, corpus, changes)
+    return corpus
 
 
 def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
@@ -230,10 +239,26 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
         path: the path of that file. A relative `file` starts at its folder.
 
     Raises:
-        UserError: a field is unknown, or its value is wrong.
+        UserError: a field is unknown or without effect, or its value is wrong.
     """
     corpus = converted(values, Corpus, str(path)).check(str(path))
+    _check_used(values, corpus, str(path))
     return corpus if corpus.file is None else replace(corpus, file=str(path.parent / corpus.file))
+
+
+def _check_used(given: Iterable[str], corpus: Corpus, where: str) -> None:
+    """Raise UserError for a field that a text in a file does not use."""
+    if corpus.file is None:
+        return
+    unused = ["dataset", "config", "split"]
+    if corpus.file.endswith(".txt"):
+        unused += ["column", "stream", "shuffle"]
+    name = next((name for name in given if name in unused), None)
+    if name is not None:
+        raise UserError(
+            f"{quotable(where)}: {name} has no effect on {PurePath(corpus.file).name}. Leave it "
+            "out."
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -37,7 +37,16 @@ from emp_llm.checkpoint.files import (
     write_json,
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
-from emp_llm.common.errors import UserError, format_bytes, quotable, reason, shortened_list
+from emp_llm.common.errors import (
+    NothingRemovedError,
+    ReadError,
+    UserError,
+    format_bytes,
+    quotable,
+    reason,
+    shortened_list,
+)
+from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.paths import (
     CARD_MARK,
     CARD_NAME,
@@ -173,6 +182,8 @@ class OutputFolder:
         if not ranks().main:
             return
         with contextlib.suppress(OSError):
+            if isinstance(error, NothingRemovedError):  # other settings need other work
+                self.forget()
             self._close()
         if not self.path.exists():
             for folder in reversed(self._created):
@@ -549,11 +560,14 @@ def describe_difference(old: Any, new: Any) -> str | None:
 
 
 def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> None:
-    """After an error: raise the sentence for a failing disk, or say how to resume."""
+    """After an error: raise the sentence for a failing disk, or say how to resume. After a refusal
+    of what was asked for, the same command would end in the same way.
+    """
     explanation = explain_disk_error(error, path, kept)
     if explanation is not None:
         raise explanation from error
-    if error is not None and (sentence := how_to_resume(kept)):
+    refused = isinstance(error, UserError) and not isinstance(error, ReadError | OutOfMemory)
+    if error is not None and not refused and (sentence := how_to_resume(kept)):
         logger.warning("%s", sentence)
 
 

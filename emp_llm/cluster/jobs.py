@@ -26,13 +26,14 @@ from msgspec import Meta
 
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import FileLock, holder_of
-from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.errors import UserError, did_you_mean, quotable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.ranks import LOST_CODE, RESUMES
 from emp_llm.records.base import FileRecord, Part, read_record, record_of
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
+_FORMER_NEEDS = ("nodes", "processes", "gpu_gb", "disk_gb")  # in plans of version 0.2
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 
 Number = Annotated[int, Meta(ge=1)]
@@ -127,6 +128,8 @@ def _job(line: str, where: str) -> Job:
     if not isinstance(values, dict):
         raise UserError(f"{where}: a line must be a JSON object with the fields of a job.")
     job = record_of(values, Job, where)
+    _check_keys(values, Job, where)
+    _check_keys(values.get("needs", {}), Needs, f"{where}: needs")
     if _ID.fullmatch(job.id) is None:
         raise UserError(
             f"{where}: id {quotable(job.id)} must be of letters, digits, dots, hyphens "
@@ -144,6 +147,17 @@ def _job(line: str, where: str) -> Job:
             f"{where}: output {quotable(job.output)} must be a path within the study's folder."
         )
     return job
+
+
+def _check_keys(values: dict[str, Any], kind: type[Part], where: str) -> None:
+    """Raise UserError for a key that has no meaning: a misspelt one would be without effect."""
+    known = kind.__struct_fields__
+    unknown = next((key for key in values if key not in (*known, *_FORMER_NEEDS)), None)
+    if unknown is not None:
+        raise UserError(
+            f"{where}: unknown field {quotable(unknown)}; there are {', '.join(known)}."
+            f"{did_you_mean(unknown, known)}"
+        )
 
 
 def _in_order(jobs: list[Job], path: Path) -> list[Job]:

@@ -77,6 +77,7 @@ _GROWTH = 1.2  # the rise of a run, as a power of that of the masks
 _AIM = 0.95  # of the budget, for a run that cannot be repeated
 _CAREFUL = 0.75  # for one after one that went beyond it
 _MOST_RUNS = 4
+_MOST_NATS = 0.3  # as a budget without "%": a rise of 35 %
 _RUINED = 700.0  # nats: the rise of a model whose loss is not finite
 _OWN = ("*curve.json*", "*activations.safetensors*", "calibration", "checkpoint", "*removed-*")
 
@@ -106,6 +107,12 @@ class LossBudget:
         nats = math.log1p(number / 100) if match[2] else number
         if not nats > 0:
             raise UserError(f"--loss {text}: nothing can be removed without a rise; give more.")
+        if not match[2] and nats > _MOST_NATS:
+            rise = f"{100 * math.expm1(nats):,.0f}%" if nats < 20 else "far more than 100%"
+            raise UserError(
+                f"--loss {text}: a number without % is in nats per token, so this is a rise of "
+                f"{rise}. Did you mean {text}%? The largest without % is {_MOST_NATS:g}."
+            )
         return cls(f"--loss {text}", nats)
 
 
@@ -503,14 +510,22 @@ class _Search:
     def _nothing(self) -> UserError:
         """That even the least goes beyond the budget, with the curve."""
         points = sorted([*self._points().values(), *self._points(True).values()], key=_by_sparsity)
-        curve = "; ".join(point.words for point in points)
+        none = max((point.sparsity for point in points if point.removes_nothing), default=None)
+        curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
-        if self._pruning.recipe.structure is not None:
+        structure = self._pruning.recipe.structure
+        told = ""
+        if structure is not None:
             instead = "add --refit or --heal"
+            if none is not None:
+                told = f"up to {100 * none:.1f} % all {' and '.join(structure.kinds)} stay, and "
+            if none is not None and (structure.width_multiple or 1) > 1:
+                instead += ", or lower --width-multiple"
         return UserError(
-            f"{self._budget.flag} removes nothing: the least that was tried goes beyond it "
-            f"({curve}). Allow more, or {instead}."
+            f"{self._budget.flag} removes nothing: {told}the least that was "
+            f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more, or "
+            f"{instead}."
         )
 
     def by_masks(self) -> RunReport:

@@ -129,7 +129,8 @@ class PruneRun:
         if judged is not None:
             norms = judged.norms
         elif options.loss is None and not _sums_units(recipe):
-            norms = given_norms(options, recipe, given)
+            checks = options.check and options.evaluate is None
+            norms = given_norms(options, recipe, given, checks=checks)
         suite = None
         if options.evaluate is not None:
             from emp_llm.evaluation.suites import find_suite
@@ -172,6 +173,16 @@ class PruneRun:
         holds_out = self.options.loss is not None or self.by_cost is not None
         return holds_out or self.recipe.moves or self.sums_units or self.calibrates
 
+    @property
+    def checks(self) -> bool:
+        """Whether the run ends with a check of held-out text, if it has one."""
+        return self.options.check and self.suite is None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the run has a text: it needs one, or the user names one, which checks it."""
+        return self.reads_text or (self.checks and self.options.calibration is not None)
+
     @cached_property
     def quantization(self) -> Quantization | None:
         """Of the dense model while it is calibrated and checked."""
@@ -205,7 +216,7 @@ class PruneRun:
             return self.judged.tokens
         if self.by_cost is not None:
             return self.divided[1]
-        return self.text.further if self.reads_text else None
+        return self.text.further if self.has_text else None
 
     @cached_property
     def suite_data(self) -> "tuple[PreparedSuite, Measures | None] | None":
@@ -243,6 +254,8 @@ class PruneRun:
                 self.quantization,
             )
             made_of |= {"dtype": options.dtype, "device_map": options.device_map}
+            if self.recipe.heal is not None:
+                made_of["seed"] = options.seed  # of the order of the sequences
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
     @cached_property
@@ -322,7 +335,7 @@ class PruneRun:
                 of the suite is missing, or does not do; or a rank reads something else.
         """
         if self.judged is None:
-            check_wanted(self.options, self.given, self.reads_text)
+            check_wanted(self.options, self.given, self.has_text)
         if self.suite is None or not self.path.exists():  # else `awaits_evaluation` decides
             self.output().check_leftover(run_signature(self.checkpoint, self.recipe, None))
         _ = self.signature, self.held_out
@@ -472,7 +485,7 @@ class PruneRun:
         collective call.
         """
         tokens = self.held_out
-        if not self.options.check or self.suite is not None or tokens is None:
+        if not self.checks or tokens is None:
             return None
         from emp_llm.evaluation.perplexity import perplexity
         from emp_llm.models.loading import headless_class
@@ -544,6 +557,10 @@ class PruneRun:
             pruned = self.held_out_perplexity(out.files)
             self.models.free()
             report.check = None if pruned is None else CheckRecord(dense=dense, pruned=pruned)
+        if self.checks and not self.has_text:
+            report.unchecked = "give --calibration"
+        elif self.checks and self.held_out is None:
+            report.unchecked = "the text ends with the calibration; give fewer --samples"
         if norms is not None:
             report.calibration = norms.about
         elif self.reads_text:

@@ -168,6 +168,12 @@ def find_suite(name: str) -> Suite:
     corpus = None
     if file.perplexity is not None:
         corpus = with_changes(corpus_of(file.perplexity, path), changes)
+        if corpus.samples is not None or corpus.generate:
+            field = "generate" if corpus.generate else "samples"
+            raise UserError(
+                f"{name!r}: {field} has no effect on a text that is evaluated. Leave it out; "
+                ",limit=N shortens the text."
+            )
     elif changes:
         raise UserError(
             f"{name!r}: the suite has no text, so no field of one can be changed; "

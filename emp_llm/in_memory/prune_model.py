@@ -19,6 +19,7 @@ from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, default_modes
 from emp_llm.common.ranks import alone, device_alone
+from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.models.architecture import Target, check_calibrated
@@ -40,6 +41,7 @@ from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
 from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights
+from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.walk.checks import check_update
 from emp_llm.walk.moved import MovedWeights
@@ -103,6 +105,8 @@ def prune_model(
     with alone():
         plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
         report, moved = _decide(plain, recipe, calibration)
+        held_out = _held_out(plain, calibration)
+        before = _perplexity(plain, held_out)
     heal = recipe.heal
     dense = None if heal is None else copy.deepcopy(plain)
     report.masks.apply(plain)
@@ -130,6 +134,12 @@ def prune_model(
         )
         report.record.healing = healing
         report.record.warnings += healing_warnings(healing)
+    if before is None:
+        report.record.unchecked = "give data= of more sequences than samples="
+        return report
+    with alone():
+        after = _perplexity(plain, held_out)
+    report.record.check = None if after is None else CheckRecord(dense=before, pruned=after)
     return report
 
 
@@ -153,6 +163,8 @@ def masks_of(
     update = asked.update
     if update is not None and not update.searches:
         asked = replace(asked, update=None)
+    if data is not None and not (asked.needs_activations or asked.moves):
+        logger.warning("warning: data has no effect: method %s needs none.", asked.method)
     with alone():
         plain, calibration = _opened(model, _calibration_of(asked, data, tokenizer, **options))
         return _decide(plain, asked, calibration)[0].masks
@@ -220,10 +232,11 @@ def _calibration_of(
         recipe.check_propagated(activations)
     if data is not None and activations is not None and not recipe.moves:
         raise UserError("activations and data both give the norms; give only one of them.")
-    asked = any(value is not None for value in (data, activations, samples, seqlen))
-    if asked and not (recipe.needs_activations or recipe.moves):
+    unused = activations is not None or (data is None and (samples, seqlen) != (None, None))
+    if unused and not (recipe.needs_activations or recipe.moves):
         logger.warning(
-            "warning: the calibration data has no effect: method %s needs none.", recipe.method
+            "warning: activations, samples and seqlen have no effect: method %s needs none.",
+            recipe.method,
         )
     return _Calibration(data, tokenizer, text, activations, propagate)
 
@@ -388,6 +401,31 @@ def _norms(
     norms, tokens = norms_of_batches(model, layers, batches, statistics=recipe.statistics)
     about = msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens)
     return replace(norms, about=about)
+
+
+def _held_out(model: nn.Module, calibration: _Calibration) -> Tensor | None:
+    """The sequences of the data that follow those of the calibration; None if there are none, or
+    the model predicts no next token.
+    """
+    if not isinstance(model, PreTrainedModel) or is_encoder_decoder(model):
+        return None
+    if calibration.data is None or model.get_output_embeddings() is None:
+        return None
+    sequences = calibration.sequences(model)
+    return None if sequences is None else sequences.further
+
+
+def _perplexity(model: nn.Module, tokens: Tensor | None) -> PerplexityRecord | None:
+    """The perplexity of held-out sequences; None without any. A failure is logged."""
+    if tokens is None or not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        with in_evaluation_mode(model):
+            record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
+    except UserError as error:
+        logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
+        return None
+    return msgspec.structs.replace(record, seconds=0.0)
 
 
 def _moved(

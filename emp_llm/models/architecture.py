@@ -10,13 +10,13 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
-from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
+from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, shortened_list
 from emp_llm.models.layers import Layer, Purpose, Shape, Tower, named_tower, tower_of, within
 from emp_llm.models.names import (
     EMBEDDINGS,
@@ -49,7 +49,7 @@ _SCOPES: dict[str, tuple[Purpose, ...]] = {
 }
 _LONGEST = 2**31 - 1  # rows or columns, which kernels count in 32 bits
 _SECONDS = 2.0  # for one match of a user's expression
-_NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
+_NAMES_ONLY = re.compile(r"[\w.-]+(\s*,\s*[\w.-]+)*")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_part
         UserError: they hold more than half of the weights in blocks, and `allow_partial` is false.
     """
     share = coverage.unreachable_share_of_blocks
-    if targets not in ("mlp", "all-linear") or share < 0.01:
+    whole = any(part in (["mlp"], ["all-linear"]) for part in parts_of(targets))
+    if not whole or share < 0.01:
         return
     problem = (
         f"{100 * share:.0f} % of the weights in decoder blocks cannot be pruned "
@@ -169,6 +170,11 @@ class Architecture:
         except NoModelClassError as error:
             if not names_suffice:
                 raise
+            if blocks is not None:
+                raise UserError(
+                    f"{error} Its layers are derived from the names of its tensors, so --blocks "
+                    f"{blocks} has no effect. Leave it out."
+                ) from error
             logger.warning("%s Its layers are derived from the names of its tensors.", error)
             return by_names(checkpoint)
 
@@ -236,22 +242,21 @@ class Architecture:
         """The targets that match a specification, in the model's order.
 
         Args:
-            targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by
+            targets: "mlp", "attention", "all-linear" and name suffixes, as a list or separated by
                 commas; or a regular expression for the whole module name. Heads and embeddings
                 match only if their name is written out.
-            ignore: name suffixes or a regular expression of modules to leave out.
+            ignore: modules to leave out, in the same form.
             tower: the part of a multimodal model, "language", "vision" or "all".
 
         Raises:
-            UserError: nothing matches, the model has no such tower, a regular expression is
-                invalid, or a weight is not stored as a 16-, 32- or 64-bit floating-point matrix.
+            UserError: a name or an expression matches nothing, the model has no such tower, a
+                regular expression is invalid, or a weight is not stored as a 16-, 32- or 64-bit
+                floating-point matrix.
         """
         self._check_tower(tower)
-        matching = [
-            layer
-            for layer in self.layers
-            if in_scope(layer, targets) and not (ignore and is_named(layer, ignore))
-        ]
+        chosen = self._named("--targets", targets, in_scope, tower)
+        left_out = self._named("--ignore", ignore or [], is_named)
+        matching = [layer for layer in self.layers if layer.name in chosen - left_out]
         embeddings = {
             self.stored_names.get(layer.parameter)
             for layer in self.layers
@@ -282,24 +287,52 @@ class Architecture:
         asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
         if matching:
             elsewhere = shortened_list([layer.name for layer in matching])
-            if all(self._includes(tower, layer.tower) for layer in matching):
-                raise UserError(
-                    f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}."
-                )
             raise UserError(
-                f"{asked} match no layer of the {tower} tower, only {elsewhere}. Add --tower all."
+                f"{asked} match only layers without a matrix in the checkpoint: {elsewhere}."
             )
+        raise UserError(f"{asked} match nothing in {self.checkpoint.folder}.")
+
+    def _named(
+        self,
+        flag: str,
+        names: str | list[str],
+        matches: Callable[[Layer, str | list[str]], bool],
+        tower: str = "all",
+    ) -> set[str]:
+        """The names of the layers that a specification matches.
+
+        Raises:
+            UserError: one of its names matches no layer of the tower.
+        """
+        found: set[str] = set()
+        for part in parts_of(names):
+            layers = [layer for layer in self.layers if matches(layer, part)]
+            asked = f"{flag} {quotable(part if isinstance(part, str) else part[0])!r}"
+            if not layers:
+                raise UserError(f"{asked} matches no layer. {self._layers_there(part)}")
+            if not any(self._includes(tower, layer.tower) for layer in layers):
+                elsewhere = shortened_list([layer.name for layer in layers])
+                raise UserError(
+                    f"{asked} matches no layer of the {tower} tower, only {elsewhere}. Add "
+                    "--tower all."
+                )
+            found.update(layer.name for layer in layers)
+        return found
+
+    def _layers_there(self, part: str | list[str]) -> str:
+        """What could have been meant by a name, or an expression, that matches no layer."""
         roles = sorted({layer.role for layer in self.layers if layer.block is not None})
+        known = [*_SCOPES, *dict.fromkeys(layer.leaf for layer in self.layers), *roles]
+        hint = "" if isinstance(part, str) else did_you_mean(part[0], known).lstrip()
         unreachable = self._unreachable(self._in_blocks("all"))
-        raise UserError(
-            f"{asked} match nothing in {self.checkpoint.folder}. The layers of its blocks are: "
-            f"{', '.join(roles) or 'none'}."
-            + (
-                f" These weights belong to no layer: {shortened_list(unreachable)}."
-                if unreachable
-                else ""
-            )
-        )
+        sentences = [
+            hint,
+            f"The layers of its blocks are: {', '.join(roles) or 'none'}.",
+            f"These weights belong to no layer: {shortened_list(unreachable)}."
+            if unreachable
+            else "",
+        ]
+        return " ".join(filter(None, sentences))
 
     def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
         """The share of the model, or of its chosen tower, that these targets cover; nothing is
@@ -468,41 +501,51 @@ def within_block(tensor: str) -> str:
     return re.sub(r"^.*?\.\d+\.", "", tensor) if re.search(r"\.\d+\.", tensor) else ""
 
 
-def in_scope(layer: Layer, targets: str | list[str]) -> bool:
-    """Whether a specification matches a layer. Heads, embeddings and routers match only if their
-    name is written out.
+def parts_of(names: str | list[str]) -> list[str | list[str]]:
+    """The elements of a specification, each in a form of its own: a list of one name, or an
+    expression as text.
     """
-    if isinstance(targets, str) and targets in _SCOPES:
-        return layer.purpose in _SCOPES[targets]
-    if not is_named(layer, targets):
+    if isinstance(names, str) and not _NAMES_ONLY.fullmatch(names):
+        return [names]
+    listed = names.split(",") if isinstance(names, str) else names
+    return [[name.strip()] for name in listed]
+
+
+def in_scope(layer: Layer, part: str | list[str]) -> bool:
+    """Whether an element of the targets matches a layer. Heads, embeddings and routers match only
+    if their name is written out.
+    """
+    if not is_named(layer, part):
         return False
-    written = targets if isinstance(targets, str) else ",".join(targets)
+    written = part if isinstance(part, str) else part[0]
     written_out = re.search(rf"(?<!\w){re.escape(layer.leaf)}(?!\w)", written) is not None
     return layer.purpose not in ("head", "embedding", "router") or written_out
 
 
-def is_named(layer: Layer, names: str | list[str]) -> bool:
-    """PEFT's rule: a list holds name suffixes; a string is such a list with commas, or a regex
-    for the whole name.
+def is_named(layer: Layer, part: str | list[str]) -> bool:
+    """Whether an element, as of `parts_of`, matches a layer: "mlp", "attention", "all-linear", a
+    suffix of the name, or an expression for the whole name.
     """
-    if isinstance(names, str) and not _NAMES_ONLY.fullmatch(names):
-        # re, with a limit of time: a report of others may hold an expression that never ends.
-        import regex
+    if not isinstance(part, str):
+        (name,) = part
+        if name in _SCOPES:
+            return layer.purpose in _SCOPES[name]
+        return layer.name == name or layer.name.endswith(f".{name}")
+    # re, with a limit of time: a report of others may hold an expression that never ends.
+    import regex
 
-        try:
-            return regex.fullmatch(names, layer.name, timeout=_SECONDS) is not None
-        except (regex.error, RecursionError, MemoryError) as error:
-            raise UserError(
-                f"--targets or --ignore {quotable(names)!r} is not a valid regular expression "
-                f"({str(error) or 'it is nested too deeply'})."
-            ) from error
-        except TimeoutError as error:
-            raise UserError(
-                f"--targets or --ignore {quotable(names)!r}: takes more than {_SECONDS:g} seconds "
-                f"on the name {layer.name}. Write it without repeats inside repeats."
-            ) from error
-    suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-    return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
+    try:
+        return regex.fullmatch(part, layer.name, timeout=_SECONDS) is not None
+    except (regex.error, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"--targets or --ignore {quotable(part)!r} is not a valid regular expression "
+            f"({str(error) or 'it is nested too deeply'})."
+        ) from error
+    except TimeoutError as error:
+        raise UserError(
+            f"--targets or --ignore {quotable(part)!r}: takes more than {_SECONDS:g} seconds "
+            f"on the name {layer.name}. Write it without repeats inside repeats."
+        ) from error
 
 
 def check_calibrated(layers: Iterable[Layer]) -> None:

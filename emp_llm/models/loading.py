@@ -30,6 +30,7 @@ from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import (
     UserError,
     count_of,
+    did_you_mean,
     format_bytes,
     quotable,
     reason,
@@ -302,8 +303,9 @@ def load_model(
 
 
 def _check_map(placement: Mapping[str, Any], skeleton: PreTrainedModel) -> None:
-    """Raise UserError unless a device map has a place for each weight, and one for tied weights;
-    with another one, transformers would fail in a forward pass.
+    """Raise UserError unless a device map has a place for each weight, one for tied weights, and
+    no place for a module that is not there; with another one, transformers would fail in a forward
+    pass.
     """
 
     def place_of(name: str) -> Any:
@@ -315,6 +317,14 @@ def _check_map(placement: Mapping[str, Any], skeleton: PreTrainedModel) -> None:
     if missing:
         raise UserError(
             f"--device-map: it has no place for {shortened_list(missing)}. Add one, or use auto."
+        )
+    names = {name for name, _ in skeleton.named_modules()}
+    names |= {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in skeleton.named_buffers()}
+    unknown = next((name for name in placement if name not in names), None)
+    if unknown is not None:
+        raise UserError(
+            f"--device-map: there is no module {quotable(unknown)}.{did_you_mean(unknown, names)}"
         )
     for name, tied in getattr(skeleton, "all_tied_weights_keys", {}).items():
         if place_of(name) != place_of(tied):

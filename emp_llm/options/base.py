@@ -4,6 +4,7 @@ annotated with an `Opt`.
 
 import inspect
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ class Option(NamedTuple):
         literals = (member for member in self.types if get_origin(member) is Literal)
         return [choice for literal in literals for choice in get_args(literal)]
 
+    def in_shell(self, value: Any) -> Any:
+        """A value of this option from words of a shell; errors are those of `checked`."""
+        if isinstance(value, str) and not self.choices and str not in self.types:
+            for kind, read in ((int, int), (float, number_in)):
+                if kind in self.types:
+                    with suppress(ValueError):
+                        value = read(value)
+                    break
+        return self.checked(value)
+
     def checked(self, value: Any) -> Any:
         """A value of this option; text is accepted for a path, and a path for text.
 
@@ -95,7 +106,10 @@ class Option(NamedTuple):
             return None
         if self.choices:
             if not isinstance(value, str) or value not in self.choices:
-                raise UserError(f"{flag} {_quoted(value)} is not one of {', '.join(self.choices)}.")
+                hint = did_you_mean(str(value), self.choices)
+                raise UserError(
+                    f"{flag} {_quoted(value)} is not one of {', '.join(self.choices)}.{hint}"
+                )
             return value
         if isinstance(value, str | Path):
             wanted = next((member for member in (str, Path) if member in types), None)
@@ -240,10 +254,16 @@ def parse_list(text: str, flag: str) -> list[str]:
     return values
 
 
+def number_in(text: str) -> float:
+    """A number as a person writes it: 0.5 or 50%. ValueError for another text."""
+    text = text.strip()
+    return float(f"{text[:-1]}e-2" if text.endswith("%") else text)
+
+
 def parse_numbers(text: str, flag: str) -> list[float]:
     """The numbers in an option with commas; UserError if a value is not a number."""
     try:
-        numbers = [float(number) for number in text.split(",")]
+        numbers = [number_in(number) for number in text.split(",")]
     except ValueError:
         numbers = [math.nan]
     if any(math.isnan(number) for number in numbers):

@@ -96,7 +96,7 @@ def check_wanted(options: PruneOptions, given: GivenOptions, reads_text: bool) -
     if not reads_text:
         raise UserError(
             "--check measures text after that of the calibration, and this run reads "
-            "none. Leave it out."
+            "none. Name a text with --calibration, or leave it out."
         )
 
 
@@ -108,6 +108,8 @@ def check_options(
     if structure.structure is not None:
         _check_for_units(given)
         _check_structured(structured(recipe, structure), options)
+        if structure.structure in ("experts", "layers") and not options.dry_run:
+            _check_amount(structure.structure, given)
     elif recipe.name in UNIT_CRITERIA:
         scored = [name for name, units in UNIT_KINDS.items() if recipe.name in units.criteria]
         raise UserError(
@@ -235,6 +237,18 @@ def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptio
     layers = {units.targets for units in structure.kinds.values()}
     targets = layers.pop() if len(layers) == 1 else "all-linear"
     return recipe.but(method=method, targets=targets, structure=structure)
+
+
+def _check_amount(units: str, given: GivenOptions) -> None:
+    """Raise UserError unless options say how many experts or layers go. By itself the rule removes
+    more layers than a model can lose (docs/experts.md).
+    """
+    if not given & {"sparsity", "parameters", "memory", "loss", "match", "beta"}:
+        raise UserError(
+            f"--structure {units}: say how much goes, by --sparsity, --parameters, --memory or "
+            f"--loss 2%. There is no default, because a model can lose few {units}; --dry-run "
+            "shows sizes."
+        )
 
 
 def _check_for_units(given: GivenOptions) -> None:

@@ -16,12 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.base import GivenOptions, Opt, check_fields, check_values, flag_of, options_of
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
-from emp_llm.update.update import Update
+from emp_llm.update.update import SEARCHES, Refit, Update
 
 MatchBy = Literal["total", "matrix"]
 Tower = Literal["language", "vision", "all"]
@@ -133,6 +133,13 @@ class Own(Score):
         super().__post_init__()
         if not isinstance(self.function, str) and not callable(self.function):
             raise UserError(f"--criterion must be a function or its name, got {self.function!r}.")
+        known = custom_name(self.function)
+        if self.named is not None and known is not None:
+            raise UserError(
+                f"named is for a module or a file, and the function is {known}. Leave it out."
+            )
+        if self.named is None and known is None:
+            raise UserError(f"--criterion {self.function} names no function; add :FUNCTION to it.")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -257,6 +264,9 @@ class Effective(Counts):
         except ValueError as error:
             raise UserError(f"--{error}.") from error
         _check_sparsity(self.sparsity)
+        for name in ("beta", "neff_dtype"):
+            if self.sparsity is not None and getattr(self, name) is not None:
+                raise UserError(f"sparsity finds the beta; leave out {name}, or sparsity.")
 
     def at(self, sparsity: float) -> "Effective":
         return replace(self, sparsity=sparsity, beta=None, neff_dtype=None)
@@ -285,6 +295,10 @@ class Owl:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not 0 <= self.owl_lambda < 1:
+            raise UserError(
+                f"--owl-lambda must be at least 0 and below 1, got {self.owl_lambda:g}."
+            )
         if not 0 < self.owl_m < float("inf"):
             raise UserError(
                 f"--owl-m must be a number above 0 (the paper uses 5), got {self.owl_m:g}."
@@ -394,8 +408,9 @@ class Targets:
     """The layers.
 
     Attributes:
-        layers: "mlp", "attention", "all-linear", name suffixes "a,b" or a list of them, or a regex.
-        ignore: suffixes or a regex of layers to leave out.
+        layers: "mlp", "attention", "all-linear" and name suffixes, as a list or with commas; or a
+            regex. Each must match a layer.
+        ignore: layers to leave out, in the same form.
         tower: the part of a multimodal model.
         blocks: name of the list of decoder blocks; None: detected.
         min_expert_tokens: experts that saw fewer tokens are scored by magnitude.
@@ -583,8 +598,8 @@ class Recipe:
 
     Attributes:
         score: what a weight is worth: `Wanda()`, `Magnitude()`, `Relative()`, `Ria()`,
-            `Own(function)`, `Given(scores)`. For a search (`SparseGPT`, `Admm`) it only sets
-            EMP's counts.
+            `Own(function)`, `Given(scores)`; None: `Wanda()`. For a search (`SparseGPT`, `Admm`) it
+            only sets EMP's counts, and is always `Magnitude()`.
         counts: how many weights stay: `Effective()`, `Share(0.5)`, `Pattern(2, 4)`, `Match(run)`.
         group: the weights that compete with each other: those of a "row", of a "matrix", or of
             "all" targets.
@@ -598,7 +613,7 @@ class Recipe:
         UserError: fields do not go together.
     """
 
-    score: Score = field(default_factory=Wanda)
+    score: Score = None  # type: ignore[assignment]  # __post_init__ sets it
     counts: Counts = field(default_factory=Effective)
     group: Group = "row"
     targets: Targets = field(default_factory=Targets)
@@ -607,6 +622,10 @@ class Recipe:
     structure: StructureRecipe | None = None
 
     def __post_init__(self) -> None:
+        if self.score is None:
+            searches = isinstance(self.update, Update) and self.update.searches
+            object.__setattr__(self, "score", Magnitude() if searches else Wanda())
+        _check_nodes(self)
         check_fields(self, as_flags=False)
         _check_groups(self)
         _check_shares(self)
@@ -722,6 +741,34 @@ class Recipe:
                 )
 
 
+def _check_nodes(recipe: Recipe) -> None:
+    """Raise UserError, with what to write, for a word or a number in the place of a node."""
+    known: dict[str, type[Any]] = {"refit": Refit} | METHODS
+    for name, kind, example in (
+        ("score", Score, "Wanda()"),
+        ("counts", Counts, "Share(0.5)"),
+        ("targets", Targets, "Targets('mlp')"),
+        ("update", Update, "Refit()"),
+        ("heal", Heal, "Heal()"),
+    ):
+        value = getattr(recipe, name)
+        if isinstance(value, kind) or (value is None and name in ("update", "heal")):
+            continue
+        if isinstance(value, type):
+            example = f"{value.__name__}()"
+        elif isinstance(value, str) and value in SEARCHES:
+            example = f"update={SEARCHES[value].rpartition(':')[2]}()"
+        elif isinstance(value, str) and value in known:
+            example = f"{known[value].__name__}()"
+        elif name == "targets":
+            example = f"Targets({value!r})"
+        elif name == "counts" and isinstance(value, float):
+            example = f"Share({value:g})"
+        raise UserError(
+            f"{name} must be of type {kind.__name__}, got {quotable(repr(value))}. Write {example}."
+        )
+
+
 def _check_groups(recipe: Recipe) -> None:
     """Raise UserError for counts that do not go with the group."""
     counts = recipe.counts
@@ -761,10 +808,26 @@ def _check_shares(recipe: Recipe) -> None:
 
 
 def _check_search(recipe: Recipe) -> None:
-    """Raise UserError for groups that a search does not allow."""
+    """Raise UserError for an update that a record cannot name, or for scores or groups that a
+    search does not allow.
+    """
     update = recipe.update
-    if update is None or not update.searches:
+    if update is None:
         return
+    kind = type(update)
+    known = SEARCHES.get(update.name) if update.searches else f"{Refit.__module__}:Refit"
+    if known != f"{kind.__module__}:{kind.__qualname__}":
+        raise UserError(
+            f"update {kind.__qualname__} is not known by its name, so that records cannot hold "
+            "it. Add it to emp_llm.update.update.SEARCHES."
+        )
+    if not update.searches:
+        return
+    if recipe.score != Magnitude():
+        raise UserError(
+            f"update {kind.__qualname__} counts by magnitudes; give score=Magnitude(), or leave "
+            "the score out."
+        )
     if recipe.adaptive and update.keeps == "matrix":
         raise UserError(
             f"--method {recipe.method}: {update.title} shares the weights of a matrix among its "

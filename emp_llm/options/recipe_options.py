@@ -204,9 +204,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     targets: Annotated[
         str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")
     ] = always("mlp")
-    ignore: Annotated[
-        str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")
-    ] = None
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = None
     tower: Annotated[
         Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
@@ -329,7 +327,10 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def _counts(self) -> Counts:
         if self.adaptive:
-            return Effective(**self._given(Effective))
+            given = self._given(Effective)
+            if "beta" in given:  # a record holds the beta of a sparsity beside it
+                given.pop("sparsity", None)
+            return Effective(**given)
         if self.pattern is not None:
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):

@@ -12,6 +12,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.selection.rule import floor_count
 
 _HEADER = 320  # bytes of a packed tensor's entries in headers, at most
+_LEAST = 1000  # without a unit
 _UNITS = {
     "": 1,
     "K": 1e3,
@@ -107,7 +108,11 @@ def _number(text: str, unit: str, flag: str, example: str) -> float:
         value = float(size[1])  # type: ignore[index]
         units = size[2].upper()  # type: ignore[index]
     except (TypeError, ValueError):
-        raise UserError(f"{flag} {text!r} is not a size such as {example}.") from None
+        hint = f" A share is --sparsity {text.strip()}." if text.strip().endswith("%") else ""
+        raise UserError(f"{flag} {text!r} is not a size such as {example}.{hint}") from None
+    if not units and value < _LEAST:
+        unit = "B" if flag == "--parameters" else "GB"
+        raise UserError(f"{flag} {text} has no unit. Did you mean {text.strip()}{unit}?")
     return value * (
         1e9 if units == "B" and flag == "--parameters" else _UNITS[units.removesuffix("B")]
     )

@@ -73,7 +73,7 @@ def _remedy(pruner: Pruner, outcomes: Outcomes, counts: Effective) -> str:
     if counts.order > 1 and counts.neff_dtype != "bfloat16":
         others["--order 1"] = replace(counts, order=1.0)
     if recipe.score.criterion is not MAGNITUDE and not recipe.counts_by_magnitude:
-        others["--count-by magnitude"] = replace(counts, count_by="magnitude", neff_dtype="float64")
+        others["--count-by magnitude"] = replace(counts, count_by="magnitude", neff_dtype=None)
     if counts.sparsity is not None:
         flags = list(others) or ["--method wanda"]
         return f"{flags[0]} removes as much, more evenly."

@@ -281,6 +281,11 @@ class LossPoint(Part, kw_only=True):
         return self.rise + self.error
 
     @property
+    def removes_nothing(self) -> bool:
+        """Whether it stands for a run that would remove no unit: the dense model itself."""
+        return self.whole_run and self.rise == 0 == self.error
+
+    @property
     def words(self) -> str:
         """The point in a line: the rise in percent of the perplexity."""
         change = 100 * math.expm1(min(self.rise, 50.0))
@@ -321,6 +326,7 @@ class RunReport(FileRecord, kw_only=True):
         healing: the training of --heal, or of the command heal.
         check: the perplexity of held-out text before and after; null without a text, or where the
             run does not measure it.
+        unchecked: what a check would have needed, of a run that has none.
         loss: how --loss chose the sparsity.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
@@ -344,6 +350,7 @@ class RunReport(FileRecord, kw_only=True):
     structure: StructureRecord | None = None
     healing: HealingRecord | None = None
     check: CheckRecord | None = None
+    unchecked: str | None = None
     loss: LossRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
@@ -363,9 +370,15 @@ class RunReport(FileRecord, kw_only=True):
                 [f"{role} x {len(entries)}", f"{weights:,}", percent_cell(kept / (weights or 1))]
             )
         removed = percent_cell(self.targets.sparsity_of_targets)
+        damage = ""
+        if self.check is not None:
+            dense, pruned = (each.value for each in (self.check.dense, self.check.pruned))
+            damage = f"\nheld-out text: perplexity {dense:.4g} to {pruned:.4g}"
+        elif self.unchecked is not None:
+            damage = f"\ndamage not measured: {self.unchecked}"
         return (
             f"{table(rows)}\n{self.recipe.method} removed {removed} % of the targets of "
-            f"{self.source.model}"
+            f"{self.source.model}{damage}"
         )
 
 

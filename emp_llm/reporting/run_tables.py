@@ -26,7 +26,7 @@ from emp_llm.evaluation.comparison import (
 from emp_llm.evaluation.results import results_of_report
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
-from emp_llm.records.evaluation import Measures
+from emp_llm.records.evaluation import CheckRecord, Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
@@ -251,9 +251,9 @@ def healing_lines(report: RunReport) -> list[str]:
 
 
 def check_lines(report: RunReport) -> list[str]:
-    """One line: the perplexity of held-out text, dense and pruned; none without a check."""
+    """One line: the perplexity of held-out text, dense and pruned, or what a check needs."""
     if report.check is None:
-        return []
+        return [] if report.unchecked is None else [f"damage not measured: {report.unchecked}"]
     dense, pruned = (
         Value(perplexity.value, losses=losses_of(perplexity))
         for perplexity in (report.check.dense, report.check.pruned)
@@ -263,6 +263,42 @@ def check_lines(report: RunReport) -> list[str]:
     return [
         f"held-out text, {blocks}: perplexity {dense.value:.4g} to {pruned.value:.4g} ({change})"
     ]
+
+
+_LARGE = 1.5  # times the dense perplexity
+
+
+def advice_lines(report: RunReport) -> list[str]:
+    """One line: what would cost less, if the perplexity of the check, or of the evaluation, rises
+    by more than a half; else none. A budget of --loss is the user's word.
+    """
+    measured = report.check
+    if report.evaluation is not None:
+        both = (report.evaluation.dense, report.evaluation.pruned)
+        dense, pruned = (None if each is None else each.perplexity for each in both)
+        if dense is not None and pruned is not None:
+            measured = CheckRecord(dense=dense, pruned=pruned)
+    if measured is None or report.loss is not None:
+        return []
+    if measured.pruned.value <= _LARGE * measured.dense.value:
+        return []
+    recipe = report.recipe
+    flags = []
+    if recipe.structure is not None:
+        if not recipe.refit and all(units.refits for units in recipe.structure.kinds.values()):
+            flags.append("--refit")
+    elif not recipe.refit:
+        flags.append(f"--method {'emp-' * recipe.adaptive}admm --refit")
+    elif not recipe.heal:
+        flags.append("--heal")
+    # Of an order above 1, the effective number is smaller than that of order 1.
+    if recipe.adaptive and recipe.sparsity is None and (recipe.order or 2) > 1:
+        flags.append("--order 1")
+    if recipe.sparsity is not None:
+        flags.append("a lower --sparsity")
+    flags.append("--loss 2%")
+    listed = f"{', '.join(flags[:-1])} or {flags[-1]}"
+    return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
 
 
 def loss_lines(report: RunReport) -> list[str]:

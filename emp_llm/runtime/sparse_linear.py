@@ -76,9 +76,14 @@ class SparseLinear(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or convert, and prepare the products for the new device."""
+        """Move or convert, and prepare the products for the new device. Of other than 16 or 32
+        bits, such as after `double`, the weights stay as they are; the products take every x.
+        """
         self._products = None
+        before = self.values
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.values.element_size() not in (2, 4):
+            self.values = before.to(self.values.device)
         self._prepare()
         return applied
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.common.errors import UserError
 from emp_llm.common.machine import exact_device
 from emp_llm.selection.reference import (
     PowerSums,
@@ -54,8 +55,8 @@ def effective_mask(
 
     Raises:
         NonFiniteError: scores hold NaN or infinity.
-        ValueError: scores are empty, beta is not positive and finite, order is negative or NaN, or
-            `dim` names a dimension twice.
+        ValueError: scores are no tensor, or empty, beta is not positive and finite, order is
+            negative or NaN, or `dim` names a dimension twice.
         IndexError: `dim` is out of range.
     """
     rows, shape, permutation = _as_rows(scores, dim)
@@ -143,6 +144,7 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     Raises:
         NonFiniteError: weights hold NaN or infinity, and `n_eff` is None.
     """
+    _check_tensor("weights", weights)
     theta = _in_floats(weights.detach()).reshape(1, -1)
     if n_eff is None:
         n_eff = float(floor_count(float(PowerSums.of_rows(theta).number()[0])))
@@ -151,6 +153,14 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     l1 = float(sum_rows(theta, lambda s: s.abs())[0][0])
     gap = 1 - math.sqrt((1 - rho) / (n * rho))
     return l1 * l1 * hessian_trace * (1 - rho) ** 4 / (2 * rho) * gap * gap
+
+
+def _check_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise UserError(
+            f"{name} must be a tensor, got a value of type {type(given).__name__}. Write "
+            f"torch.as_tensor({name})."
+        )
 
 
 def _in_floats(scores: Tensor) -> Tensor:
@@ -179,6 +189,7 @@ def _as_rows(scores: Tensor, dim: Dim) -> tuple[Tensor, list[int], list[int]]:
     """Groups as contiguous rows; the shape to reshape rows back to; and the permutation that
     restores the order of the dims.
     """
+    _check_tensor("scores", scores)
     if scores.numel() == 0:
         raise ValueError(f"scores are empty: shape {tuple(scores.shape)}")
     group = _dims(scores, dim)

@@ -53,6 +53,7 @@ from emp_llm.walk.checks import check_apart, update_warnings
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
+_NEARLY = 0.9  # of the units that the rule removes
 Feature = Callable[[str], Tensor | None]
 WHO_LOADS = (
     "its layers differ in width, and transformers' own classes do not load that yet: "
@@ -65,12 +66,14 @@ class Decision:
     """Which units stay.
 
     Attributes:
-        recipe: with the beta and the sparsity in force.
+        recipe: with the sparsity in force.
+        beta: in force; None: the number that stays is fixed.
         choices: in the order of the units.
         changes: the fields of config.json that change; None: units are set to zero.
     """
 
     recipe: Recipe
+    beta: float | None
     choices: list[Choice]
     changes: Changes | None
 
@@ -91,7 +94,7 @@ def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
     plan = run.plan()
     notes = [_units_line(model.units)]
     if ranks().main and run.recipe.name == "magnitude" and not run.source.hollow:
-        notes += _decision_lines(_decided(run, structure, model))
+        notes += _decision_lines(_decided(run, structure, model), structure)
     elif ranks().main and model.units[0].sizes_known:
         notes += _sizes_by_share(model, run.recipe)
     return replace(plan, notes=[*notes, *plan.notes])
@@ -226,10 +229,8 @@ def _decided(
         model.units, scores, recipe, model.width_by_block, _matched(recipe)
     )
     counts = recipe.counts
-    if isinstance(counts, Effective):
-        if counts.beta is None and beta is not None:
-            logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
-        recipe = replace(recipe, counts=replace(counts, beta=beta))
+    if isinstance(counts, Effective) and counts.beta is None and beta is not None:
+        logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
     total = sum(choice.record.units for choice in choices)
     rule = sum(choice.record.rule for choice in choices)
     kept = sum(choice.record.kept for choice in choices)
@@ -246,9 +247,9 @@ def _decided(
     if structure.keep_shapes:
         for units in model.units:
             units.check_zeroed()
-        return Decision(recipe, choices, None)
+        return Decision(recipe, beta, choices, None)
     indices = [choice.kept for choice in choices]
-    return Decision(recipe, choices, model.units[0].config_changes(model, indices))
+    return Decision(recipe, beta, choices, model.units[0].config_changes(model, indices))
 
 
 def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[Scores]) -> Recipe:
@@ -297,6 +298,8 @@ def _write(
             out.note(compared=record.as_dict())
         record = msgspec.convert(out.get("compared"), StructureRecord)
     warnings = model.units[0].warnings(model.units, sums) if sums else []
+    if run.judged is None:  # else --loss has found how many go
+        warnings += _rounding(choices, structure)
     if structure.per_layer:
         warnings.append(WHO_LOADS)
     fits = {} if moved is None else moved.records()
@@ -306,7 +309,7 @@ def _write(
     report = RunReport(
         source=run.made_from(identity_of(model.checkpoint)),
         command=command_line(),
-        recipe=recorded(decision.recipe),
+        recipe=recorded(decision.recipe).but(beta=decision.beta),
         calibration=None,
         versions=versions(),
         stages={},
@@ -415,17 +418,41 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
     return lines
 
 
-def _decision_lines(decision: Decision) -> list[str]:
+def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
+    """Noun of the units -> how many there are, how many the rule keeps, and how many stay."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for choice in choices:
+        record = choice.record
+        units, rule, kept = totals.get(choice.units.noun, (0, 0, 0))
+        totals[choice.units.noun] = (units + record.units, rule + record.rule, kept + record.kept)
+    return totals
+
+
+def _rounding(choices: Sequence[Choice], structure: StructureRecipe) -> list[str]:
+    """A sentence for each kind of units of which far fewer go than the rule removes."""
+    told = []
+    for noun, (units, rule, kept) in _totals(choices).items():
+        if units - kept >= _NEARLY * (units - rule):
+            continue
+        multiple = structure.width_multiple if noun == "neurons" else None
+        why = (
+            "one number for all layers"
+            if multiple is None
+            else f"a multiple of {multiple} in each layer, by --width-multiple"
+        )
+        told.append(
+            f"the rule keeps {rule:,} of {units:,} {noun}, and {kept:,} stay: {why}. So "
+            f"{units - kept:,} go in place of {units - rule:,}."
+        )
+    return told
+
+
+def _decision_lines(decision: Decision, structure: StructureRecipe) -> list[str]:
     """How many heads and neurons stay, and what changes in config.json."""
-    kinds: dict[str, list[Choice]] = {}
-    for choice in decision.choices:
-        kinds.setdefault(choice.units.noun, []).append(choice)
     lines = []
-    for noun, members in kinds.items():
-        kept = sum(choice.record.kept for choice in members)
-        units = sum(choice.record.units for choice in members)
-        rule = sum(choice.record.rule for choice in members)
+    for noun, (units, rule, kept) in _totals(decision.choices).items():
         lines.append(f"{noun}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
+    lines += _rounding(decision.choices, structure)
     if decision.changes:
         changes = [f"{path[-1]} {value}" for path, value in decision.changes.items()]
         lines.append(f"config.json: {', '.join(changes)}")

@@ -377,6 +377,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, name: str, device_map: str, mes
     [
         ({"model": 0, "lm_head": 1}, "lm_head.weight and model.embed_tokens.weight are one"),
         ({"model.embed_tokens": 0, "model.layers": 1}, "it has no place for model.norm.weight"),
+        ({"": 0, "model.layer.0": 1}, "there is no module model.layer.0."),
         ({"modle": 0}, "it has no place for model.embed_tokens.weight"),
     ],
 )
