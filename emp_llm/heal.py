@@ -10,7 +10,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
@@ -73,7 +73,7 @@ def heal(
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.outcome import log_warnings
-    from emp_llm.pruning.writing import read_manifest, write_manifest
+    from emp_llm.pruning.writing import are_as_written, read_manifest, write_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
 
@@ -95,6 +95,11 @@ def heal(
             f"--dense {options.dense}: its weights are not those that were pruned. "
             f"Give {report.source.model}."
         )
+    if not are_as_written(folder, identity_of(pruned)):
+        raise UserError(
+            f"{folder}: its weights are not those of its {MANIFEST_NAME}, which says how they were "
+            f"pruned. To see what differs: emp-llm verify {folder}"
+        )
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
@@ -104,7 +109,7 @@ def heal(
     models.free()
     how = recipe.tree.heal or Heal()
     signature = {
-        "heals": {name: list(state) for name, state in pruned.states.items()},
+        "heals": pruned.states,
         "recipe": recipe.as_dict(),
     }
     signature |= calibration_signature(data, options.batch_size, options.execution) | {

@@ -541,8 +541,8 @@ def describe_difference(old: Any, new: Any) -> str | None:
     name, *values = difference
     if name.startswith("source.files."):
         return (
-            f"another source: {name.removeprefix('source.files.')} has another size or "
-            "modification time"
+            f"another source: {name.removeprefix('source.files.')} has another size, inode "
+            "or change time"
         )
     before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, values))
     return f"{name} {before}, this one has {now}"

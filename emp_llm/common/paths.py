@@ -60,6 +60,17 @@ def is_hidden(relative: PurePath) -> bool:
     return any(name.startswith(".") for name in relative.parts)
 
 
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Size in bytes, inode and change time in ns of a file, by which changes are detected; None if
+    the file is missing. No program can set the change time.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_ino, status.st_ctime_ns
+
+
 def cache_folder() -> Path:
     """$EMP_LLM_CACHE, else emp_llm in $XDG_CACHE_HOME or ~/.cache. The folder may not exist yet."""
     root = os.environ.get("EMP_LLM_CACHE")

@@ -296,7 +296,7 @@ class PruneRun:
             output=str(self.path),
             disk_bytes=checkpoint.output_bytes,
             needs_overwrite=os.path.lexists(self.path) and not options.overwrite,
-            model_bytes=sum(size for size, _ in checkpoint.states.values())
+            model_bytes=sum(checkpoint.sizes.values())
             if units or self.calibrates or update is not None
             else None,
             resume_bytes=resume_bytes(checkpoint.config, self._corpora())

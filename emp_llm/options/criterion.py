@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.paths import file_state
 from emp_llm.selection.criteria import GIVEN, Criterion, own_criterion
 
 _PREFIX = "emp_llm_criterion_"
@@ -82,7 +83,7 @@ def _names_in(module: str, criterion: str) -> dict[str, Any]:
             raise UserError(
                 f"--criterion {criterion}: {path} is no Python file; its name must end in .py."
             )
-        return _run_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
+        return _run_file(path.resolve(), file_state(path))
     # The console script does not search the current folder. Searched last, it shadows no module.
     sys.path.append(os.getcwd())
     try:
@@ -106,6 +107,6 @@ def _names_in(module: str, criterion: str) -> dict[str, Any]:
 
 
 @cache
-def _run_file(path: Path, modified: int, size: int) -> dict[str, Any]:
+def _run_file(path: Path, state: tuple[int, ...] | None) -> dict[str, Any]:
     """The names in a file in this state, run once."""
     return runpy.run_path(str(path), run_name=f"{_PREFIX}{path.stem}")

@@ -5,6 +5,7 @@ hash and the statistics of its rows are noted there, and an interrupted run resu
 shard that is not finished is written again.
 """
 
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from emp_llm.checkpoint.checkpoint import (
     Checkpoint,
+    identity_from_files,
     identity_from_hashes,
     known_hashes,
     remember_hashes,
@@ -47,11 +49,13 @@ from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
+from emp_llm.records.run_report import RunReport, read_report
 from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
     from emp_llm.walk.moved import MovedWeights
 
+logger = logging.getLogger(__name__)
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
 _BEHIND = 3  # chunks of rows that wait to be written; bounds their memory
 
@@ -323,9 +327,7 @@ def write_manifest(
             )
     Manifest(
         emp_llm=versions().get("emp-llm", "unknown"),
-        source=ManifestSource(
-            identity=identity, bytes={name: state[0] for name, state in checkpoint.states.items()}
-        ),
+        source=ManifestSource(identity=identity, bytes=checkpoint.sizes),
         recipe=recipe,
         activations=None if norms is None else NormsRecord(norms=norms),
         files=files,
@@ -340,3 +342,36 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune."
         )
     return read_record(path, Manifest, INDEX_LIMIT)
+
+
+def are_as_written(folder: Path, identity: str | None) -> bool:
+    """Whether weights of an identity are those of the folder's manifest. True without a manifest
+    of ours.
+    """
+    if not (folder / MANIFEST_NAME).is_file():
+        return True
+    try:
+        files = read_manifest(folder).files
+    except UserError:
+        return True
+    shards = {
+        name: (entry.bytes, entry.blake3)
+        for name, entry in files.items()
+        if name.endswith(".safetensors") and "/" not in name
+    }
+    return identity_from_files(shards) == identity
+
+
+def report_of_weights(folder: Path, identity: str | None) -> RunReport | None:
+    """The report of a folder, if it is that of weights with this identity; else None, with a
+    warning. UserError if it is missing or invalid.
+    """
+    report = read_report(folder)
+    if are_as_written(folder, identity):
+        return report
+    logger.warning(
+        "warning: %s: its weights are not those that emp-llm wrote, so its %s is left out.",
+        folder,
+        REPORT_NAME,
+    )
+    return None

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import FilePool, read_json
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import as_tensor, read_words, words_in
@@ -27,7 +27,7 @@ from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.loading import check_head, read_config
-from emp_llm.records.base import read_record
+from emp_llm.pruning.writing import report_of_weights
 from emp_llm.records.run_report import RunReport
 
 # It logs the name of each file, and guesses about chat templates.
@@ -193,8 +193,10 @@ class GGUFFile:
     @cached_property
     def report(self) -> RunReport | None:
         """Of the run that pruned the model; None for a dense one."""
-        path = self.checkpoint.folder / REPORT_NAME
-        return read_record(path, RunReport) if path.is_file() else None
+        folder = self.checkpoint.folder
+        if not (folder / REPORT_NAME).is_file():
+            return None
+        return report_of_weights(folder, identity_of(self.checkpoint))
 
     @property
     def zeros(self) -> float:
@@ -324,14 +326,11 @@ class GGUFFile:
         """Write the file. Memory holds one tensor in float32.
 
         What is written until then lies beside it, under a name made of its header and of the
-        shards' sizes and times. A call that was interrupted resumes after its last whole tensor.
+        shards' states. A call that was interrupted resumes after its last whole tensor.
         """
         head = self._head(path.with_name(f".{path.name}.head"))
-        stamps = [
-            (shard.name, shard.stat().st_size, shard.stat().st_mtime_ns)
-            for shard in self.checkpoint.shards
-        ]
-        digest = hashlib.blake2b(head + repr(stamps).encode(), digest_size=8).hexdigest()
+        made_of = head + repr(self.checkpoint.states).encode()
+        digest = hashlib.blake2b(made_of, digest_size=8).hexdigest()
         partial = path.with_name(f".{path.name}.{digest}.partial")
         for older in partials(path):
             if older != partial or older.is_symlink():
