@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from emp_llm.calibration.hub_data import NO_NETWORK, cache_alone, hub_answers
 from emp_llm.calibration.text_files import ENDINGS as TEXT_ENDINGS
 from emp_llm.calibration.text_files import columns_of, ending_of, text_of, values_of
 from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, reason
@@ -356,14 +357,20 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     """
     import datasets
 
+    alone = not os.path.isdir(corpus.dataset or "") and not hub_answers()
     try:
-        data = datasets.load_dataset(
-            corpus.dataset, name=corpus.config, split=corpus.split, streaming=corpus.stream
-        )
+        with cache_alone(alone):
+            data = datasets.load_dataset(
+                corpus.dataset, name=corpus.config, split=corpus.split, streaming=corpus.stream
+            )
     except MemoryError:
         raise
     # The library has a dozen errors for a missing data set, network or config.
     except Exception as error:
+        if alone:
+            raise UserError(
+                f"{corpus.source}: the data set cannot be loaded: {NO_NETWORK}"
+            ) from error
         raise UserError(
             f"{corpus.source}: the data set cannot be loaded ({reason(error)})."
         ) from error
