@@ -68,7 +68,7 @@ def calibration_corpora(
             wrong, or given twice; --seqlen exceeds the model's context, or the texts differ in
             their seqlen.
     """
-    names = _names(mix)
+    names = names_in(mix)
     corpora = {name: find_corpus(name) for name in names}
     if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(names):
         raise UserError(
@@ -133,7 +133,7 @@ def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
 
 def generates(calibration: str) -> bool:
     """Whether a calibration text, or one of a mix, is written by the model itself."""
-    return any(find_corpus(name).generate for name in _names(calibration))
+    return any(find_corpus(name).generate for name in names_in(calibration))
 
 
 def self_notes(calibration: str) -> list[str]:
@@ -143,7 +143,7 @@ def self_notes(calibration: str) -> list[str]:
     return [f"--calibration {calibration}: the dense model first writes the text"]
 
 
-def _names(mix: str) -> list[str]:
+def names_in(mix: str) -> list[str]:
     """The names in a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
     names: list[str] = []
     items = mix.split(",")
@@ -294,7 +294,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
             text.
     """
     if corpus.file is not None and ending_of(corpus.file) == ".txt":
-        text = text_of(_existing(corpus.file))
+        text = text_of(check_there(corpus.file))
         yield from text.splitlines() if corpus.generate else [text]
         return
     values, column = _values(corpus, seed)
@@ -336,7 +336,7 @@ def _values(corpus: Corpus, seed: int) -> tuple[Iterable[Any], str]:
     if corpus.file is None:
         data, column = open_data_set(corpus, seed)
         return (row[column] for row in data), column
-    path = _existing(corpus.file)
+    path = check_there(corpus.file)
     if ending_of(corpus.file) is None:
         raise UserError(f"{path}: its name must end in {', '.join(TEXT_ENDINGS)}.")
     column = _column(corpus, columns_of(path))
@@ -402,7 +402,8 @@ def text_in(value: Any, where: str) -> str | Messages:
     return text
 
 
-def _existing(file: str) -> Path:
+def check_there(file: str) -> Path:
+    """The path of a text; UserError if there is no such file."""
     path = Path(file)
     if not path.is_file():
         raise UserError(f"--calibration or --evaluate text {path}: no such file.")
