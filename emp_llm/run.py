@@ -179,7 +179,13 @@ def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
     """Add a job that has ended to the summary and to the log."""
     if state.status == "done":
         summary.done.append(state.id)
-        logger.info("%s: done in %.1f s.", state.id, state.seconds)
+        together = f" ({state.seconds:.1f} s in {state.attempts} attempts)"
+        logger.info(
+            "%s: done in %.1f s%s.",
+            state.id,
+            state.last_seconds,
+            together if state.attempts > 1 else "",
+        )
         return
     (summary.stopped if state.status == "stopped" else summary.failed).append(state)
     logger.error(

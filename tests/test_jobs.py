@@ -378,6 +378,24 @@ def test_a_reason_that_jobs_of_a_kind_share_stops_the_rest(
     assert len(run_study(tmp_path).failed) == 4
 
 
+def test_the_seconds_of_a_job_are_those_of_its_last_attempt(
+    scripted: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted["a"] = "import time; time.sleep(0.5); raise SystemExit(1)"
+    study_of(tmp_path, job("a"))
+    run_study(tmp_path)
+    del scripted["a"]
+    caplog.set_level("INFO", "emp_llm")
+    began = time.monotonic()
+    run_study(tmp_path)
+    state = JobFiles(tmp_path, job("a")).state()
+    assert state is not None
+    assert 0 < state.last_seconds <= time.monotonic() - began
+    assert state.seconds >= 0.49 + state.last_seconds
+    told = f"a: done in {state.last_seconds:.1f} s ({state.seconds:.1f} s in 2 attempts)."
+    assert told in caplog.text
+
+
 def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
     study_of(tmp_path, job("a"), job("b", ("a",)))
     with pytest.raises(UserError, match="b waits for a, which is not done"):
