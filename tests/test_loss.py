@@ -2,8 +2,10 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.data import read_text
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import loss_budget
 from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
@@ -150,6 +154,46 @@ def test_weights_that_move(tmp_path: Path, how: dict[str, Any], most: int) -> No
     assert report.recipe.refit
     assert report.fits
     assert not verify(tmp_path / "out", source=DEMO).differences
+
+
+def test_the_disk_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the best run and the one that is made, which is checked; the best is moved, and
+    made once more if the move was cut off.
+    """
+    how = {"method": "emp-relative", "refit": True, "refit_weighting": "relative", "loss": "3%"}
+    size = Checkpoint(DEMO).output_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.9 * size)))
+        with pytest.raises(UserError, match=r"--output .*: it needs"):
+            pruned(tmp_path, **how)
+    most = 0
+    whole = loss_budget._Search._whole
+
+    def counted(self: Any, sparsity: float) -> Any:
+        nonlocal most
+        point = whole(self, sparsity)
+        most = max(most, len(list((tmp_path / ".out.loss").glob("removed-*"))))
+        return point
+
+    monkeypatch.setattr(loss_budget._Search, "_whole", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "complete", _cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            pruned(tmp_path, **how)
+    assert 1 <= most <= 2
+    assert not list((tmp_path / ".out.loss").glob("removed-*"))
+    _, loss = pruned(tmp_path, **how)
+    assert loss.sparsity > 0
+    assert not verify(tmp_path / "out", source=DEMO).differences
+
+
+def _cut_off(folder: OutputFolder) -> None:
+    if folder.path.name == "out":
+        raise KeyboardInterrupt
+    _COMPLETE(folder)
+
+
+_COMPLETE = OutputFolder.complete
 
 
 def test_patterns(tmp_path: Path) -> None:

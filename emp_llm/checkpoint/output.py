@@ -373,8 +373,13 @@ class OutputFolder:
         takes already.
         """
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
-            needed -= sum(path.stat().st_blocks * 512 for path in self.work.rglob("*"))
+            needed -= bytes_on_disk(self.work)
         check_space(self.path, needed)
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """The disk space that a folder takes; 0 if it is missing."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def check_space(path: Path, needed: int) -> None:

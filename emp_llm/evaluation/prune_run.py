@@ -294,7 +294,9 @@ class PruneRun:
             layers=planned_layers(self.targets),
             coverage=self.architecture.coverage(self.targets, self.recipe.targets.tower),
             output=str(self.path),
-            disk_bytes=checkpoint.output_bytes,
+            # --loss keeps its best run beside the one that it makes.
+            disk_bytes=checkpoint.output_bytes
+            * (2 if options.loss is not None and (units or self.recipe.moves) else 1),
             needs_overwrite=os.path.lexists(self.path) and not options.overwrite,
             model_bytes=sum(checkpoint.sizes.values())
             if units or self.calibrates or update is not None
