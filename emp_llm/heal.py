@@ -191,7 +191,7 @@ def _extras(folder: Path, manifest: Manifest) -> list[Path]:
         path
         for path in paths
         if path.parts[0] == EXTRAS
-        and path.suffix in (".safetensors", ".json", ".jsonl")
+        and path.suffix in (".safetensors", ".json", ".jsonl", ".py")
         and (folder / path).is_file()
     ]
 

@@ -22,6 +22,7 @@ CARD_MARK = (
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
 SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model itself wrote
+CRITERION_NAME = Path(EXTRAS) / "criterion.py"  # the source file of a criterion of the user's own
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 # What a calibration has collected for Taylor scores, experts or layers.

@@ -41,7 +41,7 @@ from emp_llm.pruning.chosen import stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.scores import recorded
-from emp_llm.pruning.writing import run_signature, write_manifest
+from emp_llm.pruning.writing import criterion_source, keep_criterion, run_signature, write_manifest
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import LossRecord, RunReport
@@ -561,6 +561,7 @@ class PruneRun:
             if self.norms is not None:
                 warn_if_foreign(self.norms, identity, self.source.folder)
             report.save(out.files / REPORT_NAME)
+            keep_criterion(out.files, criterion_source(self.recipe))
             digest = None if norms is None else norms.digest
             write_manifest(out.files, self.checkpoint, identity, report.recipe, digest, hashes)
             if self.suite is not None:

@@ -35,14 +35,16 @@ from emp_llm.checkpoint.files import (
     file_hash,
     prefetch,
     sync_path,
+    write_bytes,
 )
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
+from emp_llm.common.paths import CRITERION_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.criterion import criterion_file
+from emp_llm.options.recipe import Own, Recipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
@@ -332,6 +334,21 @@ def write_manifest(
         activations=None if norms is None else NormsRecord(norms=norms),
         files=files,
     ).save(folder / MANIFEST_NAME)
+
+
+def criterion_source(recipe: Recipe) -> bytes | None:
+    """The source file of a recipe's criterion, if it is the user's own and has one."""
+    score = recipe.score
+    if not isinstance(score, Own) or score.source is not None:
+        return None
+    file = criterion_file(score.criterion)
+    return None if file is None else file.read_bytes()
+
+
+def keep_criterion(folder: Path, source: bytes | None) -> None:
+    """Put the source file of a criterion into a checkpoint, for `verify`."""
+    if source is not None:
+        write_bytes(folder / CRITERION_NAME, source)
 
 
 def read_manifest(folder: Path) -> Manifest:
