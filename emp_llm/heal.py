@@ -5,8 +5,9 @@ weights that were trained.
 import logging
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
@@ -17,8 +18,14 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Heal
 from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.models.one_model import OneModel
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +173,8 @@ def heal(
                 batch_size=options.batch_size,
                 seed=options.seed,
             )
+        with stopwatch("check"):
+            report.check = _checked(models, source.folder, out.files, dense.config, data.further)
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing
@@ -184,6 +193,26 @@ def heal(
     return report
 
 
+def _checked(
+    models: "OneModel",
+    dense: Path,
+    healed: Path,
+    config: dict[str, Any],
+    tokens: "Tensor | None",
+) -> CheckRecord | None:
+    """The perplexity of held-out text by the dense and by the healed model."""
+    from emp_llm.evaluation.perplexity import held_out_perplexity
+
+    if tokens is None:
+        return None
+    records = []
+    for folder in (dense, healed):
+        records.append(held_out_perplexity(partial(models.get, folder), config, tokens))
+        models.free()
+    before, after = records
+    return CheckRecord(dense=before, pruned=after) if before and after else None
+
+
 def _extras(folder: Path, manifest: Manifest) -> list[Path]:
     """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
     paths = [Path(name) for name in manifest.files if not is_hidden(Path(name))]
@@ -197,10 +226,10 @@ def _extras(folder: Path, manifest: Manifest) -> list[Path]:
 
 
 def show(report: RunReport) -> None:
-    """Print the held-out divergence before and after."""
-    from emp_llm.reporting.run_tables import healing_lines
+    """Print the divergence before and after, and the perplexity of held-out text."""
+    from emp_llm.reporting.run_tables import check_lines, healing_lines
 
-    print("\n".join(healing_lines(report)))
+    print("\n".join([*healing_lines(report), *check_lines(report)]))
 
 
 if __name__ == "__main__":

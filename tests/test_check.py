@@ -17,6 +17,7 @@ from emp_llm.evaluation import perplexity
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.studies import read_inputs
 
 Models = Callable[[str], Path]
 SAMPLES = 6
@@ -67,6 +68,12 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
     )
     assert report.check.dense.blocks == report.check.pruned.blocks == 8
     assert "check" in report.stages
+    # In the tables of `report`, it is the result of a run without an evaluation.
+    (point,) = read_inputs([tmp_path / "out"])[0]
+    (suite,) = point.results
+    assert suite.name == "held-out text"
+    assert suite.values["perplexity"].value == report.check.pruned.value
+    assert point.dense[0].values["perplexity"].value == report.check.dense.value
 
 
 def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) -> None:

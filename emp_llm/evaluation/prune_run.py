@@ -476,25 +476,15 @@ class PruneRun:
         tokens = self.held_out
         if not self.options.check or self.suite is not None or tokens is None:
             return None
-        from emp_llm.evaluation.perplexity import perplexity
-        from emp_llm.models.loading import headless_class
+        from emp_llm.evaluation.perplexity import held_out_perplexity
 
-        config = self.checkpoint.config
-        if config.get("is_encoder_decoder") or headless_class(config) is not None:
-            return None
         recipe = self.recipe
         moves_blocks = recipe.update is not None or self.options.propagate == "pruned"
+        by_blocks = moves_blocks and recipe.structure is None
         with self.stopwatch("check"):
-            try:
-                model = self._model(folder, by_blocks=moves_blocks and recipe.structure is None)
-                record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
-            except UserError as error:
-                logger.warning(
-                    "warning: the perplexity of held-out text was not measured: %s", error
-                )
-                return None
-        # The stage has the time; equal runs have equal reports.
-        return msgspec.structs.replace(record, seconds=0.0)
+            return held_out_perplexity(
+                lambda: self._model(folder, by_blocks=by_blocks), self.checkpoint.config, tokens
+            )
 
     def made_from(self, identity: str) -> ModelSource:
         """The dense model, as the report names it."""
