@@ -71,9 +71,10 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
     # In the tables of `report`, it is the result of a run without an evaluation.
     (point,) = read_inputs([tmp_path / "out"])[0]
     (suite,) = point.results
-    assert suite.name == "held-out text"
-    assert suite.values["perplexity"].value == report.check.pruned.value
-    assert point.dense[0].values["perplexity"].value == report.check.dense.value
+    (name,) = suite.values
+    assert suite.suite.startswith("held-out text, dense ")
+    assert suite.values[name].value == report.check.pruned.value
+    assert point.dense[0].values[name].value == report.check.dense.value
 
 
 def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) -> None:

@@ -237,7 +237,8 @@ def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
     """
     dense = check.dense
     key = {"held-out text": [dense.blocks, dense.block_length, dense.value]}
-    return SuiteResult("held-out text", json.dumps(key), values_of(Measures(perplexity=record)))
+    name = f"held-out text, dense {dense.value:.4g}"  # other texts have other numbers
+    return SuiteResult(name, json.dumps(key), values_of(Measures(perplexity=record)))
 
 
 def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
