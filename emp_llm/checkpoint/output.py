@@ -47,6 +47,7 @@ from emp_llm.common.paths import (
     PACKED_SUFFIX,
     REPORT_NAME,
     ROTATION_NAME,
+    file_state,
 )
 from emp_llm.common.ranks import ranks
 
@@ -253,9 +254,10 @@ class OutputFolder:
 
     def note(self, **parts: Any) -> None:
         """Note finished parts of the work, as JSON. The work itself must already be on disk."""
-        self._state = self._state | parts
+        state = self._state | parts
         if ranks().main:
-            write_json(self._manifest, self._state)
+            write_json(self._manifest, state)
+        self._state = state  # not before it is written: what is not noted is not kept
 
     def write(self, name: Path | str, content: bytes) -> None:
         """Write a file into the folder, atomically."""
@@ -286,13 +288,17 @@ class OutputFolder:
             if self.path.exists():
                 os.replace(self.path, self._old)
             os.replace(self.files, self.path)
+            sync_path(self.path.parent)
+        # Then nothing stands under the name but the older output.
         except (OSError, KeyboardInterrupt, SystemExit):
+            if self.path.exists() and not self.files.exists():
+                os.replace(self.path, self.files)
             self._restore_old()
             raise
-        sync_path(self.path.parent)
         # Of an unfinished run with other options.
         shutil.rmtree(self.calibration, ignore_errors=True)
-        self._remove()
+        with contextlib.suppress(OSError):  # the output is complete
+            self._remove()
 
     def _open(self) -> None:
         """Create the work folder if missing, lock it, and read its manifest."""
@@ -409,9 +415,13 @@ class OutputFile(contextlib.ExitStack):
     def __enter__(self) -> Self:
         check_own(self.progress, CALIBRATION_FILES)
         self.enter_context(locked(self.path))
+        self._before = file_state(self.path)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if isinstance(exception[1], OSError) and file_state(self.path) != self._before:
+            with contextlib.suppress(OSError):  # it may not be on disk
+                self.path.unlink(missing_ok=True)
         super().__exit__(*exception)
         _explain(exception[1], self.path, (self.progress,))
 
