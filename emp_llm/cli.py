@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
-from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
+from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotable, reason, visible
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
@@ -263,11 +263,14 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         code = 143
         message = "terminated by SIGTERM."
     except BaseException as error:
-        if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        sentence = disk_sentence(error)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            sentence = f"{quotable(str(error.filename))}: {reason(error)}."
+        if sentence is None:
             tell_ranks(1, f"{type(error).__name__}: {error}")
             raise
         code = 2
-        message = f"error: {quotable(str(error.filename))}: {reason(error)}."
+        message = f"error: {sentence}"
     with suppress(OSError):  # nobody reads it
         # In one piece, because the ranks share a log.
         sys.stderr.write(f"{mark}{visible(message)}\n")

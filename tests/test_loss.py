@@ -1,7 +1,9 @@
 """`prune --loss`: the largest sparsity within a rise of the perplexity of held-out text."""
 
+import errno
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,28 @@ def _cut_off(folder: OutputFolder) -> None:
 
 
 _COMPLETE = OutputFolder.complete
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in a sentence at each file of the curve, and the same command resumes."""
+    how = {"loss": "4%", "method": "magnitude", "samples": 6, "seqlen": 64}
+    write = loss_budget.write_json
+    calls = 0
+    for fails_at in (1, 2):
+
+        def full(path: Path, value: Any, fails_at: int = fails_at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(path, value)
+
+        calls = 0
+        monkeypatch.setattr(loss_budget, "write_json", full)
+        with pytest.raises(UserError, match=r"--output .*/out: the disk is full"):
+            pruned(tmp_path, **how)
+        assert not (tmp_path / "out").exists()
+    pruned(tmp_path, **how)
 
 
 def test_patterns(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The streams that a command is started with: ASCII alone, closed, full."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 # Python takes its own way out of LC_ALL=C, so the encoding is named.
 PLAIN = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -65,3 +67,22 @@ def test_a_full_output(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     done = shell("$EMP --version >/dev/full; $EMP prnue 2>/dev/full", tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done
+
+
+def test_a_full_disk_that_no_command_expects(
+    command: Run, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence wherever it happens; other errors keep their traceback."""
+    line = ["prune", models("llama"), "--method", "magnitude", "--output", "out"]
+    for error, ends in ((OSError(errno.ENOSPC, "No space left", "a.json"), 2), (KeyError("x"), 1)):
+
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("emp_llm.evaluation.prune_run.PruneRun.check", fails)
+        monkeypatch.setattr("emp_llm.evaluation.prune_run.PruneRun.of", fails)
+        if ends == 2:
+            assert "error: a.json: no space left" in command(*line, code=2).stderr
+        else:
+            with pytest.raises(KeyError):
+                command(*line)

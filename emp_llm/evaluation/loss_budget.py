@@ -33,7 +33,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, delete_progress
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import how_to_resume, read_json, write_json
+from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, write_json
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import (
     CALIBRATION_FILES,
@@ -141,6 +141,9 @@ def prune_to_loss(
             else:
                 report = search.by_runs()
         except BaseException as error:
+            explanation = explain_disk_error(error, pruning.path, [work])
+            if explanation is not None:
+                raise explanation from error
             if not isinstance(error, UserError) and (sentence := how_to_resume([work])):
                 logger.warning("%s", sentence)
             raise
