@@ -475,7 +475,7 @@ def measure(
         blocks: Name of the list of decoder blocks; default: detected.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
         scores: Scores of your own: a safetensors file with a score for each weight.
         score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
@@ -691,7 +691,7 @@ def prune(
         match: Output of an earlier run; remove as many weights as that run (other methods).
         match_by: Match the total of that run, or every matrix; default: total.
         group: Weights that compete with each other: of a row, a matrix, or all targets.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
         scores: Scores of your own: a safetensors file with a score for each weight.
         score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
@@ -1105,7 +1105,7 @@ def sweep(
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         group: Weights that compete with each other: of a row, a matrix, or all targets.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
         scores: Scores of your own: a safetensors file with a score for each weight.
         score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.

@@ -2,14 +2,16 @@
 shell; and exit codes.
 """
 
+import codecs
 import errno
 import inspect
+import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -21,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
-from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
+from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotable, reason, visible
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
@@ -96,6 +98,10 @@ _NOISY = (
     "accelerate",
     "absl",
 )
+
+
+# What a stream that knows only ASCII shows in place of our own characters.
+_IN_ASCII = {"±": "+-", "β": "beta", "π": "pi", "…": "...", "→": "->", "−": "-", "�": "?"}
 
 
 class _Terminated(BaseException):
@@ -210,7 +216,6 @@ def run(
     """
 
     def work(rank: int) -> None:
-        UserError.in_shell = True
         options = parse(
             command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}"
         )
@@ -229,6 +234,8 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a
     traceback.
     """
+    UserError.in_shell = True
+    ready_streams()
     # torch, not imported yet, then asks Linux for large pages: fewer system seconds.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mark = ""
@@ -256,14 +263,48 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         code = 143
         message = "terminated by SIGTERM."
     except BaseException as error:
-        if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        sentence = disk_sentence(error)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            sentence = f"{quotable(str(error.filename))}: {reason(error)}."
+        if sentence is None:
             tell_ranks(1, f"{type(error).__name__}: {error}")
             raise
         code = 2
-        message = f"error: {quotable(str(error.filename))}: {reason(error)}."
-    sys.stderr.write(f"{mark}{visible(message)}\n")  # in one piece, because the ranks share a log
+        message = f"error: {sentence}"
+    with suppress(OSError):  # nobody reads it
+        # In one piece, because the ranks share a log.
+        sys.stderr.write(f"{mark}{visible(message)}\n")
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
+
+
+def ready_streams() -> None:
+    """Make the three streams of this process fit to use, whatever they were started with.
+
+    A closed stream (`>&-`) becomes the null device: otherwise the next file that is opened takes
+    its number, and is written to by whatever prints. A character that a stream's encoding lacks
+    is written in ASCII.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            how = "w" if number else "r"
+            setattr(sys, name, open(os.devnull, how, encoding="utf-8"))  # noqa: SIM115
+    codecs.register_error("emp_llm", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="emp_llm")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Characters that a stream cannot write: ours in ASCII, others as their escapes."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    escaped = (letter.encode("ascii", "backslashreplace").decode("ascii") for letter in text)
+    return "".join(map(_IN_ASCII.get, text, escaped)), error.end
 
 
 @contextmanager
@@ -272,9 +313,13 @@ def _may_be_cut_off() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # So that Python's last flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(
+                f"standard output: {reason(error)}. The work is done; its result was not printed."
+            ) from error
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
@@ -454,15 +499,14 @@ def main(arguments: list[str] | None = None) -> None:
     texts = {"--version": __version__, "--help": usage, "-h": usage}
     texts |= {f"--completion {shell}": line for shell, line in _COMPLETION.items()}
     name = " ".join([name, *rest[:1]]) if name == "--completion" else name
-    if name in texts or name == "--complete":
+
+    def answer(rank: int) -> None:
+        if name not in texts and name != "--complete":
+            raise UserError(f"{name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}")
         with _may_be_cut_off():
             print(texts.get(name) or "\n".join(_completions(os.environ.get("COMP_LINE", ""))))
-        return
-    print(
-        f"error: {name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+
+    _with_exit_codes(answer)
 
 
 def _completions(line: str) -> list[str]:

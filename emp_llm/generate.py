@@ -89,6 +89,7 @@ class Generation:
         from transformers import TextIteratorStreamer
 
         from emp_llm.common.machine import peak_memory, release_team
+        from emp_llm.models.modules import finite_logits
 
         if self.figures is not None:
             yield from self._pieces
@@ -110,7 +111,10 @@ class Generation:
             try:
                 with torch.inference_mode():
                     self._model.generate(
-                        **self._arguments, streamer=streamer, stopping_criteria=[after_token]
+                        **self._arguments,
+                        streamer=streamer,
+                        logits_processor=[finite_logits],
+                        stopping_criteria=[after_token],
                     )
             except BaseException as error:  # raised in the thread that reads
                 errors.append(error)

@@ -5,20 +5,27 @@ weights that were trained.
 import logging
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, REPORT_NAME, SELF_NAME, is_hidden
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Heal
 from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.models.one_model import OneModel
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +80,7 @@ def heal(
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.outcome import log_warnings
-    from emp_llm.pruning.writing import read_manifest, write_manifest
+    from emp_llm.pruning.writing import are_as_written, read_manifest, write_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
 
@@ -95,6 +102,11 @@ def heal(
             f"--dense {options.dense}: its weights are not those that were pruned. "
             f"Give {report.source.model}."
         )
+    if not are_as_written(folder, identity_of(pruned)):
+        raise UserError(
+            f"{folder}: its weights are not those of its {MANIFEST_NAME}, which says how they were "
+            f"pruned. To see what differs: emp-llm verify {folder}"
+        )
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
@@ -104,7 +116,7 @@ def heal(
     models.free()
     how = recipe.tree.heal or Heal()
     signature = {
-        "heals": {name: list(state) for name, state in pruned.states.items()},
+        "heals": pruned.states,
         "recipe": recipe.as_dict(),
     }
     signature |= calibration_signature(data, options.batch_size, options.execution) | {
@@ -162,6 +174,8 @@ def heal(
                 batch_size=options.batch_size,
                 seed=options.seed,
             )
+        with stopwatch("check"):
+            report.check = _checked(models, source.folder, out.files, dense.config, data.further)
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing
@@ -180,6 +194,26 @@ def heal(
     return report
 
 
+def _checked(
+    models: "OneModel",
+    dense: Path,
+    healed: Path,
+    config: dict[str, Any],
+    tokens: "Tensor | None",
+) -> CheckRecord | None:
+    """The perplexity of held-out text by the dense and by the healed model."""
+    from emp_llm.evaluation.perplexity import held_out_perplexity
+
+    if tokens is None:
+        return None
+    records = []
+    for folder in (dense, healed):
+        records.append(held_out_perplexity(partial(models.get, folder), config, tokens))
+        models.free()
+    before, after = records
+    return CheckRecord(dense=before, pruned=after) if before and after else None
+
+
 def _extras(folder: Path, manifest: Manifest) -> list[Path]:
     """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
     paths = [Path(name) for name in manifest.files if not is_hidden(Path(name))]
@@ -187,16 +221,16 @@ def _extras(folder: Path, manifest: Manifest) -> list[Path]:
         path
         for path in paths
         if path.parts[0] == EXTRAS
-        and path.suffix in (".safetensors", ".json", ".jsonl")
+        and path.suffix in (".safetensors", ".json", ".jsonl", ".py")
         and (folder / path).is_file()
     ]
 
 
 def show(report: RunReport) -> None:
-    """Print the held-out divergence before and after."""
-    from emp_llm.reporting.run_tables import healing_lines
+    """Print the divergence before and after, and the perplexity of held-out text."""
+    from emp_llm.reporting.run_tables import check_lines, healing_lines
 
-    print("\n".join(healing_lines(report)))
+    print("\n".join([*healing_lines(report), *check_lines(report)]))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def plan(options: PlanOptions) -> PlanSummary:
 
     Returns the jobs.
     """
-    from emp_llm.calibration.texts import calibration_corpora
+    from emp_llm.calibration.texts import calibration_corpora, check_there
     from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.hub.local_model import find_config
@@ -44,8 +44,11 @@ def plan(options: PlanOptions) -> PlanSummary:
     recipes = study_recipes(options, options_from)
     models = named_models(options.models or [])
     # What is missing is said now, not by a job.
-    find_suite(options.suite or DEFAULT_SUITE)
-    calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
+    texts = calibration_corpora(options.calibration or TEXT, None, options.samples, options.seqlen)
+    judged = find_suite(options.suite or DEFAULT_SUITE).corpus
+    for text in texts if judged is None else [*texts, judged]:
+        if text.file is not None:
+            check_there(text.file)
     for name in models:
         find_config(name, None, options.trust_remote_code)
     jobs = [

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -20,6 +20,8 @@ from emp_llm.options.jobs import StudyFolder
 logger = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the running jobs
 _LOOK = 5.0  # seconds between two looks at jobs that other processes run
+_ENOUGH = 2  # failures for one reason, after which no job of the kind is started
+_WRONG_INPUT = 2  # exit code
 
 
 @dataclass
@@ -30,7 +32,8 @@ class RunSummary:
         done: ids of the jobs that are done.
         failed: states of the jobs that failed; stopped: of those that were stopped and resume when
             they are run again.
-        waiting: ids of the jobs that did not run, because one that comes first failed.
+        waiting: ids of the jobs that did not run, because one that comes first failed, or those
+            of their kind fail for one reason.
         elsewhere: ids of the jobs that another process runs, with --only.
     """
 
@@ -80,6 +83,7 @@ def run(
     gpus: dict[str, list[int]] = {}  # of the running jobs
     finished = set(done)
     lost = set[str]()
+    hopeless = set[str]()  # kinds of jobs, none of which would succeed
     elsewhere = set[str]()
     looked = -_LOOK
 
@@ -122,7 +126,7 @@ def run(
                 look = time.monotonic() - looked > _LOOK
                 looked = time.monotonic() if look else looked
                 for job in list(left.values()):
-                    if not lost.isdisjoint(job.after):
+                    if job.kind in hopeless or not lost.isdisjoint(job.after):
                         del left[job.id]
                         lost.add(job.id)
                         summary.waiting.append(job.id)
@@ -147,6 +151,10 @@ def run(
                         (finished if state.status == "done" else lost).add(name)
                         _note(state, attempt.files, summary)
                         bar.update(1)
+                        kind = attempt.files.job.kind
+                        if kind not in hopeless and _fails_for_all(kind, plan, summary):
+                            hopeless.add(kind)
+                            _note_hopeless(kind, state, left.values())
     except BaseException:
         _stop(running)
         raise
@@ -171,7 +179,13 @@ def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
     """Add a job that has ended to the summary and to the log."""
     if state.status == "done":
         summary.done.append(state.id)
-        logger.info("%s: done in %.1f s.", state.id, state.seconds)
+        together = f" ({state.seconds:.1f} s in {state.attempts} attempts)"
+        logger.info(
+            "%s: done in %.1f s%s.",
+            state.id,
+            state.last_seconds,
+            together if state.attempts > 1 else "",
+        )
         return
     (summary.stopped if state.status == "stopped" else summary.failed).append(state)
     logger.error(
@@ -187,6 +201,34 @@ def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
         else f"its log: {files.log_path}; to run it again"
     )
     logger.error("  %s: %s", resumes, files.rerun)
+
+
+def _fails_for_all(kind: str, plan: Mapping[str, Job], summary: RunSummary) -> bool:
+    """Whether several jobs of a kind failed with wrong input, all for one reason, and none of the
+    kind is done: the others would fail too.
+    """
+    failed = [state for state in summary.failed if plan[state.id].kind == kind]
+    reasons = {
+        (state.exit_code, state.message.replace(plan[state.id].output, "")) for state in failed
+    }
+    return (
+        len(failed) >= _ENOUGH
+        and len(reasons) == 1
+        and failed[0].exit_code == _WRONG_INPUT
+        and not any(plan[name].kind == kind for name in summary.done)
+    )
+
+
+def _note_hopeless(kind: str, state: JobState, left: Iterable[Job]) -> None:
+    """Log that the other jobs of a kind are not started."""
+    others = sum(job.kind == kind for job in left)
+    if others:
+        logger.error(
+            "%s not started: those before failed for one reason (%s). Mend it, and run the same "
+            "command.",
+            count_of(others, f"{kind} job"),
+            quotable(state.message.removeprefix("error: ").rstrip(".")),
+        )
 
 
 def _stop(running: dict[str, Attempt]) -> None:

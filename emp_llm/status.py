@@ -92,7 +92,7 @@ def show(result: StudyStatus) -> None:
     seconds = sum(view.state.seconds for view in result.views if view.state is not None)
     print(
         f"{count_of(len(views['done']), 'job')} of {len(result.views)} done; "
-        f"{seconds / 3600:.2f} hours so far"
+        f"{seconds / 3600:.2f} hours so far, the attempts of all jobs added up"
     )
 
 

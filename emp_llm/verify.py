@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SUMS_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, MANIFEST_NAME, SUMS_NAME
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import criterion_origin
@@ -207,9 +207,7 @@ def _with_given_scores(score: Score, options: VerifyOptions) -> Score:
 
     if isinstance(score, Own):
         if options.criterion is None:
-            raise UserError(
-                f"the criterion {score.name} decided the masks; add --criterion {score.function}."
-            )
+            raise UserError(_how_to_give(score, options.folder))
         given = replace(score, function=options.criterion, source=None)
         if criterion_origin(given.criterion)[1] != score.source:
             logger.warning(
@@ -226,6 +224,22 @@ def _with_given_scores(score: Score, options: VerifyOptions) -> Score:
     if GivenScores(options.scores, []).digest != score.digest:
         raise UserError(f"--scores {options.scores}: not the scores that decided these masks.")
     return replace(score, scores=options.scores, digest=None)
+
+
+def _how_to_give(score: Own, folder: Path) -> str:
+    """How to give a criterion of the user's own to `verify`."""
+    kept = folder / CRITERION_NAME
+    if kept.is_file():
+        return (
+            f"the criterion {score.name} decided the masks. Add --criterion {kept}:{score.name}: "
+            "this runs the whole file, so read it first."
+        )
+    if str(score.function).startswith("__main__:"):
+        return (
+            f"the criterion {score.name} decided the masks, and its function was in no file. Write "
+            f"it to one, and add --criterion FILE.py:{score.name}."
+        )
+    return f"the criterion {score.name} decided the masks; add --criterion {score.function}."
 
 
 def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":

@@ -189,7 +189,7 @@ class Study:
                 str(self.folder), output=out, structure=structure, method=method, **how
             )
             losses = self.losses(load_model(out, "cpu"))
-        dense = sum(size for size, _ in self.plan.checkpoint.states.values())
+        dense = sum(self.plan.checkpoint.sizes.values())
         if report.structure is not None:
             cost = report.structure.pruned
             return {
@@ -265,7 +265,7 @@ def run(study: Study, name: Name, done: dict[Name, Entry]) -> Entry:
     kind, *rest = name
     size: Any
     if kind == "dense":
-        size = sum(size for size, _ in study.plan.checkpoint.states.values())
+        size = sum(study.plan.checkpoint.sizes.values())
         every = {score: study.chosen(score, None, False)[0] for score in SCORES}
         at_one = {score: choices[0].record.kept for score, choices in every.items()}
         shares = {

@@ -645,7 +645,7 @@ def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path
         (
             partial(command, code=2),
             r"^error: nobody/nothing/train: the data set cannot be "
-            r"loaded",
+            r"loaded: .*Hub cannot be reached\. Give a file .*where there is a network",
             {"--calibration": "nobody/nothing"},
         ),
         (run, r"^error: --pattern does not go with method emp-wanda", {"--pattern": "2:4"}),

@@ -28,6 +28,7 @@ from emp_llm.records.evaluation import (
 )
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import advice_lines
+from emp_llm.reporting.studies import read_inputs
 
 Models = Callable[[str], Path]
 SAMPLES = 6
@@ -78,6 +79,13 @@ def test_the_perplexity_of_the_sequences_behind_the_text(
     )
     assert report.check.dense.blocks == report.check.pruned.blocks == 8
     assert "check" in report.stages
+    # In the tables of `report`, it is the result of a run without an evaluation.
+    (point,) = read_inputs([tmp_path / "out"])[0]
+    (suite,) = point.results
+    (name,) = suite.values
+    assert suite.suite.startswith("held-out text, dense ")
+    assert suite.values[name].value == report.check.pruned.value
+    assert point.dense[0].values[name].value == report.check.dense.value
 
 
 def test_the_last_line_of_the_command(models: Models, text: Path, command: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
 from msgspec.structs import replace
@@ -170,3 +171,21 @@ def test_the_tokens_of_a_part_are_those_of_the_whole(
             token_ids(replace(corpus, samples=5, seqlen=60), make_tokenizer()).flatten().tolist()
             == whole[:300].tolist()
         )
+
+
+def test_a_data_set_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer that fails is enough: the library would ask for half a minute."""
+    asked: list[str] = []
+
+    def refuse(self: Any, method: str, *_: Any, **__: Any) -> Any:
+        asked.append(method)
+        raise ConnectionError("no network")
+
+    session = huggingface_hub.get_session()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(type(session), "request", refuse)
+    with pytest.raises(UserError, match=r"Hub cannot be reached\. Give a file .*a network"):
+        token_ids(find_corpus("someone/absent"), make_tokenizer())
+    assert len(asked) == 1
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE

@@ -422,6 +422,31 @@ def test_other_errors(
             export(str(folder), output=tmp_path / "x.gguf")
 
 
+def test_an_export_is_on_disk_before_it_has_its_name(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    sync = gguf_file.sync_path
+    rename = os.replace
+
+    def synced(path: Path) -> None:
+        steps.append(f"sync {path.name.rpartition('.')[2]}")
+        sync(path)
+
+    def renamed(source: Any, target: Any) -> None:
+        steps.append(f"name {Path(target).name.rpartition('.')[2]}")
+        rename(source, target)
+
+    monkeypatch.setattr(gguf_file, "sync_path", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(gguf_file, "_NOTED", 1)
+    export(str(make("llama")), output=tmp_path / "x.gguf")
+    assert steps[-2:] == ["sync partial", "name gguf"]
+    # Each note follows a flush of what it notes.
+    assert steps[:-2] == ["sync partial", "name partial"] * (len(steps) // 2 - 1)
+    assert len(steps) > 4
+
+
 def test_an_interrupted_export_resumes(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +490,27 @@ def test_an_interrupted_export_resumes(
     export(str(folder), output=output)
     assert output.read_bytes() == wanted.read_bytes()
     assert len(names) == tensors
+    output.unlink()
+
+    # After a loss of power: blocks of zeros within the size, and no note of them.
+    interrupted()
+    (partial,) = (path for path in gguf_file.partials(output) if ".size." not in path.name)
+    note = partial.with_name(partial.name.replace(".partial", ".size.partial"))
+    kept = int(note.read_text())
+    assert kept < wanted.stat().st_size
+    with partial.open("r+b") as file:
+        file.seek(kept)
+        file.write(bytes(wanted.stat().st_size - kept))
+    export(str(folder), output=output)
+    assert output.read_bytes() == wanted.read_bytes()
+    assert len(names) == tensors - 4
+    output.unlink()
+
+    interrupted()
+    note.unlink()
+    partial.write_bytes(bytes(wanted.stat().st_size))
+    export(str(folder), output=output)
+    assert output.read_bytes() == wanted.read_bytes()
     output.unlink()
 
     interrupted()

@@ -63,7 +63,7 @@ from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.card import method_words
-from emp_llm.reporting.run_tables import healing_lines
+from emp_llm.reporting.run_tables import check_lines, healing_lines
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 from emp_llm.walk.moved import MovedWeights
@@ -149,11 +149,11 @@ def test_zeros_stay_and_kept_weights_move(
     assert report.healing.origin is not None
     assert (report.healing.origin.execution, report.healing.origin.seed) == ("model", 0)
     (line,) = healing_lines(report)
-    assert line.endswith(
-        "perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(
-            **report.healing.perplexity
-        )
-    )
+    # One text judges, and one name is given to it: that of `check_lines`.
+    assert line.endswith(f"on the sequences that chose step {report.healing.best}")
+    assert "perplexity" not in line
+    assert report.check is not None
+    assert len(check_lines(report)) == 1
     assert verify(healed, source=str(models(family))).differences == []
 
 

@@ -243,6 +243,8 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
         ({"suite": "none-such"}, "none-such"),
         ({"models": "no/such/folder"}, "no/such/folder"),
         ({"calibration": "nowhere"}, "nowhere"),
+        ({"calibration": "nowhere.txt:5,demo:5"}, r"nowhere\.txt: no such file"),
+        ({"suite": "perplexity,file=nowhere.txt"}, r"nowhere\.txt: no such file"),
         ({"per": "models"}, "--per 'models' is not one of recipe, model"),
     ],
 )
@@ -252,6 +254,30 @@ def test_wrong_options_of_a_plan(
     with pytest.raises(UserError, match=message):
         planned(models, tmp_path, **options)
     assert not (tmp_path / "plan.jsonl").exists()
+
+
+def test_paths_of_texts_become_absolute(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: jobs run in the study's folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a, b.txt", "c.txt", "V.txt"):
+        (tmp_path / name).write_text("Text.")
+    jobs = plan(
+        models=[str(models("llama"))],
+        methods="wanda",
+        sparsities="0.5",
+        calibration="a, b.txt:6,self:c.txt:2,demo:1",
+        suite="perplexity,file=V.txt,seqlen=64",
+        output="study",
+    ).jobs
+    (calibrate,) = [each for each in jobs if each.kind == "calibrate"]
+    given = cluster_jobs.option_of(calibrate, "--calibration")
+    mix = f"{tmp_path}/a, b.txt,samples=6,self:{tmp_path}/c.txt,samples=2,demo,samples=1"
+    assert given == mix
+    assert {
+        cluster_jobs.option_of(each, "--suite") for each in jobs if each.kind == "evaluate"
+    } == {f"perplexity,file={tmp_path}/V.txt,seqlen=64"}
 
 
 def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
@@ -332,6 +358,44 @@ def test_a_failed_job_stops_those_that_wait_for_it(
     assert run_study(tmp_path).complete
     show_status(status(tmp_path))
     assert "4 jobs of 4 done" in capsys.readouterr().out
+
+
+def test_a_reason_that_jobs_of_a_kind_share_stops_the_rest(
+    scripted: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = "print('error: V.txt: no such file.', flush=True); raise SystemExit(2)"
+    scripted |= dict.fromkeys(["e1", "e2", "e3", "e4"], fails)
+    others = {"kind": "evaluate"}
+    jobs = [
+        job(name, **others, command=f"emp-llm evaluate --output {name}")
+        for name in ("e1", "e2", "e3", "e4")
+    ]
+    study_of(tmp_path, *jobs, job("a"), job("b"))
+    summary = run_study(tmp_path)
+    assert [state.id for state in summary.failed] == ["e1", "e2"]
+    assert (summary.done, summary.waiting) == (["a", "b"], ["e3", "e4"])
+    assert "2 evaluate jobs not started" in caplog.text
+    # Each for a reason of its own.
+    scripted |= {name: fails.replace("V.txt", name) for name in ("e1", "e2", "e3", "e4")}
+    assert len(run_study(tmp_path).failed) == 4
+
+
+def test_the_seconds_of_a_job_are_those_of_its_last_attempt(
+    scripted: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted["a"] = "import time; time.sleep(0.5); raise SystemExit(1)"
+    study_of(tmp_path, job("a"))
+    run_study(tmp_path)
+    del scripted["a"]
+    caplog.set_level("INFO", "emp_llm")
+    began = time.monotonic()
+    run_study(tmp_path)
+    state = JobFiles(tmp_path, job("a")).state()
+    assert state is not None
+    assert 0 < state.last_seconds <= time.monotonic() - began
+    assert state.seconds >= 0.49 + state.last_seconds
+    told = f"a: done in {state.last_seconds:.1f} s ({state.seconds:.1f} s in 2 attempts)."
+    assert told in caplog.text
 
 
 def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """`prune --loss`: the largest sparsity within a rise of the perplexity of held-out text."""
 
+import errno
 import json
 import math
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.data import read_text
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import loss_budget
 from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
@@ -150,6 +156,68 @@ def test_weights_that_move(tmp_path: Path, how: dict[str, Any], most: int) -> No
     assert report.recipe.refit
     assert report.fits
     assert not verify(tmp_path / "out", source=DEMO).differences
+
+
+def test_the_disk_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the best run and the one that is made, which is checked; the best is moved, and
+    made once more if the move was cut off.
+    """
+    how = {"method": "emp-relative", "refit": True, "refit_weighting": "relative", "loss": "3%"}
+    size = Checkpoint(DEMO).output_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.9 * size)))
+        with pytest.raises(UserError, match=r"--output .*: it needs"):
+            pruned(tmp_path, **how)
+    most = 0
+    whole = loss_budget._Search._whole
+
+    def counted(self: Any, sparsity: float) -> Any:
+        nonlocal most
+        point = whole(self, sparsity)
+        most = max(most, len(list((tmp_path / ".out.loss").glob("removed-*"))))
+        return point
+
+    monkeypatch.setattr(loss_budget._Search, "_whole", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "complete", _cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            pruned(tmp_path, **how)
+    assert 1 <= most <= 2
+    assert not list((tmp_path / ".out.loss").glob("removed-*"))
+    _, loss = pruned(tmp_path, **how)
+    assert loss.sparsity > 0
+    assert not verify(tmp_path / "out", source=DEMO).differences
+
+
+def _cut_off(folder: OutputFolder) -> None:
+    if folder.path.name == "out":
+        raise KeyboardInterrupt
+    _COMPLETE(folder)
+
+
+_COMPLETE = OutputFolder.complete
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in a sentence at each file of the curve, and the same command resumes."""
+    how = {"loss": "4%", "method": "magnitude", "samples": 6, "seqlen": 64}
+    write = loss_budget.write_json
+    calls = 0
+    for fails_at in (1, 2):
+
+        def full(path: Path, value: Any, fails_at: int = fails_at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(path, value)
+
+        calls = 0
+        monkeypatch.setattr(loss_budget, "write_json", full)
+        with pytest.raises(UserError, match=r"--output .*/out: the disk is full"):
+            pruned(tmp_path, **how)
+        assert not (tmp_path / "out").exists()
+    pruned(tmp_path, **how)
 
 
 def test_patterns(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import torture
 from runs import NAMES, report_of
 
 from emp_llm.calibration.activations import Activations
+from emp_llm.checkpoint import output
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import FileLock, locked
-from emp_llm.checkpoint.output import OutputFolder, write_folder
+from emp_llm.checkpoint.output import OutputFile, OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import CARD_MARK
 from emp_llm.pack import pack
@@ -446,3 +447,78 @@ def test_the_root_of_a_file_system(models: Models) -> None:
         prune(models("llama"), output="/", method="emp-magnitude", overwrite=True)
     with pytest.raises(UserError, match=r"--output /proc: it is the root of a file system"):
         prune(models("llama"), output="/proc", method="emp-magnitude", overwrite=True)
+
+
+def _failing(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _complete(path: Path, content: str, overwrite: bool = False) -> None:
+    with OutputFolder(path, [], 0, overwrite, expected="page") as out:
+        out.begin({})
+        out.write("page", content.encode())
+        out.note(page=True)
+        out.complete()
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_nothing_new_stands_under_the_name_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    """Not even where the last call fails, which flushes the name to the disk."""
+    path = tmp_path / "out"
+    if older:
+        _complete(path, "old")
+    sync = output.sync_path
+
+    def fails_for_the_name(folder: Path) -> None:
+        _failing() if folder == tmp_path else sync(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "sync_path", fails_for_the_name)
+        with pytest.raises(UserError, match=r"the same command resumes"):
+            _complete(path, "new", overwrite=True)
+    assert [file.read_text() for file in path.glob("*")] == ["old"] * older
+    _complete(path, "new", overwrite=True)
+    assert (path / "page").read_text() == "new"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_work_that_could_not_be_noted_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there without a note could not be told from a user's files."""
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "write_json", _failing)
+        with pytest.raises(UserError, match=r"--output") as caught:
+            _complete(tmp_path / "out", "new")
+    assert "resumes" not in str(caught.value)
+    assert not os.listdir(tmp_path)
+    _complete(tmp_path / "out", "new")
+
+
+def test_an_output_is_finished_though_its_work_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "_remove", _failing)
+        _complete(tmp_path / "out", "new")
+    with pytest.raises(UserError, match="add --overwrite"):
+        _complete(tmp_path / "out", "newer")
+    assert (tmp_path / "out" / "page").read_text() == "new"
+
+
+def test_a_file_that_may_not_be_on_disk_is_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "norms"
+    monkeypatch.setattr(output, "sync_path", _failing)
+
+    def write() -> None:
+        with OutputFile(path) as out:
+            path.write_text("whole")
+            out.complete()
+
+    with pytest.raises(UserError, match=r"input/output error"):
+        write()
+    assert not os.listdir(tmp_path)

@@ -5,6 +5,7 @@ the oracle.
 import importlib
 import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,10 +146,53 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     code.write_text(CODE.replace("size.sum(0)", "size.sum(0).square()"))
     for more, exit_code, said in (
         (by, 1, "has changed since"),
-        ((), 2, "add --criterion my_scores:my_ria"),
+        ((), 2, f"--criterion {out}/emp_llm/criterion.py:my_ria: this runs the whole file"),
+        (("--criterion", f"{out}/emp_llm/criterion.py:my_ria"), 0, ""),
     ):
         refused = command("verify", out, "--source", source, *more, code=exit_code)
         assert said in refused.stderr
+
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM
+
+from emp_llm import Own, Recipe, prune_model
+
+
+def my_score(weight):
+    return weight.abs() ** 2
+
+
+if __name__ == "__main__":
+    model = AutoModelForCausalLM.from_pretrained({source!r})
+    report = prune_model(model, Recipe(score=Own(my_score)))
+    model.save_pretrained("saved")
+    report.save("saved")
+"""
+
+
+def test_a_criterion_of_a_script_is_kept_beside_the_report(
+    command: Run, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "nb3.py"
+    script.write_text(SCRIPT.format(source=str(models("llama"))))
+    subprocess.run([sys.executable, script], cwd=tmp_path, check=True, capture_output=True)
+    assert report_of(tmp_path / "saved")["recipe"]["criterion"] == "nb3.py:my_score"
+    script.unlink()
+    line = ["verify", "saved", "--source", models("llama")]
+    (given,) = re.findall(r"--criterion (\S+): this runs", command(*line, code=2).stderr)
+    assert "0 differences" in command(*line, "--criterion", given).stdout
+
+
+def test_a_criterion_without_a_file(
+    command: Run, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def my_score(weight):\n    return weight.abs()", names)
+    prune(model=models("llama"), criterion=names["my_score"], output=tmp_path / "out")
+    refused = command("verify", "out", "--source", models("llama"), code=2).stderr
+    assert "Write it to one, and add --criterion FILE.py:my_score" in refused
+    assert not (tmp_path / "out" / "emp_llm").exists()
 
 
 MAPPED: list[tuple[Any, Any, Callable[[oracle.Array], oracle.Array]]] = [

@@ -3,6 +3,7 @@ that repeats it.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import cache_folder
 from emp_llm.measure import measure
 from emp_llm.prune import prune
 from emp_llm.pruning.dry_run import DryRun
@@ -283,3 +285,24 @@ def test_a_dry_run_announces_the_text(
     assert isinstance(plan, DryRun)
     assert "--calibration self:c4: the dense model first writes the text" in plan.notes
     assert not batches
+
+
+def test_logits_that_are_not_finite(
+    models: Callable[[str], Path], tmp_path: Path, command: Run
+) -> None:
+    """No token is chosen by them, and no text of them is kept in the cache."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models("llama"))
+    with torch.no_grad():
+        for layer in (model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj):
+            layer.weight.mul_(1e30)
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama"), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    model.save_pretrained(folder)
+    kept = [*(cache_folder() / "self").glob("*")]
+    line = ["--calibration", "self", "--samples", 2, "--seqlen", 16, "--output", "norms"]
+    told = "logits are not finite"
+    assert told in command("calibrate", "--model", folder, *line, code=2).stderr
+    assert kept == [*(cache_folder() / "self").glob("*")]
+    line = ["generate", folder, "--prompt", "The lamp", "--max-new-tokens", 3]
+    for how in ("0", "0.8"):
+        assert told in command(*line, "--temperature", how, code=2).stderr

@@ -44,6 +44,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import check_head, load_tokenizer
+from emp_llm.models.modules import finite_logits
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, check_ids, max_context
@@ -470,7 +471,8 @@ def _continued(
     )
     try:
         with enough_memory(lambda: (type(model).__name__, device), ids):
-            rows = model.generate(ids, attention_mask=mask, logits_processor=[sampled])
+            processors = [finite_logits, sampled]
+            rows = model.generate(ids, attention_mask=mask, logits_processor=processors)
     finally:
         model.generation_config = settings
     documents = []

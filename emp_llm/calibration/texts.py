@@ -14,19 +14,23 @@ alone.
 """
 
 import logging
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from emp_llm.checkpoint.files import reading
-from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
+from emp_llm.calibration.hub_data import NO_NETWORK, cache_alone, hub_answers
+from emp_llm.calibration.text_files import ENDINGS as TEXT_ENDINGS
+from emp_llm.calibration.text_files import columns_of, ending_of, text_of, values_of
+from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, reason
 from emp_llm.common.machine import at_most_more
 from emp_llm.common.paths import data_folder
+from emp_llm.common.ranks import ranks
 from emp_llm.models.placement import plain_config
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
@@ -64,13 +68,13 @@ def calibration_corpora(
             wrong, or given twice; --seqlen exceeds the model's context, or the texts differ in
             their seqlen.
     """
-    names = _names(mix)
+    names = names_in(mix)
     corpora = {name: find_corpus(name) for name in names}
     if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(names):
         raise UserError(
             "--calibration names a text twice; name it once, with the sum of the sequences."
         )
-    given = [name for name in names if re.search(r",\s*samples\s*=", name)]
+    given = [name for name in names if _sets_samples(name)]
     if given and samples is not None:
         raise UserError(
             f"--samples {samples}: --calibration sets the numbers of its texts already; "
@@ -134,7 +138,7 @@ def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
 
 def generates(calibration: str) -> bool:
     """Whether a calibration text, or one of a mix, is written by the model itself."""
-    return any(find_corpus(name).generate for name in _names(calibration))
+    return any(find_corpus(name).generate for name in names_in(calibration))
 
 
 def self_notes(calibration: str) -> list[str]:
@@ -144,16 +148,43 @@ def self_notes(calibration: str) -> list[str]:
     return [f"--calibration {calibration}: the dense model first writes the text"]
 
 
-def _names(mix: str) -> list[str]:
+def names_in(mix: str) -> list[str]:
     """The names in a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
     names: list[str] = []
-    for item in mix.split(","):
-        if names and (_CHANGE.match(item) or item.strip() in ("", *FIELDS)):
-            names[-1] += f",{item}"
-        else:
-            number = _NUMBER.fullmatch(item.strip())
-            names.append(item.strip() if number is None else f"{number[1]},samples={number[2]}")
+    items = mix.split(",")
+    while items:
+        name, rest = with_path(items)
+        number = None if _is_file(name) else _NUMBER.fullmatch(name)
+        there = _is_file(number[1] if number is not None else name)
+        is_change = _CHANGE.match(items[0]) or items[0].strip() in ("", *FIELDS)
+        if names and is_change and not there:
+            names[-1] += f",{items.pop(0)}"
+            continue
+        names.append(name if number is None else f"{number[1]},samples={number[2]}")
+        items = rest
     return names
+
+
+def with_path(items: list[str]) -> tuple[str, list[str]]:
+    """The first of some items that stood between commas, and the others. A path whose name has
+    commas is one item, if the file is there.
+    """
+    for count in range(len(items), 0, -1):
+        name = ",".join(items[:count])
+        number = _NUMBER.fullmatch(name)
+        if _is_file(name) or (number is not None and _is_file(number[1])):
+            return name, items[count:]
+    return items[0].strip(), items[1:]
+
+
+def _sets_samples(name: str) -> bool:
+    """Whether a name of a mix has a number of sequences."""
+    return any(re.match(r"\s*samples\s*=", change) for change in with_path(name.split(","))[1])
+
+
+def _is_file(name: str) -> bool:
+    """Whether a text, or the prompts of one, is a file that is there."""
+    return os.path.isfile(name) or os.path.isfile(name.removeprefix("self:"))
 
 
 def find_corpus(name: str) -> Corpus:
@@ -166,22 +197,23 @@ def find_corpus(name: str) -> Corpus:
     Raises:
         UserError: it is none of these, or a field is unknown or wrong.
     """
-    base, _, changes = name.partition(",")
-    if base == "self" or base.startswith("self:"):
+    base, rest = with_path(name.split(","))
+    changes = ",".join(rest)
+    if base == "self" or (base.startswith("self:") and not os.path.isfile(base)):
         prompts = find_corpus(base[5:]) if base != "self" else Corpus(generate=True)
         return with_changes(replace(prompts, generate=True, join=None), changes)
     recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
     path = recipes.get(base, Path(base))
     if path.suffix == ".toml":
         corpus = corpus_of(read_toml(path), path)
-    elif path.suffix in (".txt", ".jsonl", ".json", ".parquet"):
+    elif ending_of(base) is not None:
         corpus = Corpus(file=base)
     elif base.count("/") == 1 and not base.startswith((".", "/")):
         corpus = Corpus(dataset=base)
     else:
         raise UserError(
             f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a "
-            ".txt, .jsonl or .parquet file, a Hub data set id (owner/name), or "
+            ".txt, .jsonl or .parquet file (.gz and .zst too), a Hub data set id (owner/name), or "
             f"self.{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
@@ -212,8 +244,14 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     """
     values: dict[str, Any] = msgspec.to_builtins(corpus)
     given: list[str] = []
-    for change in filter(None, changes.split(",")):
+    items = changes.split(",")
+    while items:
+        change = items.pop(0)
+        if not change:
+            continue
         key, equals, value = map(str.strip, change.partition("="))
+        if key == "file":
+            value, items = with_path([change.partition("=")[2], *items])
         if key == "image":
             raise UserError(
                 f"{change}: calibration on images is no longer there. Leave it out, or give "
@@ -280,60 +318,103 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
         UserError: the file, the data set or its column does not exist, or the column does not hold
             text.
     """
-    if corpus.file is not None and corpus.file.endswith(".txt"):
-        path = _existing(corpus.file)
-        with reading(path):
-            text = path.read_text(encoding="utf-8", errors="replace")
+    if corpus.file is not None and ending_of(corpus.file) == ".txt":
+        text = text_of(check_there(corpus.file))
         yield from text.splitlines() if corpus.generate else [text]
         return
-    data, column = open_data_set(corpus, seed)
-    for row in data:
-        value = row[column]
-        ids = (
-            column == IDS_COLUMN
-            and isinstance(value, list)
-            and all(type(token) is int for token in value)
+    values, column = _values(corpus, seed)
+    number = used = first = 0
+    try:
+        for number, value in enumerate(values, 1):
+            ids = (
+                column == IDS_COLUMN
+                and isinstance(value, list)
+                and all(type(token) is int for token in value)
+            )
+            row = value if isinstance(value, str) else messages_in(value)
+            if ids or row is not None:
+                used += 1
+                yield tuple(value) if ids else row  # type: ignore[misc]  # one of them
+            else:
+                first = first or number
+    finally:
+        if used and number > used and ranks().main:
+            logger.warning(
+                "warning: %s: %s of the %s that were read left out, because column %r holds "
+                "neither text nor conversations there (the first is row %s).",
+                corpus.source,
+                f"{number - used:,}",
+                f"{number:,}",
+                column,
+                f"{first:,}",
+            )
+    if not used:
+        found = f"in none of {count_of(number, 'row')}" if number else ": the file has no rows"
+        raise UserError(
+            f"{corpus.source}: column {column!r} holds neither text nor conversations"
+            f"{' ' if number else ''}{found}. Name a column of text with ,column=NAME."
         )
-        yield tuple(value) if ids else text_in(value, f"{corpus.source}: column {column!r}")
+
+
+def _values(corpus: Corpus, seed: int) -> tuple[Iterable[Any], str]:
+    """The values of the column of text, shuffled if the corpus says so, and its name."""
+    if corpus.file is None:
+        data, column = open_data_set(corpus, seed)
+        return (row[column] for row in data), column
+    path = check_there(corpus.file)
+    if ending_of(corpus.file) is None:
+        raise UserError(f"{path}: its name must end in {', '.join(TEXT_ENDINGS)}.")
+    column = _column(corpus, columns_of(path))
+    values: Iterable[Any] = values_of(path, column)
+    if corpus.shuffle:  # in the order of `datasets`
+        import numpy as np
+
+        every = list(values)
+        values = (every[index] for index in np.random.default_rng(seed).permutation(len(every)))
+    return values, column
 
 
 def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
-    """The data set of a corpus, shuffled if the corpus says so, and the column of its text.
+    """A data set, shuffled if the corpus says so, and the column of its text.
 
     Raises:
         UserError: the data set cannot be loaded, or has no such column of text.
     """
     import datasets
 
-    source: dict[str, Any] = {
-        "path": corpus.dataset,
-        "name": corpus.config,
-        "split": corpus.split,
-    }
-    if corpus.file is not None:
-        builder = "parquet" if _existing(corpus.file).suffix == ".parquet" else "json"
-        source = {"path": builder, "data_files": corpus.file, "split": "train"}
+    alone = not os.path.isdir(corpus.dataset or "") and not hub_answers()
     try:
-        data = datasets.load_dataset(**source, streaming=corpus.stream)
+        with cache_alone(alone):
+            data = datasets.load_dataset(
+                corpus.dataset, name=corpus.config, split=corpus.split, streaming=corpus.stream
+            )
     except MemoryError:
         raise
     # The library has a dozen errors for a missing data set, network or config.
     except Exception as error:
+        if alone:
+            raise UserError(
+                f"{corpus.source}: the data set cannot be loaded: {NO_NETWORK}"
+            ) from error
         raise UserError(
             f"{corpus.source}: the data set cannot be loaded ({reason(error)})."
         ) from error
-    columns = data.column_names or list(next(iter(data), {}))
-    column = corpus.column
-    if column == "text" and column not in columns:
-        column = next((name for name in (*CHAT_COLUMNS, IDS_COLUMN) if name in columns), column)
-    if column not in columns:
-        raise UserError(
-            f"{corpus.source}: no column {column!r}; it has {', '.join(columns)}. Add ,column=NAME."
-        )
+    column = _column(corpus, data.column_names or list(next(iter(data), {})))
     if corpus.shuffle:
         buffer = {"buffer_size": 10_000} if corpus.stream else {}
         data = data.shuffle(seed=seed, **buffer)
     return data, column
+
+
+def _column(corpus: Corpus, columns: Sequence[str]) -> str:
+    """The column of a corpus's text; UserError if there is none of its name."""
+    column = corpus.column
+    if column == "text" and column not in columns:
+        column = next((name for name in (*CHAT_COLUMNS, IDS_COLUMN) if name in columns), column)
+    if column not in columns:
+        has = f"it has {', '.join(columns)}" if columns else "its rows have no fields"
+        raise UserError(f"{corpus.source}: no column {column!r}; {has}. Add ,column=NAME.")
+    return column
 
 
 def text_in(value: Any, where: str) -> str | Messages:
@@ -346,7 +427,8 @@ def text_in(value: Any, where: str) -> str | Messages:
     return text
 
 
-def _existing(file: str) -> Path:
+def check_there(file: str) -> Path:
+    """The path of a text; UserError if there is no such file."""
     path = Path(file)
     if not path.is_file():
         raise UserError(f"--calibration or --evaluate text {path}: no such file.")

@@ -17,8 +17,8 @@ _LONGEST = 40  # letters of a value
 def check_agreement(made_of: Mapping[str, Any], **checkpoints: Checkpoint) -> None:
     """Check that all ranks read the same inputs, before a model runs. A collective call.
 
-    Weights are compared by size and modification time, which one disk gives all ranks; where these
-    differ, by their hashes. One rank of each machine computes and caches them.
+    Weights are compared by size, inode and change time, which one disk gives all ranks; where
+    these differ, by their hashes. One rank of each machine computes and caches them.
 
     Args:
         made_of: what the results of this rank depend on beside weights and versions, as JSON.

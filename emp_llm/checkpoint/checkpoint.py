@@ -2,9 +2,9 @@
 tensor's bytes, and the identity.
 
 No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity
-is a hash of all shards, so that different models have different identities. The hashes of a pruned
-checkpoint's shards are taken from its manifest if that describes these files. Otherwise the files
-are hashed once, and the hashes are cached by path, size and modification time.
+is a hash of all shards, so that different models have different identities. The files are hashed
+once, and the hashes are cached by path, size, inode and change time. Dates of modification tell
+nothing: `cp -p`, `rsync -a` and `tar` set them.
 """
 
 from collections.abc import Iterable
@@ -29,6 +29,7 @@ from emp_llm.common.paths import (
     REPORT_NAME,
     SINGLE_NAME,
     cache_folder,
+    file_state,
     is_hidden,
 )
 
@@ -95,10 +96,13 @@ class Checkpoint:
 
     @property
     def states(self) -> dict[str, list[int]]:
-        """Size and modification time (ns) of each shard, when the checkpoint was opened; as
-        JSON, for records.
-        """
-        return {shard.name: list(state[:2]) for shard, state in self._states.items() if state}
+        """`file_state` of each shard, when the checkpoint was opened; as JSON, for records."""
+        return {shard.name: list(state) for shard, state in self._states.items() if state}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each shard in bytes."""
+        return {name: size for name, (size, *_) in self.states.items()}
 
     def open_files(self) -> FilePool:
         """The shards, open for reading, as a context."""
@@ -176,17 +180,6 @@ class Checkpoint:
                     "Download the model again."
                 )
         return names
-
-
-def file_state(path: Path) -> tuple[int, int, int] | None:
-    """Size in bytes, modification time in ns and inode of a file, by which changes are detected;
-    None if the file is missing.
-    """
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _why_no_safetensors(folder: Path) -> str:
@@ -318,56 +311,31 @@ def identity_of(checkpoint: Checkpoint) -> str:
 
 
 def known_hashes(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """BLAKE3 of each shard by name, from the manifest or the cache; None if not all are known."""
-    return _hashes_in_manifest(checkpoint) or _hashes_in_cache(checkpoint)
-
-
-def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
-    """Cache the shards' hashes, for their sizes and modification times when the checkpoint was
-    opened.
-    """
-    with suppress(OSError):  # the cache is optional
-        write_json(_cache_file(checkpoint), {"files": checkpoint.states, "blake3": hashes})
-
-
-def identity_from_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> str:
-    """The identity of a checkpoint, given BLAKE3 of each shard by name."""
-    sizes = checkpoint.states
-    return identity_from_files({name: (sizes[name][0], digest) for name, digest in hashes.items()})
-
-
-def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
-    """The identity of a checkpoint, given size and BLAKE3 of each shard by name."""
-    lines = [f"{name} {size} {digest}\n" for name, (size, digest) in sorted(files.items())]
-    return blake3("".join(lines).encode()).hexdigest()
-
-
-def _hashes_in_manifest(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """The hashes in a pruned checkpoint's manifest, if it names these shards and none of them is
-    newer.
-    """
-    path = checkpoint.folder / MANIFEST_NAME
-    hashes = {}
-    try:
-        files = read_json(path, limit=INDEX_LIMIT)["files"]
-        written = path.stat().st_mtime_ns
-        for name, (size, modified) in checkpoint.states.items():
-            digest = files[name]["blake3"]
-            if files[name]["bytes"] != size or modified > written or not isinstance(digest, str):
-                return None
-            hashes[name] = digest
-    except (UserError, OSError, KeyError, TypeError):  # no manifest, or not one of ours
-        return None
-    return hashes
-
-
-def _hashes_in_cache(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """BLAKE3 of each shard by name, from the cache; None if not all are known."""
     with suppress(UserError):
         entry = read_json(_cache_file(checkpoint), limit=INDEX_LIMIT)
         hashes = entry.get("blake3") if entry.get("files") == checkpoint.states else None
         if isinstance(hashes, dict) and hashes.keys() == checkpoint.states.keys():
             return {name: str(digest) for name, digest in hashes.items()}
     return None
+
+
+def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
+    """Cache the shards' hashes, for their states when the checkpoint was opened."""
+    with suppress(OSError):  # the cache is optional
+        write_json(_cache_file(checkpoint), {"files": checkpoint.states, "blake3": hashes})
+
+
+def identity_from_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> str:
+    """The identity of a checkpoint, given BLAKE3 of each shard by name."""
+    sizes = checkpoint.sizes
+    return identity_from_files({name: (sizes[name], digest) for name, digest in hashes.items()})
+
+
+def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
+    """The identity of a checkpoint, given size and BLAKE3 of each shard by name."""
+    lines = [f"{name} {size} {digest}\n" for name, (size, digest) in sorted(files.items())]
+    return blake3("".join(lines).encode()).hexdigest()
 
 
 def _cache_file(checkpoint: Checkpoint) -> Path:

@@ -56,6 +56,7 @@ from emp_llm.common.paths import (
     PACKED_SUFFIX,
     REPORT_NAME,
     ROTATION_NAME,
+    file_state,
 )
 from emp_llm.common.ranks import ranks
 
@@ -264,9 +265,10 @@ class OutputFolder:
 
     def note(self, **parts: Any) -> None:
         """Note finished parts of the work, as JSON. The work itself must already be on disk."""
-        self._state = self._state | parts
+        state = self._state | parts
         if ranks().main:
-            write_json(self._manifest, self._state)
+            write_json(self._manifest, state)
+        self._state = state  # not before it is written: what is not noted is not kept
 
     def write(self, name: Path | str, content: bytes) -> None:
         """Write a file into the folder, atomically."""
@@ -297,13 +299,17 @@ class OutputFolder:
             if self.path.exists():
                 os.replace(self.path, self._old)
             os.replace(self.files, self.path)
+            sync_path(self.path.parent)
+        # Then nothing stands under the name but the older output.
         except (OSError, KeyboardInterrupt, SystemExit):
+            if self.path.exists() and not self.files.exists():
+                os.replace(self.path, self.files)
             self._restore_old()
             raise
-        sync_path(self.path.parent)
         # Of an unfinished run with other options.
         shutil.rmtree(self.calibration, ignore_errors=True)
-        self._remove()
+        with contextlib.suppress(OSError):  # the output is complete
+            self._remove()
 
     def _open(self) -> None:
         """Create the work folder if missing, lock it, and read its manifest."""
@@ -384,8 +390,13 @@ class OutputFolder:
         takes already.
         """
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
-            needed -= sum(path.stat().st_blocks * 512 for path in self.work.rglob("*"))
+            needed -= bytes_on_disk(self.work)
         check_space(self.path, needed)
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """The disk space that a folder takes; 0 if it is missing."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def check_space(path: Path, needed: int) -> None:
@@ -415,9 +426,13 @@ class OutputFile(contextlib.ExitStack):
     def __enter__(self) -> Self:
         check_own(self.progress, CALIBRATION_FILES)
         self.enter_context(locked(self.path))
+        self._before = file_state(self.path)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if isinstance(exception[1], OSError) and file_state(self.path) != self._before:
+            with contextlib.suppress(OSError):  # it may not be on disk
+                self.path.unlink(missing_ok=True)
         super().__exit__(*exception)
         _explain(exception[1], self.path, (self.progress,))
 
@@ -552,8 +567,8 @@ def describe_difference(old: Any, new: Any) -> str | None:
     name, *values = difference
     if name.startswith("source.files."):
         return (
-            f"another source: {name.removeprefix('source.files.')} has another size or "
-            "modification time"
+            f"another source: {name.removeprefix('source.files.')} has another size, inode "
+            "or change time"
         )
     before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, values))
     return f"{name} {before}, this one has {now}"

@@ -216,7 +216,7 @@ class JobState(FileRecord, kw_only=True, omit_defaults=False):
         scheduler_job: the scheduler's number for it; null without a scheduler.
         exit_code: null while the command runs.
         message: why it failed.
-        seconds: of all finished attempts together.
+        seconds: of all finished attempts together; last_seconds: of the last one.
     """
 
     KIND: ClassVar[str] = "job state"
@@ -232,6 +232,7 @@ class JobState(FileRecord, kw_only=True, omit_defaults=False):
     exit_code: int | None = None
     message: str = ""
     seconds: float = 0.0
+    last_seconds: float = 0.0
 
 
 class _Made(msgspec.Struct):
@@ -439,7 +440,8 @@ class Attempt:
         self._process = None
         state = self._state
         state.exit_code = 128 - code if code < 0 else code
-        state.seconds += time.monotonic() - self._began
+        state.last_seconds = time.monotonic() - self._began
+        state.seconds += state.last_seconds
         if code == 0:
             written = self.files.output.exists()
             state.status = "done" if written else "failed"

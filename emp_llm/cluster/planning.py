@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from emp_llm.calibration.texts import read_toml
+from emp_llm.calibration.texts import names_in, read_toml, with_path
 from emp_llm.cluster.jobs import Job, JobKind
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.base import check_values, flag_of, parse_list
@@ -55,7 +55,7 @@ def with_table(options: PlanOptions) -> PlanOptions:
         methods=methods,
         betas=merged.betas or ("1" if adaptive and merged.emp_sparsities is None else None),
         suite=absolute(merged.suite or DEFAULT_SUITE),
-        calibration=None if merged.calibration is None else absolute(merged.calibration),
+        calibration=None if merged.calibration is None else absolute_mix(merged.calibration),
     )
 
 
@@ -65,9 +65,26 @@ def absolute(name: str) -> str:
     """
     if name.startswith("self:"):
         return f"self:{absolute(name[5:])}"
-    path, comma, rest = name.partition(",")
+    path, changes = with_path(name.split(","))
+    words = [_absolute_path(path)]
+    while changes:
+        field, equals, value = changes[0].partition("=")
+        changes = changes[1:]
+        if field.strip() in ("file", "dataset") and equals:
+            value, changes = with_path([value, *changes])
+            value = _absolute_path(value)
+        words.append(f"{field}{equals}{value}")
+    return ",".join(words)
+
+
+def absolute_mix(mix: str) -> str:
+    """`absolute` of each text of a mix."""
+    return ",".join(absolute(name) for name in names_in(mix))
+
+
+def _absolute_path(path: str) -> str:
     file = Path(path).expanduser()
-    return f"{file.resolve()}{comma}{rest}" if path and file.exists() else name
+    return str(file.resolve()) if path and file.exists() else path
 
 
 def named_models(models: str | list[str]) -> dict[str, str]:

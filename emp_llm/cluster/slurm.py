@@ -410,7 +410,7 @@ def _called(words: Sequence[str], folder: Path) -> str:
             words,
             cwd=folder,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             check=False,
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 untrusted text made safe.
 """
 
+import errno
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -14,6 +15,9 @@ _COMMAND = re.compile(
     r"[\w-]+)",
     re.DOTALL,
 )
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class UserError(ValueError):
@@ -64,6 +68,17 @@ def reason(error: BaseException, whole: bool = False) -> str:
         line = " ".join(re.split(r"\n\s*\n", text)[0].split()).rstrip(".")
         return (line if len(line) <= 400 else f"{line[:397]}...") or type(error).__name__
     return text.splitlines()[0].strip().rstrip(".") if text else type(error).__name__
+
+
+def disk_sentence(error: BaseException) -> str | None:
+    """A sentence on an error of a full or failing disk; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return None
+    file = f"{quotable(str(error.filename))}: " if error.filename else ""
+    return (
+        f"{file}{reason(error)}. Free some space, or use another disk; then run the same command "
+        "again."
+    )
 
 
 def count_of(number: int, noun: str, nouns: str | None = None) -> str:

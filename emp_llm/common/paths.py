@@ -22,6 +22,7 @@ CARD_MARK = (
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
 SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model itself wrote
+CRITERION_NAME = Path(EXTRAS) / "criterion.py"  # the source file of a criterion of the user's own
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 # What a calibration has collected for Taylor scores, experts or layers.
@@ -58,6 +59,17 @@ def is_hidden(relative: PurePath) -> bool:
     git, of a download or of the user.
     """
     return any(name.startswith(".") for name in relative.parts)
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Size in bytes, inode and change time in ns of a file, by which changes are detected; None if
+    the file is missing. No program can set the change time.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_ino, status.st_ctime_ns
 
 
 def cache_folder() -> Path:

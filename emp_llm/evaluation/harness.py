@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from huggingface_hub import constants
 from transformers import PreTrainedModel
 
+from emp_llm.calibration.hub_data import cache_alone, hub_answers
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.progress import progress_bar, shows_bars
 from emp_llm.common.ranks import ranks
@@ -104,9 +104,10 @@ class Harness:
                 raise UserError(f"there is no task {name!r} in lm-eval{others}.{hint}")
         self._loaded: dict[str, dict[str, Any]] = {}
         lost: dict[str, str] = {}  # missing part -> reason
+        alone = not hub_answers()
         for name, task in self._tasks.items():
             try:
-                with _quiet():
+                with _quiet(), cache_alone(alone):
                     self._loaded[name] = dict(self._manager.load([name]))
             # Data sets, their readers and the network raise dozens of kinds.
             except Exception as error:
@@ -123,10 +124,9 @@ class Harness:
                         "lm_eval, in a sandbox."
                     )
         if lost:
-            offline = constants.HF_HUB_OFFLINE
             remedy = (
-                " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network."
-                if offline
+                " The Hub cannot be reached: fetch them with --prepare where there is a network."
+                if alone
                 else ""
             )
             raise UserError(

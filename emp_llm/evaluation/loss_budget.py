@@ -17,6 +17,7 @@ layers, each point is a whole run.
 import json
 import logging
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -32,9 +33,14 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
 from emp_llm.calibration.passes import calibrated, delete_progress
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import how_to_resume, read_json, write_json
+from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, write_json
 from emp_llm.checkpoint.locks import locked
-from emp_llm.checkpoint.output import CALIBRATION_FILES, check_own
+from emp_llm.checkpoint.output import (
+    CALIBRATION_FILES,
+    bytes_on_disk,
+    check_own,
+    check_space,
+)
 from emp_llm.common.errors import NothingRemovedError, UserError
 from emp_llm.common.machine import machine_name
 from emp_llm.common.paths import REPORT_NAME
@@ -142,6 +148,9 @@ def prune_to_loss(
             else:
                 report = search.by_runs()
         except BaseException as error:
+            explanation = explain_disk_error(error, pruning.path, [work])
+            if explanation is not None:
+                raise explanation from error
             if not isinstance(error, UserError) and (sentence := how_to_resume([work])):
                 logger.warning("%s", sentence)
             raise
@@ -415,6 +424,9 @@ class _Search:
         pruning.targets = targets
         checkpoint = pruning.checkpoint
         pruning.output()  # is only checked
+        if recipe.structure is not None or recipe.moves:
+            # The best run so far, and the one that is made.
+            check_space(pruning.path, 2 * checkpoint.output_bytes - bytes_on_disk(work))
         if checkpoint.config.get("is_encoder_decoder") or headless_class(checkpoint.config):
             raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
         if recipe.structure is None:
@@ -550,6 +562,7 @@ class _Search:
                 if wanted in points:
                     break
                 self._keep(self._whole(wanted))
+                self._drop_others()
             point = list(self._points(whole=True).values())[-1]
             near = 0.85 * nats <= point.most <= nats
             if near or (number >= 2 and self._best() is not None):
@@ -572,18 +585,20 @@ class _Search:
         while (wanted := next_point(sparsities, rises, self._budget.nats)) is not None:
             known = self._points(whole=True).get(wanted)
             rises[wanted] = (known or self._keep(self._whole(wanted))).most
-            best = self._best()
-            for folder in self._work.glob("removed-*"):
-                if best is None or folder != self._folder(best.sparsity):
-                    shutil.rmtree(folder)
+            self._drop_others()
         return self._put()
+
+    def _drop_others(self) -> None:
+        """Delete the checkpoints of all whole runs but the best one."""
+        best = self._best()
+        for folder in self._work.glob("removed-*"):
+            if best is None or folder != self._folder(best.sparsity):
+                shutil.rmtree(folder)
 
     def _best(self) -> LossPoint | None:
         """The whole run that removes most within the budget."""
         good = (
-            point
-            for point in self._points(whole=True).values()
-            if point.most <= self._budget.nats and self._folder(point.sparsity).is_dir()
+            point for point in self._points(whole=True).values() if point.most <= self._budget.nats
         )
         return max(good, key=_by_sparsity, default=None)
 
@@ -593,12 +608,18 @@ class _Search:
         if best is None:
             raise self._nothing()
         folder = self._folder(best.sparsity)
+        if not folder.is_dir():  # killed below, or nothing was removed
+            try:
+                self._pruned(best.sparsity, folder, overwrite=True)
+            except NothingRemovedError as error:
+                raise self._nothing() from error
         report = read_report(folder)
         report.loss = self._judged(best.sparsity).record
-        with self._pruning.output() as out:
+        report.save(folder / REPORT_NAME)
+        with self._pruning.output(-self._pruning.checkpoint.output_bytes) as out:
             out.begin(self._state["signature"])
-            shutil.copytree(folder, out.files, dirs_exist_ok=True)
-            report.save(out.files / REPORT_NAME)
+            out.files.rmdir()
+            os.replace(folder, out.files)  # the disk need not hold it twice
             out.complete()
         return report
 

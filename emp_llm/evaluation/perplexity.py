@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, run_on_text
+from emp_llm.models.loading import headless_class
 from emp_llm.models.modules import is_encoder_decoder, mean_losses
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import max_context
@@ -152,3 +153,21 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
         for batch in batches:
             yield run_on_text(model, model, batch).logits
             bar.update(batch.numel())
+
+
+def held_out_perplexity(
+    load: Callable[[], PreTrainedModel], config: dict[str, Any], tokens: Tensor
+) -> PerplexityRecord | None:
+    """The perplexity of held-out sequences, shape (sequences, length), by a model that is loaded.
+
+    None if the model has none, or it fails, which is logged and ends no run. A collective call.
+    """
+    if config.get("is_encoder_decoder") or headless_class(config) is not None:
+        return None
+    try:
+        record = perplexity(load(), tokens.flatten(), tokens.shape[1], batch_size=1)
+    except UserError as error:
+        logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
+        return None
+    # The stage has the time; equal runs have equal reports.
+    return msgspec.structs.replace(record, seconds=0.0)

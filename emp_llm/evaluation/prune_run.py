@@ -41,7 +41,7 @@ from emp_llm.pruning.chosen import stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.scores import recorded
-from emp_llm.pruning.writing import run_signature, write_manifest
+from emp_llm.pruning.writing import criterion_source, keep_criterion, run_signature, write_manifest
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import LossRecord, RunReport
@@ -307,9 +307,11 @@ class PruneRun:
             layers=planned_layers(self.targets),
             coverage=self.architecture.coverage(self.targets, self.recipe.targets.tower),
             output=str(self.path),
-            disk_bytes=checkpoint.output_bytes,
+            # --loss keeps its best run beside the one that it makes.
+            disk_bytes=checkpoint.output_bytes
+            * (2 if options.loss is not None and (units or self.recipe.moves) else 1),
             needs_overwrite=os.path.lexists(self.path) and not options.overwrite,
-            model_bytes=sum(size for size, _ in checkpoint.states.values())
+            model_bytes=sum(checkpoint.sizes.values())
             if units or self.calibrates or update is not None
             else None,
             resume_bytes=resume_bytes(checkpoint.config, self._corpora())
@@ -487,25 +489,15 @@ class PruneRun:
         tokens = self.held_out
         if not self.checks or tokens is None:
             return None
-        from emp_llm.evaluation.perplexity import perplexity
-        from emp_llm.models.loading import headless_class
+        from emp_llm.evaluation.perplexity import held_out_perplexity
 
-        config = self.checkpoint.config
-        if config.get("is_encoder_decoder") or headless_class(config) is not None:
-            return None
         recipe = self.recipe
         moves_blocks = recipe.update is not None or self.options.propagate == "pruned"
+        by_blocks = moves_blocks and recipe.structure is None
         with self.stopwatch("check"):
-            try:
-                model = self._model(folder, by_blocks=moves_blocks and recipe.structure is None)
-                record = perplexity(model, tokens.flatten(), tokens.shape[1], batch_size=1)
-            except UserError as error:
-                logger.warning(
-                    "warning: the perplexity of held-out text was not measured: %s", error
-                )
-                return None
-        # The stage has the time; equal runs have equal reports.
-        return msgspec.structs.replace(record, seconds=0.0)
+            return held_out_perplexity(
+                lambda: self._model(folder, by_blocks=by_blocks), self.checkpoint.config, tokens
+            )
 
     def made_from(self, identity: str) -> ModelSource:
         """The dense model, as the report names it."""
@@ -576,6 +568,7 @@ class PruneRun:
             if self.norms is not None:
                 warn_if_foreign(self.norms, identity, self.source.folder)
             report.save(out.files / REPORT_NAME)
+            keep_criterion(out.files, criterion_source(self.recipe))
             digest = None if norms is None else norms.digest
             write_manifest(out.files, self.checkpoint, identity, report.recipe, digest, hashes)
             if self.suite is not None:

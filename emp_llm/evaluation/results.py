@@ -25,6 +25,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.placement import Quantization, device_name, quantization_record
+from emp_llm.pruning.writing import report_of_weights
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
@@ -67,9 +68,12 @@ def new_results(
         check_agreement(made_of, model=Checkpoint(source.folder))
     identity = ranks().first(partial(read, source.folder))
     try:
-        pruned = pruned_by(read_report(source.folder))
+        packed = (source.folder / PACK_NAME).is_file()
+        read_it = read_report if packed else partial(report_of_weights, identity=identity)
+        report = read_it(source.folder)
     except UserError:  # it has no report that can be read
-        pruned = None
+        report = None
+    pruned = None if report is None else pruned_by(report)
     made_by = MadeBy(
         model=ModelIdentity(identity=identity, sha256_of_config_and_tokenizer=digest),
         limit=record.limit,

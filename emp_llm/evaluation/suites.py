@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emp_llm.calibration.texts import corpus_of, for_model, read_toml, with_changes
+from emp_llm.calibration.texts import corpus_of, for_model, read_toml, with_changes, with_path
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import data_folder
@@ -156,7 +156,8 @@ def find_suite(name: str) -> Suite:
     limit = _LIMIT.search(name)
     if limit is not None:
         name = name.replace(limit[0], "", 1)
-    base, _, changes = name.partition(",")
+    base, rest = with_path(name.split(","))
+    changes = ",".join(rest)
     known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
     path = known.get(base, Path(base))
     if path.suffix != ".toml":

@@ -50,7 +50,13 @@ from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest, report_of
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.updates import move_weights
-from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+from emp_llm.pruning.writing import (
+    criterion_source,
+    keep_criterion,
+    run_signature,
+    write_checkpoint,
+    write_manifest,
+)
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
@@ -357,6 +363,7 @@ class SweepRun:
             else:
                 report = self._report(point, pruner, written.outcomes, moved, watch, out.files)
             report.save(out.files / REPORT_NAME)
+            keep_criterion(out.files, criterion_source(recipe))
             if norms is not None:
                 norms.save(out.files / ACTIVATIONS_NAME)
             identity = written.identity

@@ -79,7 +79,7 @@ class Sizes:
             blocks[layer.block] = blocks.get(layer.block, 0) + numel
         config = checkpoint.config
         layers = _value(config, "num_hidden_layers", "n_layer", "num_layers") or len(blocks)
-        stored = sum(size for size, _ in checkpoint.states.values())
+        stored = sum(checkpoint.sizes.values())
         return cls(
             config,
             max(1, layers),

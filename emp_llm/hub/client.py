@@ -61,7 +61,8 @@ _SENTENCES: dict[type[Exception], str] = {
     HFValidationError: "no such folder, and not a Hub id (owner/name).",
     LocalEntryNotFoundError: (
         "no such folder here, not (or not all of it) in the Hub cache, and "
-        "the Hub cannot be reached."
+        "the Hub cannot be reached. Give a folder, or download it once where there is a network: "
+        "hf download NAME"
     ),
     LocalTokenNotFoundError: _LOG_IN,
     NotASafetensorsRepoError: "it holds no model.safetensors, and no index of shards.",

@@ -17,7 +17,7 @@ from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.masks import Masks
 from emp_llm.models.modules import rows_in
-from emp_llm.pruning.writing import write_manifest
+from emp_llm.pruning.writing import keep_criterion, write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 
 
@@ -30,12 +30,14 @@ class ModelReport:
         masks: the masks by parameter name.
         activations: the norms that decided them; None for methods without.
         model: the model.
+        criterion_source: the source file of a criterion of the user's own; None if there is none.
     """
 
     record: RunReport
     masks: Masks
     activations: Activations | None
     model: nn.Module
+    criterion_source: bytes | None = None
 
     def __repr__(self) -> str:
         """A short table."""
@@ -82,6 +84,7 @@ class ModelReport:
             (folder / ACTIVATIONS_NAME).parent.mkdir(exist_ok=True)
             self.activations.save(folder / ACTIVATIONS_NAME)
         record.save(folder / REPORT_NAME)
+        keep_criterion(folder, self.criterion_source)
         digest = None if self.activations is None else self.activations.digest
         write_manifest(folder, checkpoint, None, record.recipe, digest, {})
 

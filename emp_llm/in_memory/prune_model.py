@@ -41,6 +41,7 @@ from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
 from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights
+from emp_llm.pruning.writing import criterion_source
 from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.walk.checks import check_update
@@ -299,7 +300,8 @@ def _decide(
         record.warnings.insert(0, starving)
     values = {} if moved is None else moved.weights()
     moves = [(target, values[target.name]) for target in chosen.targets if target.name in values]
-    return ModelReport(record, masks, norms, model), moves
+    source = criterion_source(pruner.scores.recipe)
+    return ModelReport(record, masks, norms, model, source), moves
 
 
 def _choose(model: nn.Module, recipe: Recipe, calibration: _Calibration) -> tuple[Chosen, Scores]:

@@ -14,6 +14,7 @@ names, experts stacked into one parameter (in order, gate before up), and transp
 with any other conversion are never pruned.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -702,6 +703,18 @@ def _matrices(
         leaf = piece.key.removesuffix(".weight").rpartition(".")[2]
         matrices.append((layer(leaf, piece.expert, first, last), matrix))
     return matrices if set(filled.values()) == {stack.outputs} else []
+
+
+def finite_logits(_: Tensor, logits: Tensor) -> Tensor:
+    """For `generate`, before a token is chosen: UserError if a logit is NaN or infinite. One of
+    minus infinity is a token that is ruled out.
+    """
+    if not bool((logits < math.inf).all()):
+        raise UserError(
+            "the model's logits are not finite, so it writes nothing of use. Its values may exceed "
+            "its dtype; try --dtype float32 or bfloat16."
+        )
+    return logits
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.paths import file_state
 from emp_llm.selection.criteria import GIVEN, Criterion, own_criterion
 
 _PREFIX = "emp_llm_criterion_"
@@ -63,13 +64,22 @@ def criterion_origin(criterion: Criterion) -> tuple[str, str | None]:
     function = criterion.score
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    label = f"{module.removeprefix(_PREFIX)}:{name}"
+    file = criterion_file(criterion)
+    if module == "__main__" and file is not None:  # a script
+        module = file.name
+    digest = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    return f"{module.removeprefix(_PREFIX)}:{name}", digest
+
+
+def criterion_file(criterion: Criterion) -> Path | None:
+    """The source file of a criterion; None if it has none that can be read."""
     try:
-        source = inspect.getsourcefile(inspect.unwrap(function))
-        digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else None
-    except (TypeError, OSError):  # a built-in, or typed into a shell
-        digest = None
-    return label, digest
+        source = inspect.getsourcefile(inspect.unwrap(criterion.score))
+    except TypeError:  # a built-in
+        return None
+    # What is typed into a shell or a notebook has the name of a file that is not there.
+    is_there = source is not None and os.path.isfile(source) and os.access(source, os.R_OK)
+    return Path(source) if source is not None and is_there else None
 
 
 def _names_in(module: str, criterion: str) -> dict[str, Any]:
@@ -82,7 +92,7 @@ def _names_in(module: str, criterion: str) -> dict[str, Any]:
             raise UserError(
                 f"--criterion {criterion}: {path} is no Python file; its name must end in .py."
             )
-        return _run_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
+        return _run_file(path.resolve(), file_state(path))
     # The console script does not search the current folder. Searched last, it shadows no module.
     sys.path.append(os.getcwd())
     try:
@@ -106,6 +116,6 @@ def _names_in(module: str, criterion: str) -> dict[str, Any]:
 
 
 @cache
-def _run_file(path: Path, modified: int, size: int) -> dict[str, Any]:
+def _run_file(path: Path, state: tuple[int, ...] | None) -> dict[str, Any]:
     """The names in a file in this state, run once."""
     return runpy.run_path(str(path), run_name=f"{_PREFIX}{path.stem}")

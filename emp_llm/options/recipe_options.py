@@ -130,7 +130,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
     ] = always("row")
     criterion: Annotated[
-        Any, Opt("A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.")
+        Any, Opt("A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.")
     ] = None
     criterion_source: str | None = None  # SHA-256 of its file, in records
     scores: Annotated[

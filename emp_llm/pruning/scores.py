@@ -16,6 +16,7 @@ from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, tensor_byt
 from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import file_state
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
@@ -308,7 +309,7 @@ class GivenScores:
 
         digest = blake3()
         for file in self._files:
-            digest.update(_hash_of(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
+            digest.update(_hash_of(file, file_state(file)).encode())
         for name in sorted(self._tensors):
             tensor = self._tensors[name]
             if isinstance(tensor, Tensor):
@@ -396,7 +397,7 @@ def naming_rows(target: Target, first: int, words: Words) -> Iterator[None]:
 
 
 @cache
-def _hash_of(file: Path, modified: int, size: int) -> str:
+def _hash_of(file: Path, state: tuple[int, ...] | None) -> str:
     """The hash of a file in this state, computed once."""
     return file_hash(file)
 

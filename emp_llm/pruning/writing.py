@@ -5,6 +5,7 @@ hash and the statistics of its rows are noted there, and an interrupted run resu
 shard that is not finished is written again.
 """
 
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from emp_llm.checkpoint.checkpoint import (
     Checkpoint,
+    identity_from_files,
     identity_from_hashes,
     known_hashes,
     remember_hashes,
@@ -33,25 +35,29 @@ from emp_llm.checkpoint.files import (
     file_hash,
     prefetch,
     sync_path,
+    write_bytes,
 )
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
+from emp_llm.common.paths import CRITERION_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.criterion import criterion_file
+from emp_llm.options.recipe import Own, Recipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
+from emp_llm.records.run_report import RunReport, read_report
 from emp_llm.selection.rule import RowFigures
 
 if TYPE_CHECKING:
     from emp_llm.walk.moved import MovedWeights
 
+logger = logging.getLogger(__name__)
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
 _BEHIND = 3  # chunks of rows that wait to be written; bounds their memory
 
@@ -323,13 +329,26 @@ def write_manifest(
             )
     Manifest(
         emp_llm=versions().get("emp-llm", "unknown"),
-        source=ManifestSource(
-            identity=identity, bytes={name: state[0] for name, state in checkpoint.states.items()}
-        ),
+        source=ManifestSource(identity=identity, bytes=checkpoint.sizes),
         recipe=recipe,
         activations=None if norms is None else NormsRecord(norms=norms),
         files=files,
     ).save(folder / MANIFEST_NAME)
+
+
+def criterion_source(recipe: Recipe) -> bytes | None:
+    """The source file of a recipe's criterion, if it is the user's own and has one."""
+    score = recipe.score
+    if not isinstance(score, Own) or score.source is not None:
+        return None
+    file = criterion_file(score.criterion)
+    return None if file is None else file.read_bytes()
+
+
+def keep_criterion(folder: Path, source: bytes | None) -> None:
+    """Put the source file of a criterion into a checkpoint, for `verify`."""
+    if source is not None:
+        write_bytes(folder / CRITERION_NAME, source)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -340,3 +359,36 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune."
         )
     return read_record(path, Manifest, INDEX_LIMIT)
+
+
+def are_as_written(folder: Path, identity: str | None) -> bool:
+    """Whether weights of an identity are those of the folder's manifest. True without a manifest
+    of ours.
+    """
+    if not (folder / MANIFEST_NAME).is_file():
+        return True
+    try:
+        files = read_manifest(folder).files
+    except UserError:
+        return True
+    shards = {
+        name: (entry.bytes, entry.blake3)
+        for name, entry in files.items()
+        if name.endswith(".safetensors") and "/" not in name
+    }
+    return identity_from_files(shards) == identity
+
+
+def report_of_weights(folder: Path, identity: str | None) -> RunReport | None:
+    """The report of a folder, if it is that of weights with this identity; else None, with a
+    warning. UserError if it is missing or invalid.
+    """
+    report = read_report(folder)
+    if are_as_written(folder, identity):
+        return report
+    logger.warning(
+        "warning: %s: its weights are not those that emp-llm wrote, so its %s is left out.",
+        folder,
+        REPORT_NAME,
+    )
+    return None

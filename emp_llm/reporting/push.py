@@ -38,6 +38,7 @@ from emp_llm.common.paths import (
     ACTIVATIONS_NAME,
     CARD_MARK,
     CARD_NAME,
+    CRITERION_NAME,
     EXTRAS,
     MANIFEST_NAME,
     OTHER_WEIGHTS,
@@ -61,7 +62,7 @@ from emp_llm.reporting.run_tables import split_benches
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Part)
-_TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml")
+_TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".gz", ".zst")
 # Fields and options that hold a Hub id or a folder, and fields that hold a path, or a name without
 # slashes.
 _MODELS = ("model", "of", "dataset", "--model", "--calibration", "--baseline", "--push-to-hub")
@@ -265,13 +266,15 @@ def push_checkpoint(
     check_links(folder)
     pickles = {*OTHER_WEIGHTS} - {".safetensors"}
     kept_back = [
-        name for name in manifest.files if is_hidden(Path(name)) or Path(name).suffix in pickles
+        name
+        for name in manifest.files
+        if is_hidden(Path(name)) or Path(name).suffix in pickles or name == str(CRITERION_NAME)
     ]
     if kept_back:
         shown = shortened_list([quotable(name) for name in kept_back])
         logger.warning(
-            "warning: not pushed: %s; hidden files, pickles and weights of other "
-            "formats stay here.",
+            "warning: not pushed: %s; hidden files, pickles, weights of other formats and the "
+            "source of a criterion stay here.",
             shown,
         )
     manifest.files = {

@@ -225,8 +225,8 @@ FIT_ERRORS = ("error_before", "error_after", "held_out_before", "held_out_after"
 
 
 def healing_lines(report: RunReport) -> list[str]:
-    """One line: the distance from the dense model on held-out sequences, before and after; none
-    without healing.
+    """One line: the distance from the dense model on the sequences that chose the step, before and
+    after; none without healing. They do not judge: they lie between those of the training.
     """
     healing = report.healing
     if healing is None:
@@ -234,19 +234,14 @@ def healing_lines(report: RunReport) -> list[str]:
     curve = {step: math.inf if loss is None else loss for step, loss in healing.curve}
     by_model = healing.by == "model"
     minutes = report.stages["heal"].seconds / 60
-    told = ""
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
     what, unit = (
         ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
     )
-    if healing.perplexity:
-        known = {
-            name: math.inf if value is None else value for name, value in healing.perplexity.items()
-        }
-        told = "; perplexity {before:.4g} to {after:.4g}, dense {dense:.4g}".format(**known)
     return [
-        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; on held-out sequences "
-        f"{what} {curve[0]:.4f} to {curve[healing.best]:.4f}{unit} (step {healing.best}){told}"
+        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; {what} "
+        f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} on the sequences that chose step "
+        f"{healing.best}"
     ]
 
 

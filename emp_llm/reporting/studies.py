@@ -25,6 +25,7 @@ from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import read_record, record_of, version_of
 from emp_llm.records.bench import Bench
+from emp_llm.records.evaluation import CheckRecord, Measures, PerplexityRecord
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import (
@@ -209,6 +210,11 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
     path = path.resolve()
     masks = report.masks or ""
     models = results_of_report(report)
+    results = [suite_result_of(model) for model in models if model.pruned is not None]
+    dense = [suite_result_of(model) for model in models if model.pruned is None]
+    if report.check is not None:
+        results.append(_check_result(report.check, report.check.pruned))
+        dense.append(_check_result(report.check, report.check.dense))
     return MeasuredPoint(
         id=str(path),
         name=printable(path.name),
@@ -217,12 +223,22 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         matrices=report.matrices,
         fits=report.fits,
         structure=report.structure,
-        results=tuple(suite_result_of(model) for model in models if model.pruned is not None),
-        dense=tuple(suite_result_of(model) for model in models if model.pruned is None),
+        results=tuple(results),
+        dense=tuple(dense),
         signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
         # The hash of the masks leaves out the norms, so it is valid within its sweep only.
         masks=masks if masks in ("", ALL_KEPT) else f"{path.parent} {masks}",
     )
+
+
+def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
+    """One of a run's two measures on the held-out text, as the result of a suite. Runs whose dense
+    measures are equal read the same text.
+    """
+    dense = check.dense
+    key = {"held-out text": [dense.blocks, dense.block_length, dense.value]}
+    name = f"held-out text, dense {dense.value:.4g}"  # other texts have other numbers
+    return SuiteResult(name, json.dumps(key), values_of(Measures(perplexity=record)))
 
 
 def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:

@@ -10,24 +10,25 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import FilePool, read_json
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import FilePool, read_json, sync_path, write_bytes
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import as_tensor, read_words, words_in
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.loading import check_head, read_config
-from emp_llm.records.base import read_record
+from emp_llm.pruning.writing import report_of_weights
 from emp_llm.records.run_report import RunReport
 
 # It logs the name of each file, and guesses about chat templates.
@@ -36,6 +37,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # of checkpoints
 # Norms and routers are small, and stay in float32.
 _ALWAYS_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+_NOTED = 1 << 28  # bytes, after which an export notes what is on disk
 _EDGES = ("token_embd.weight", "output.weight")
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _LLAMA3 = (
@@ -193,8 +195,10 @@ class GGUFFile:
     @cached_property
     def report(self) -> RunReport | None:
         """Of the run that pruned the model; None for a dense one."""
-        path = self.checkpoint.folder / REPORT_NAME
-        return read_record(path, RunReport) if path.is_file() else None
+        folder = self.checkpoint.folder
+        if not (folder / REPORT_NAME).is_file():
+            return None
+        return report_of_weights(folder, identity_of(self.checkpoint))
 
     @property
     def zeros(self) -> float:
@@ -324,37 +328,51 @@ class GGUFFile:
         """Write the file. Memory holds one tensor in float32.
 
         What is written until then lies beside it, under a name made of its header and of the
-        shards' sizes and times. A call that was interrupted resumes after its last whole tensor.
+        shards' states. A call that was interrupted resumes after the last tensor that is noted to
+        be on disk: after a loss of power, a file may have its size without its bytes.
         """
         head = self._head(path.with_name(f".{path.name}.head"))
-        stamps = [
-            (shard.name, shard.stat().st_size, shard.stat().st_mtime_ns)
-            for shard in self.checkpoint.shards
-        ]
-        digest = hashlib.blake2b(head + repr(stamps).encode(), digest_size=8).hexdigest()
+        made_of = head + repr(self.checkpoint.states).encode()
+        digest = hashlib.blake2b(made_of, digest_size=8).hexdigest()
         partial = path.with_name(f".{path.name}.{digest}.partial")
+        note = path.with_name(f".{path.name}.{digest}.size.partial")
         for older in partials(path):
-            if older != partial or older.is_symlink():
+            if older not in (partial, note) or older.is_symlink():
                 older.unlink()
+        held = note.read_text() if note.exists() and partial.exists() else ""
+        size = int(held) if held.isdecimal() else 0
+        noted = size
         with (
             partial.open("r+b" if partial.exists() else "w+b") as file,
             progress_bar(self.nbytes, "export", "B") as bar,
             self.checkpoint.open_files() as files,
         ):
-            size = partial.stat().st_size
-            end = len(head)
+            start = end = len(head)
             if size < end:
                 file.write(head)
-            for tensor in self.tensors:
-                start = end
-                end += gguf.GGUFWriter.ggml_pad(tensor.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
-                if size < end:
-                    file.seek(start)
-                    tensor.read(files).tofile(file)
-                    file.write(bytes(end - start - tensor.nbytes))
-                bar.update(tensor.nbytes)
+            try:
+                for tensor in self.tensors:
+                    end = start + gguf.GGUFWriter.ggml_pad(
+                        tensor.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT
+                    )
+                    if size < end:
+                        file.seek(start)
+                        tensor.read(files).tofile(file)
+                        file.write(bytes(end - start - tensor.nbytes))
+                    start = end  # of the next tensor
+                    bar.update(tensor.nbytes)
+                    if start >= noted + _NOTED:
+                        noted = _note(note, partial, file, start)
+            except BaseException:
+                if start > size:
+                    with suppress(OSError):  # the disk is full
+                        _note(note, partial, file, start)
+                raise
+            file.flush()
+            sync_path(partial)
         self.checkpoint.check_unchanged()
         os.replace(partial, path)
+        note.unlink(missing_ok=True)
 
     def _head(self, path: Path) -> bytes:
         """All before the checkpoint's tensors: sizes, tokenizer, names, and the tensors that are
@@ -449,6 +467,16 @@ class GGUFFile:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _note(note: Path, partial: Path, file: BinaryIO, size: int) -> int:
+    """Note that so many bytes of a file are on disk, after bringing them there; returns the
+    size.
+    """
+    file.flush()
+    sync_path(partial)
+    write_bytes(note, str(size).encode())
+    return size
 
 
 def partials(path: Path) -> list[Path]:

@@ -1,0 +1,191 @@
+"""Text in files: .txt, .jsonl and .json, also compressed as .gz or .zst, and .parquet.
+
+Rows are read as they are needed. A file that is damaged, empty or not in UTF-8 is refused, and the
+message names the line.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from emp_llm.checkpoint.files import reading
+from emp_llm.common.errors import UserError, reason
+
+ENDINGS = (".txt", ".jsonl", ".json", ".parquet")
+_PACKED = (".gz", ".zst")
+_PIECE = 1 << 20  # bytes
+_HEAD = 1000  # rows whose fields are looked at
+_WINDOW = 1 << 31  # bytes; the largest of zstd --long
+_BOM = b"\xef\xbb\xbf"
+
+
+def ending_of(file: str) -> str | None:
+    """What a file holds, by its name: one of `ENDINGS`; None if it is none of them."""
+    path = Path(file)
+    if path.suffix in _PACKED and Path(path.stem).suffix != ".parquet":
+        path = Path(path.stem)
+    return path.suffix if path.suffix in ENDINGS else None
+
+
+def text_of(path: Path) -> str:
+    """The text of a .txt file."""
+    raw = b"".join(_pieces(path)).removeprefix(_BOM)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, raw.count(b"\n", 0, error.start) + 1) from error
+    if not text.strip():
+        raise UserError(f"{path}: it is empty. Give a file with text.")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def columns_of(path: Path) -> list[str]:
+    """The names of the fields of a file's rows, in their order."""
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            return list(file.schema_arrow.names)
+    rows = islice(_json_rows(path), _HEAD)
+    return list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
+
+
+def values_of(path: Path, column: str) -> Iterator[Any]:
+    """A field of all rows, in order; None where a row lacks it."""
+    if path.suffix != ".parquet":
+        for row in _json_rows(path):
+            yield row.get(column) if isinstance(row, dict) else None
+        return
+    with _parquet(path) as file:
+        batches = file.iter_batches(batch_size=_HEAD, columns=[column])
+        while True:
+            try:
+                batch = next(batches, None)
+            except (OSError, ValueError) as error:  # of pyarrow
+                raise _damaged(path, error) from error
+            if batch is None:
+                return
+            yield from batch.column(0).to_pylist()
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    with reading(path), path.open("rb"):  # its errors name the file
+        pass
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """The rows of a .jsonl file, one a line; or those of a list, if the file is one."""
+    lines = _lines(_pieces(path))
+    begin: list[bytes] = []
+    for line in lines:
+        begin.append(line.removeprefix(_BOM) if not begin else line)
+        if begin[-1].strip():
+            break
+    else:
+        raise UserError(f"{path}: it is empty. Give a file with rows of JSON.")
+    whole = begin[-1].lstrip().startswith(b"[")
+    if not whole and ending_of(str(path)) == ".json":  # one object may take many lines
+        begin += lines
+        try:
+            json.loads(b"".join(begin))
+            whole = True
+        except ValueError:
+            whole = False
+    if whole:
+        value = _parsed(path, b"".join([*begin, *lines]), 1)
+        yield from value if isinstance(value, list) else [value]
+        return
+    number = 0
+    for many in (begin, lines):
+        for line in many:
+            number += 1
+            if line.strip():
+                yield _parsed(path, line.rstrip(), number)
+
+
+def _parsed(path: Path, raw: bytes, first: int) -> Any:
+    """JSON that begins in line `first` of a file; UserError names the line that is wrong."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, first + raw.count(b"\n", 0, error.start)) from error
+    except RecursionError as error:
+        raise UserError(f"{path}: line {first} is nested too deeply. Remove it.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}: line {first + error.lineno - 1} is not JSON ({error.msg.lower()}). Mend or "
+            "remove it, or write the file again."
+        ) from error
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a file, with their ends."""
+    rest: list[bytes] = []
+    for piece in pieces:
+        first, *more = piece.split(b"\n")
+        rest.append(first)
+        for line in more:
+            yield b"".join(rest) + b"\n"
+            rest = [line]
+    if any(rest):
+        yield b"".join(rest)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, unpacked."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".gz":
+                with gzip.open(file) as unpacked:
+                    yield from iter(lambda: unpacked.read(_PIECE), b"")
+            elif path.suffix == ".zst":
+                yield from _unpacked(path, file)
+            else:
+                yield from iter(lambda: file.read(_PIECE), b"")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        with reading(path):
+            raise error
+
+
+def _unpacked(path: Path, file: Any) -> Iterator[bytes]:
+    """The bytes of a .zst file, which may hold several frames."""
+    from emp_llm.checkpoint.bits import need_zstandard
+
+    need_zstandard(str(path))
+    import zstandard
+
+    engine = None
+    for raw in iter(lambda: file.read(_PIECE), b""):
+        while raw:
+            engine = engine or zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+            try:
+                yield engine.decompress(raw)
+            except zstandard.ZstdError as error:
+                raise _damaged(path, error) from error
+            raw = engine.unused_data if engine.eof else b""
+            engine = None if engine.eof else engine
+    if engine is not None:
+        raise EOFError("it ends within a frame")
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path}: it is damaged or incomplete ({reason(error)}). Download or write it again."
+    )
+
+
+def _not_utf8(path: Path, line: int) -> UserError:
+    return UserError(
+        f"{path}: line {line:,} is not UTF-8. Convert the file: iconv -f ENCODING -t UTF-8, with "
+        "the encoding in which it was written, such as LATIN1 or UTF-16."
+    )

@@ -1,0 +1,88 @@
+"""The streams that a command is started with: ASCII alone, closed, full."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+# Python takes its own way out of LC_ALL=C, so the encoding is named.
+PLAIN = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def shell(line: str, folder: Path, **more: str) -> "subprocess.CompletedProcess[str]":
+    """A line of bash with `$EMP` for the console script."""
+    emp = f"{sys.executable} -c 'from emp_llm.cli import main; main()'"
+    return subprocess.run(
+        ["bash", "-c", line.replace("$EMP", emp)],
+        cwd=folder,
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_terminal_that_knows_only_ascii(tmp_path: Path) -> None:
+    (tmp_path / "héé").mkdir()
+    program = (
+        "from emp_llm import cli; cli.ready_streams(); print('\\u00b1 \\u03b2 \\u2192 \\u6f22'); "
+        "cli.main(['verify', 'h\\u00e9\\u00e9'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | PLAIN,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "+- beta -> \\u6f22\n"
+    assert done.returncode == 2
+    assert "h\\xe9\\xe9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, models: Callable[[str], Path], closed: str) -> None:
+    """The work is done, and no file takes the number of a closed stream."""
+    done = shell(
+        f"$EMP prune {models('llama')} --method magnitude --sparsity 0.5 -o out {closed}", tmp_path
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    report = json.loads((tmp_path / "out/emp_report.json").read_text())
+    assert report["targets"]["sparsity_of_targets"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_output(tmp_path: Path) -> None:
+    done = shell("$EMP env >/dev/full", tmp_path)
+    assert done.returncode == 2
+    assert "standard output: no space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = shell("$EMP --version >/dev/full; $EMP prnue 2>/dev/full", tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done
+
+
+def test_a_full_disk_that_no_command_expects(
+    command: Run, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence wherever it happens; other errors keep their traceback."""
+    line = ["prune", models("llama"), "--method", "magnitude", "--output", "out"]
+    for error, ends in ((OSError(errno.ENOSPC, "No space left", "a.json"), 2), (KeyError("x"), 1)):
+
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("emp_llm.evaluation.prune_run.PruneRun.check", fails)
+        monkeypatch.setattr("emp_llm.evaluation.prune_run.PruneRun.of", fails)
+        if ends == 2:
+            assert "error: a.json: no space left" in command(*line, code=2).stderr
+        else:
+            with pytest.raises(KeyError):
+                command(*line)
