@@ -257,6 +257,7 @@ class Architecture:
             for layer in self.layers
             if layer.purpose == "embedding"
         }
+        matching = self._without_grouped(matching, targets)
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:
             matrix = self._matrix(layer) if self._includes(tower, layer.tower) else None
@@ -300,6 +301,26 @@ class Architecture:
                 else ""
             )
         )
+
+    @staticmethod
+    def _without_grouped(layers: list[Layer], targets: str | list[str]) -> list[Layer]:
+        """The layers whose weight is one matrix times all inputs.
+
+        Raises:
+            UserError: another one is named.
+        """
+        grouped = [layer for layer in layers if layer.grouped]
+        if not grouped:
+            return layers
+        problem = "each group of rows has inputs of its own, and such a weight cannot be pruned"
+        if not (isinstance(targets, str) and targets in _SCOPES):
+            raise UserError(
+                f"--targets: {grouped[0].name} is block-diagonal: {problem}. Leave it out of "
+                f"--targets, or add --ignore {grouped[0].leaf}."
+            )
+        names = shortened_list([layer.name for layer in grouped])
+        logger.warning("warning: block-diagonal layers stay dense (%s): %s.", names, problem)
+        return [layer for layer in layers if not layer.grouped]
 
     def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
         """The share of the model, or of its chosen tower, that these targets cover; nothing is
@@ -372,7 +393,7 @@ class Architecture:
         reached = {
             layer.parameter
             for layer in self.layers
-            if layer.expert or layer.parameter in self.stored_names
+            if layer.expert or (layer.parameter in self.stored_names and not layer.grouped)
         }
         others = [name for name in in_blocks if name not in reached]
         return tuple(

@@ -48,6 +48,8 @@ class Layer:
         tower: the part of a multimodal model to which it belongs.
         block_list: label of its list of blocks ("encoder", "vision"), if the model has several;
             else empty.
+        grouped: its weight is block-diagonal: groups of its outputs have inputs of their own. Such
+            a layer is never pruned.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Layer:
     expert: ExpertSlice | None = None
     tower: Tower = "language"
     block_list: str = ""
+    grouped: bool = False
 
     @property
     def leaf(self) -> str:

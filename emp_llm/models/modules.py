@@ -223,10 +223,21 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
             else:
                 blocks, number, inside = place
                 purpose = _purpose_in_block(blocks.modules[number], inside, module)
+                of_list = blocks.tower, blocks.label
                 layers.append(
-                    Layer(name, purpose, number, transposed, None, blocks.tower, blocks.label)
+                    Layer(name, purpose, number, transposed, None, *of_list, _is_grouped(module))
                 )
     return layers
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    """Whether a linear layer multiplies each group of its inputs by rows of its own (DeepSeek-V4's
+    output projection), by the attributes with which such classes say so.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return False
+    numbers = (getattr(module, name, 1) for name in ("n_groups", "num_groups", "groups"))
+    return any(isinstance(number, int) and number > 1 for number in numbers)
 
 
 def _purpose_in_block(block: nn.Module, name: str, module: nn.Module) -> Purpose:

@@ -1,0 +1,102 @@
+"""Families whose layers or blocks do more than most: block-diagonal weights, several streams of
+hidden states, blocks that hand on more than these.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import make_tokenizer, random_model
+from transformers import AutoModelForCausalLM
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.modules import model_layers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV4Config": COMMON
+    | {
+        "num_local_experts": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 16,
+        "hc_mult": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a random model, by the name of its config."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("families") / name
+            config = getattr(transformers, name)(**FAMILIES[name])
+            model = random_model(AutoModelForCausalLM, config, torch.float32)
+            model.save_pretrained(made[name])
+            make_tokenizer().save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def test_block_diagonal_layers_stay_dense(folder_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+    architecture = Architecture.of_checkpoint(Checkpoint(folder_of("DeepseekV4Config")))
+    with caplog.at_level(logging.WARNING):
+        targets = architecture.select("attention")
+    assert "o_a_proj" in caplog.text
+    leaves = {target.layer.leaf for target in targets}
+    assert {"q_a_proj", "o_b_proj"} <= leaves
+    assert "o_a_proj" not in leaves
+    in_blocks = {f"model.layers.{block}.self_attn.o_a_proj.weight" for block in range(2)}
+    assert in_blocks <= set(architecture.coverage(targets).unreachable)
+    for named in ("o_a_proj,q_a_proj", ["o_a_proj"], r".*_proj"):
+        with pytest.raises(UserError, match=r"o_a_proj is block-diagonal.*--ignore o_a_proj"):
+            architecture.select(named)
+    assert architecture.select(r".*_proj", "o_a_proj")
+
+
+def test_layer_of_an_unknown_kind_is_refused_when_it_runs() -> None:
+    class Halves(torch.nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return super().forward(given).unflatten(-1, (2, -1))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Halves(4, 6)])
+
+    model = Model()
+    with (
+        layer_hooks(model, model_layers(model), lambda *_: None),
+        pytest.raises(UserError, match=r"layers\.0: .* --ignore 0"),
+    ):
+        model.layers[0](torch.ones(1, 4))
