@@ -12,11 +12,14 @@ import transformers
 from tiny import make_tokenizer, random_model
 from transformers import AutoModelForCausalLM
 
+from emp_llm import prune_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.modules import model_layers
+from emp_llm.prune import prune
+from emp_llm.verify import verify
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -100,3 +103,30 @@ def test_layer_of_an_unknown_kind_is_refused_when_it_runs() -> None:
         pytest.raises(UserError, match=r"layers\.0: .* --ignore 0"),
     ):
         model.layers[0](torch.ones(1, 4))
+
+
+def test_neurons_of_experts_whose_layers_have_other_names_than_the_shared_ones(
+    folder_of: Any, tmp_path: Path
+) -> None:
+    source = folder_of("DeepseekV4Config")
+    output = tmp_path / "pruned"
+    options = {"method": "magnitude", "structure": "neurons", "width_multiple": 8}
+    prune(source, sparsity=0.25, output=output, **options)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    mlp = model.model.layers[1].mlp
+    assert mlp.experts.down_proj.shape == (4, 64, 24)
+    assert mlp.shared_experts.down_proj.weight.shape == (64, 24)
+    assert verify(output, source=str(source), quiet=True).differences == []
+
+
+def test_ids_of_the_check_are_read_where_the_run_begins(folder_of: Any, tmp_path: Path) -> None:
+    source = folder_of("DeepseekV4Config")
+    text = tmp_path / "ids.jsonl"
+    rows = [[1] * 8] * 4 + [[999] * 8] * 4
+    text.write_text("".join(f'{{"input_ids": {row}}}\n' for row in rows))
+    options = {"calibration": str(text), "samples": 4, "seqlen": 8}
+    with pytest.raises(UserError, match=r"ids.jsonl: token id 999 is beyond the model's 256"):
+        prune(source, method="wanda", output=tmp_path / "pruned", **options)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(UserError, match=r"data: token id 999 is beyond"):
+        prune_model(model, "wanda", data=torch.tensor(rows))

@@ -151,9 +151,7 @@ def calibration_data(
         )
     writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
     tokenizer = load_tokenizer(folder, models.trust_remote_code)
-    text = read_text(options, tokenizer, config, writer, further)
-    check_ids(text.tokens, config, f"--calibration {options.text_name}")
-    return text
+    return read_text(options, tokenizer, config, writer, further)
 
 
 def read_text(
@@ -172,6 +170,9 @@ def read_text(
             token. None: unknown.
         writer: writes the texts of the model itself; None: there are none.
         further: number of sequences to read after those that options name.
+
+    Raises:
+        UserError: a text cannot be read or is too short, or a token is beyond the vocabulary.
     """
     corpora = [
         for_model(corpus, config, tokenizer)
@@ -187,6 +188,8 @@ def read_text(
         tokens.append(ids[: corpus.samples])
         rest.append(ids[corpus.samples :])
     following = torch.cat(rest)
+    for ids in (*tokens, following):
+        check_ids(ids, config, f"--calibration {options.text_name}")
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
     return CalibrationText(
         corpora,
@@ -512,7 +515,7 @@ def data_in_memory(
         named = replace(options, calibration=str(data))
         return read_text(named, _tokenizer(tokenizer), config)
     if isinstance(data, Tensor):
-        return _text_of_ids(data, options)
+        return _text_of_ids(data, options, config)
     if isinstance(data, Mapping):
         raise UserError(
             "data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe."
@@ -532,7 +535,7 @@ def data_in_memory(
             f"data: {len(ids)} tokens, too few for {options.samples or 1} samples x "
             f"{length} tokens."
         )
-    return _text_of_ids(torch.stack(whole), options, corpus)
+    return _text_of_ids(torch.stack(whole), options, config, corpus)
 
 
 def _first_row(data: Any) -> Any:
@@ -564,7 +567,7 @@ def _tokenizer(given: Any) -> Any:
 
 
 def _text_of_ids(
-    ids: Tensor, options: CalibrationOptions, corpus: Corpus = _IN_MEMORY
+    ids: Tensor, options: CalibrationOptions, config: Any, corpus: Corpus = _IN_MEMORY
 ) -> CalibrationText:
     if (
         ids.is_floating_point()
@@ -577,5 +580,6 @@ def _text_of_ids(
             "of shape (samples, length)."
         )
     ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
+    check_ids(ids, config, "data")
     corpus = msgspec.structs.replace(corpus, samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
