@@ -2,6 +2,7 @@
 hidden states, blocks that hand on more than these.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tiny import make_tokenizer, random_model
 from transformers import AutoModelForCausalLM
 
 from emp_llm import prune_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture
+from emp_llm.models.architecture import Architecture, by_names
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.modules import model_layers
 from emp_llm.prune import prune
@@ -50,6 +52,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "o_lora_rank": 16,
         "sliding_window": 16,
         "hc_mult": 2,
+    },
+    "LongcatFlashConfig": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "moe_topk": 2,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 32,
     },
 }
 
@@ -130,3 +149,37 @@ def test_ids_of_the_check_are_read_where_the_run_begins(folder_of: Any, tmp_path
     model = AutoModelForCausalLM.from_pretrained(source)
     with pytest.raises(UserError, match=r"data: token id 999 is beyond"):
         prune_model(model, "wanda", data=torch.tensor(rows))
+
+
+def test_layers_for_a_second_token_are_no_mlp_by_names_either(
+    folder_of: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {
+        f"{block}.{leaf}.weight": torch.randn(16, 16)
+        for block in ("model.layers.0", "model.layers.1", "model.layers.2", "mtp.layers.0")
+        for leaf in ("self_attn.q_proj", "mlp.up_proj")
+    }
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(16, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"architectures": ["Unknown"], "model_type": "unknown", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = by_names(Checkpoint(tmp_path))
+    assert "eh_proj" in caplog.text
+    names = [target.name for target in architecture.select("all-linear")]
+    assert names == [
+        f"model.layers.{block}.{leaf}"
+        for block in range(2)
+        for leaf in ("mlp.up_proj", "self_attn.q_proj")
+    ]
+
+
+def test_routers_inside_a_module_stay_dense_and_stacks_with_idle_experts_keep_their_width(
+    folder_of: Any, tmp_path: Path
+) -> None:
+    source = folder_of("LongcatFlashConfig")
+    architecture = Architecture.of_checkpoint(Checkpoint(source))
+    leaves = {target.layer.leaf for target in architecture.select("all-linear")}
+    assert "down_proj" in leaves
+    assert "classifier" not in leaves
+    with pytest.raises(UserError, match=r"only 4 of its 6 experts .* --keep-shapes"):
+        prune(source, method="magnitude", structure="neurons", output=tmp_path / "pruned")

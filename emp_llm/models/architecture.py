@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
-from emp_llm.models.layers import Layer, Purpose, Shape, Tower, named_tower, tower_of, within
+from emp_llm.models.layers import (
+    Layer,
+    Purpose,
+    Shape,
+    Tower,
+    is_router,
+    named_tower,
+    tower_of,
+    within,
+)
 from emp_llm.models.names import (
     EMBEDDINGS,
     HEAD_LEAVES,
@@ -32,6 +41,7 @@ from emp_llm.models.names import (
     LLAMA_NORMS,
     MIXES_TOKENS,
     ROUTERS,
+    SECOND_TOKEN,
 )
 from emp_llm.records.run_report import TargetsRecord
 
@@ -399,7 +409,7 @@ class Architecture:
         return tuple(
             name
             for name in others
-            if name.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
+            if ROUTERS.isdisjoint(name.removesuffix(".weight").split(".")[-2:])
         )
 
     def _dense_towers(self, tower: str) -> dict[str, int]:
@@ -648,7 +658,14 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     vocabulary = checkpoint.config.get("vocab_size")
-    named = (_layer_by_name(name, shape, vocabulary) for name, shape in shapes.items())
+    unused = [name for name in shapes if _is_further(name, checkpoint.config)]
+    if unused:
+        logger.warning(
+            "warning: config.json explains no layers of these names, and they stay dense: %s.",
+            shortened_list(unused),
+        )
+    known = {name: shape for name, shape in shapes.items() if name not in unused}
+    named = (_layer_by_name(name, shape, vocabulary) for name, shape in known.items())
     layers = [layer for layer in named if layer is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
@@ -663,11 +680,26 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
         layers=layers,
         stored_names={layer.parameter: layer.parameter for layer in layers},
         block_shapes={
-            name: shape for name, shape in shapes.items() if re.search(r"(^|\.)\d+\.", name)
+            name: shape for name, shape in known.items() if re.search(r"(^|\.)\d+\.", name)
         },
         shapes=shapes,
         towers=towers,
+        unused=unused,
     )
+
+
+def _is_further(name: str, config: dict[str, Any]) -> bool:
+    """Whether a stored tensor belongs to a layer that predicts a second token: by its name, or
+    because it comes after the last layer of config.json.
+    """
+    if SECOND_TOKEN.search(name):
+        return True
+    if named_tower(name) is not None or config.get("is_encoder_decoder"):
+        return False
+    text = config.get("text_config")
+    number = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    place = re.match(r"(?:\w+\.)*?layers\.(\d+)\.", name)
+    return place is not None and type(number) is int and 0 < number <= int(place[1])
 
 
 def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
@@ -685,7 +717,7 @@ def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
         purpose: Purpose = "head" if leaf in HEAD_LEAVES else "embedding"
     elif EMBEDDINGS.search(leaf):
         purpose = "embedding"
-    elif leaf in ROUTERS and shape[0] * 4 <= shape[1]:
+    elif is_router(module, *shape):
         purpose = "router"
     else:
         purpose = "attention" if MIXES_TOKENS.search(module) else "mlp"

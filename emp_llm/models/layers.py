@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.models.names import AUDIO, OF_AN_EXPERT, VISION
+from emp_llm.models.names import AUDIO, OF_AN_EXPERT, ROUTERS, VISION
 
 Purpose = Literal["mlp", "attention", "router", "head", "embedding", "other"]
 Tower = Literal["language", "vision", "audio"]
@@ -87,6 +87,13 @@ class Layer:
     def parameter(self) -> str:
         """Name of the parameter that holds its weight."""
         return self.expert.parameter if self.expert is not None else f"{self.name}.weight"
+
+
+def is_router(name: str, outputs: int, inputs: int) -> bool:
+    """Whether a layer chooses experts: it has few outputs, and its name is a router's, or that of
+    the module that holds it (gate, router.classifier).
+    """
+    return outputs * 4 <= inputs and not ROUTERS.isdisjoint(name.split(".")[-2:])
 
 
 def named_tower(name: str) -> Tower | None:

@@ -38,11 +38,12 @@ from emp_llm.models.layers import (
     Purpose,
     Shape,
     Tower,
+    is_router,
     named_tower,
     tower_of,
     within,
 )
-from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS, ROUTERS
+from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert
@@ -246,8 +247,8 @@ def _purpose_in_block(block: nn.Module, name: str, module: nn.Module) -> Purpose
     """
     weight: Any = module.weight
     outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
-    *around, leaf = name.split(".")
-    if leaf in ROUTERS and outputs * 4 <= inputs:
+    around = name.split(".")[:-1]
+    if is_router(name, outputs, inputs):
         return "router"
     classes = []
     for component in around:

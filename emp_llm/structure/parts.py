@@ -117,6 +117,8 @@ class Parts(Units):
         if not units:
             name = type(model.skeleton).__name__
             raise UserError(f"--structure {cls.kind}: {name} has {cls.missing}.")
+        if not structure.keep_shapes:
+            _check_stacks(model, units)
         return units
 
     @staticmethod
@@ -233,6 +235,25 @@ class Parts(Units):
 
     def unread(self, kept: Indices) -> Indices:
         return self.columns[self.gone(kept)].ravel()
+
+
+def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:
+    """Raise UserError if some matrices of a stack are of no unit (LongCat-Flash has a gate for
+    experts that do nothing): one width for all of them is impossible.
+    """
+    found: dict[str, set[int]] = {}
+    for parts in units:
+        for target in parts.targets:
+            if (expert := target.layer.expert) is not None:
+                found.setdefault(expert.parameter, set()).add(expert.expert)
+    for parameter, experts in found.items():
+        every = model.architecture.shapes[parameter][0]
+        if len(experts) < every:
+            raise UserError(
+                f"{parameter}: only {len(experts)} of its {every} experts have {units[0].kind} "
+                "that can be removed, and all need one width. Add --keep-shapes, which sets the "
+                "removed ones to zero."
+            )
 
 
 def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
