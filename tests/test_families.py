@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from emp_llm import prune_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
+from emp_llm.healing.memory import Sizes, hidden_width
 from emp_llm.models.architecture import Architecture, by_names
+from emp_llm.models.blockwise import BlockwiseModel, InseparableError
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.modules import model_layers
 from emp_llm.prune import prune
@@ -52,6 +54,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "o_lora_rank": 16,
         "sliding_window": 16,
         "hc_mult": 2,
+    },
+    "GlmMoeDsaConfig": COMMON
+    | {
+        "intermediate_size": 96,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "LongcatFlashConfig": {
         "vocab_size": 256,
@@ -183,3 +195,19 @@ def test_routers_inside_a_module_stay_dense_and_stacks_with_idle_experts_keep_th
     assert "classifier" not in leaves
     with pytest.raises(UserError, match=r"only 4 of its 6 experts .* --keep-shapes"):
         prune(source, method="magnitude", structure="neurons", output=tmp_path / "pruned")
+
+
+def test_blocks_that_hand_on_more_are_refused_with_what_to_use(folder_of: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder_of("GlmMoeDsaConfig"))
+    says = r"hand on more than hidden states.*sparsegpt.*--method wanda"
+    with pytest.raises(InseparableError, match=says):
+        BlockwiseModel(model).prepare(torch.ones(1, 8, dtype=torch.int64))
+
+
+def test_memory_of_several_streams_and_widths() -> None:
+    config = {"hidden_size": 64, "altup_num_inputs": 4, "intermediate_size": [128, 512]}
+    assert hidden_width(config) == 4 * 64
+    assert hidden_width({"text_config": {"hidden_size": 64}}) == 64
+    sizes = Sizes(config, 2, 1, 1, 1, 1, 1, 8, 1, False, False)
+    assert sizes.token == 24 * 64 + 8 * 512
+    assert sizes.both_hidden_states == 2 * 8 * 4 * 64 * 4
