@@ -21,6 +21,7 @@ from emp_llm.healing.memory import Sizes, hidden_width
 from emp_llm.models.architecture import Architecture, by_names
 from emp_llm.models.blockwise import BlockwiseModel, InseparableError
 from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import is_router
 from emp_llm.models.modules import model_layers
 from emp_llm.prune import prune
 from emp_llm.verify import verify
@@ -102,8 +103,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def test_block_diagonal_layers_stay_dense(folder_of: Any, caplog: pytest.LogCaptureFixture) -> None:
-    architecture = Architecture.of_checkpoint(Checkpoint(folder_of("DeepseekV4Config")))
+def test_block_diagonal_layers_stay_dense(
+    folder_of: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = folder_of("DeepseekV4Config")
+    architecture = Architecture.of_checkpoint(Checkpoint(source))
     with caplog.at_level(logging.WARNING):
         targets = architecture.select("attention")
     assert "o_a_proj" in caplog.text
@@ -116,6 +120,8 @@ def test_block_diagonal_layers_stay_dense(folder_of: Any, caplog: pytest.LogCapt
         with pytest.raises(UserError, match=r"o_a_proj is block-diagonal.*--ignore o_a_proj"):
             architecture.select(named)
     assert architecture.select(r".*_proj", "o_a_proj")
+    with pytest.raises(UserError, match="o_a_proj is block-diagonal"):
+        prune(source, method="magnitude", structure="heads", output=tmp_path / "pruned")
 
 
 def test_layer_of_an_unknown_kind_is_refused_when_it_runs() -> None:
@@ -211,3 +217,19 @@ def test_memory_of_several_streams_and_widths() -> None:
     sizes = Sizes(config, 2, 1, 1, 1, 1, 1, 8, 1, False, False)
     assert sizes.token == 24 * 64 + 8 * 512
     assert sizes.both_hidden_states == 2 * 8 * 4 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "chooses"),
+    [
+        ("mlp.gate", 4, True),
+        ("mlp.gate", 64, False),  # of a gated MLP
+        ("mlp.gate.wg", 4, True),
+        ("mlp.router.classifier", 4, True),
+        ("router.router_mlp.fc1", 64, True),
+        ("mlp.classifier", 4, False),
+        ("router_norm.up_proj", 4, False),
+    ],
+)
+def test_routers_by_their_names(name: str, outputs: int, chooses: bool) -> None:
+    assert is_router(name, outputs, 64) == chooses

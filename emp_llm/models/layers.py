@@ -90,10 +90,11 @@ class Layer:
 
 
 def is_router(name: str, outputs: int, inputs: int) -> bool:
-    """Whether a layer chooses experts: it has few outputs, and its name is a router's, or that of
-    the module that holds it (gate, router.classifier).
+    """Whether a layer chooses experts: it is a router or part of one, or it has few outputs, and
+    its name is a router's, or that of the module that holds it (gate, gate.wg).
     """
-    return outputs * 4 <= inputs and not ROUTERS.isdisjoint(name.split(".")[-2:])
+    parts = name.split(".")
+    return "router" in parts or (outputs * 4 <= inputs and not ROUTERS.isdisjoint(parts[-2:]))
 
 
 def named_tower(name: str) -> Tower | None:

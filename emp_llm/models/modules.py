@@ -216,18 +216,16 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
             layers.append(Layer(name, "embedding", None, tower=tower_of(towers.others, name)))
         elif isinstance(module, (nn.Linear, Conv1D)):
             place = towers.place(name)
+            grouped = _is_grouped(module)
             if place is None:
                 outside: Purpose = "head" if module is head else "other"
-                layers.append(
-                    Layer(name, outside, None, transposed, tower=tower_of(towers.others, name))
-                )
+                tower = tower_of(towers.others, name)
+                layers.append(Layer(name, outside, None, transposed, tower=tower, grouped=grouped))
             else:
                 blocks, number, inside = place
                 purpose = _purpose_in_block(blocks.modules[number], inside, module)
                 of_list = blocks.tower, blocks.label
-                layers.append(
-                    Layer(name, purpose, number, transposed, None, *of_list, _is_grouped(module))
-                )
+                layers.append(Layer(name, purpose, number, transposed, None, *of_list, grouped))
     return layers
 
 

@@ -99,6 +99,11 @@ class Parts(Units):
         for layer in architecture.layers:
             if layer.block is None or layer.tower != "language" or layer.purpose != cls.layers:
                 continue
+            if layer.grouped:
+                raise UserError(
+                    f"{layer.name} is block-diagonal: each group of rows has inputs of its own, so "
+                    f"--structure {cls.kind} cannot cut it. Use --structure layers or experts."
+                )
             if layer not in stored:
                 raise UserError(
                     f"{layer.name}: its weight is not stored by itself, or blocks share it, so its "
