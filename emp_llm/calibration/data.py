@@ -154,9 +154,7 @@ def calibration_data(
         )
     writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
     tokenizer = load_tokenizer(folder, models.trust_remote_code)
-    text = read_text(options, tokenizer, config, writer, further)
-    check_ids(text.tokens, config, f"--calibration {options.text_name}")
-    return text
+    return read_text(options, tokenizer, config, writer, further)
 
 
 def read_text(
@@ -175,6 +173,9 @@ def read_text(
             token. None: unknown.
         writer: writes the texts of the model itself; None: there are none.
         further: number of sequences to read after those that options name.
+
+    Raises:
+        UserError: a text cannot be read or is too short, or a token is beyond the vocabulary.
     """
     corpora = [
         for_model(corpus, config, tokenizer)
@@ -190,6 +191,8 @@ def read_text(
         tokens.append(ids[: corpus.samples])
         rest.append(ids[corpus.samples :])
     following = torch.cat(rest)
+    for ids in (*tokens, following):
+        check_ids(ids, config, f"--calibration {options.text_name}")
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
     return CalibrationText(
         corpora,
@@ -517,7 +520,7 @@ def data_in_memory(
         return read_text(named, _tokenizer(tokenizer), config)
     context = max_context(config)
     if isinstance(data, Tensor):
-        return _text_of_ids(data, options, context=context)
+        return _text_of_ids(data, options, config)
     if isinstance(data, Mapping):
         raise UserError(
             "data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe."
@@ -538,7 +541,7 @@ def data_in_memory(
             f"data: {len(ids)} tokens, too few for {count_of(options.samples or 1, 'sample')} x "
             f"{length} tokens. Give more text, or a smaller --seqlen or --samples."
         )
-    return _text_of_ids(torch.stack(whole), options, corpus)
+    return _text_of_ids(torch.stack(whole), options, config, corpus)
 
 
 def _first_row(data: Any) -> Any:
@@ -570,10 +573,7 @@ def _tokenizer(given: Any) -> Any:
 
 
 def _text_of_ids(
-    ids: Tensor,
-    options: CalibrationOptions,
-    corpus: Corpus = _IN_MEMORY,
-    context: int | None = None,
+    ids: Tensor, options: CalibrationOptions, config: Any, corpus: Corpus = _IN_MEMORY
 ) -> CalibrationText:
     if (
         ids.is_floating_point()
@@ -594,7 +594,8 @@ def _text_of_ids(
             f"{count_of(samples, 'sample')} x {length} tokens. Give more, or a smaller --seqlen or "
             "--samples."
         )
-    check_length(length, context)
+    check_length(length, max_context(config))
+    check_ids(ids, config, "data")
     corpus = msgspec.structs.replace(corpus, samples=samples, seqlen=length)
     further = ids[samples : samples + FURTHER, :length]
     return CalibrationText(

@@ -130,7 +130,7 @@ class Sizes:
             of_other = 2 if self.stored_so else 6
         kept = self.layers * self.token
         if checkpointing:
-            kept = self.layers * 4 * self.width + self.token
+            kept = self.layers * 4 * hidden_width(self.config) + self.token
         return {
             "weights": 4 * self.moving + of_other * self.others,
             "optimiser": 4 * self.moving,
@@ -158,7 +158,8 @@ class Sizes:
     @property
     def both_hidden_states(self) -> int:
         """Bytes of the hidden states of the text in the dense and in the pruned model."""
-        return 2 * self.samples * self.length * self.width * (2 if self.in_bfloat16 else 4)
+        numbers = self.samples * self.length * hidden_width(self.config)
+        return 2 * numbers * (2 if self.in_bfloat16 else 4)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,13 +167,28 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(config: Mapping[str, Any], *names: str) -> int:
-    """The first of some fields of config.json that is a number; 0 if none is."""
+    """The first of some fields of config.json that is a number, or has one for each layer: then
+    the largest of them; 0 if none is.
+    """
     text = _text(config)
-    return next((text[name] for name in names if isinstance(text.get(name), int)), 0)
+    for name in names:
+        value = text.get(name)
+        if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+            return int(max(value))
+        if isinstance(value, int):
+            return value
+    return 0
 
 
 def _width(config: Mapping[str, Any]) -> int:
     return _value(config, "hidden_size", "n_embd", "d_model")
+
+
+def hidden_width(config: Mapping[str, Any]) -> int:
+    """How many numbers of a token one block hands to the next: several streams of hidden states in
+    DeepSeek-V4 and Gemma 3n.
+    """
+    return _width(config) * (_value(config, "hc_mult", "altup_num_inputs") or 1)
 
 
 def _table(config: Mapping[str, Any]) -> int:

@@ -52,6 +52,7 @@ from emp_llm.healing.memory import (
     Sizes,
     down_from,
     free_on,
+    hidden_width,
     passes_of,
     ranks_here,
     ways,
@@ -648,8 +649,7 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         self._expendable = expendable
         self._walks: dict[str, Walk] = {}
         self._places: dict[int, tuple[str, int]] = {}  # number -> its walk, and its place there
-        config = dense.config.get_text_config()
-        size = tokens.shape[1] * config.hidden_size * dense.dtype.itemsize
+        size = tokens.shape[1] * hidden_width(dense.config.to_dict()) * dense.dtype.itemsize
         self._piece = max(SEQUENCES, _PIECE // ranks_here() // size)  # sequences
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, shortened_list
-from emp_llm.models.layers import Layer, Purpose, Shape, Tower, named_tower, tower_of, within
+from emp_llm.models.layers import (
+    Layer,
+    Purpose,
+    Shape,
+    Tower,
+    is_router,
+    named_tower,
+    tower_of,
+    within,
+)
 from emp_llm.models.names import (
     EMBEDDINGS,
     HEAD_LEAVES,
@@ -32,6 +41,7 @@ from emp_llm.models.names import (
     LLAMA_NORMS,
     MIXES_TOKENS,
     ROUTERS,
+    SECOND_TOKEN,
 )
 from emp_llm.records.run_report import TargetsRecord
 
@@ -262,6 +272,7 @@ class Architecture:
             for layer in self.layers
             if layer.purpose == "embedding"
         }
+        matching = self._without_grouped(matching, targets)
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:
             matrix = self._matrix(layer) if self._includes(tower, layer.tower) else None
@@ -334,6 +345,26 @@ class Architecture:
         ]
         return " ".join(filter(None, sentences))
 
+    @staticmethod
+    def _without_grouped(layers: list[Layer], targets: str | list[str]) -> list[Layer]:
+        """The layers whose weight is one matrix times all inputs.
+
+        Raises:
+            UserError: another one is named.
+        """
+        grouped = [layer for layer in layers if layer.grouped]
+        if not grouped:
+            return layers
+        problem = "each group of rows has inputs of its own, and such a weight cannot be pruned"
+        if not (isinstance(targets, str) and targets in _SCOPES):
+            raise UserError(
+                f"--targets: {grouped[0].name} is block-diagonal: {problem}. Leave it out of "
+                f"--targets, or add --ignore {grouped[0].leaf}."
+            )
+        names = shortened_list([layer.name for layer in grouped])
+        logger.warning("warning: block-diagonal layers stay dense (%s): %s.", names, problem)
+        return [layer for layer in layers if not layer.grouped]
+
     def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
         """The share of the model, or of its chosen tower, that these targets cover; nothing is
         pruned yet.
@@ -405,13 +436,13 @@ class Architecture:
         reached = {
             layer.parameter
             for layer in self.layers
-            if layer.expert or layer.parameter in self.stored_names
+            if layer.expert or (layer.parameter in self.stored_names and not layer.grouped)
         }
         others = [name for name in in_blocks if name not in reached]
         return tuple(
             name
             for name in others
-            if name.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
+            if ROUTERS.isdisjoint(name.removesuffix(".weight").split(".")[-2:])
         )
 
     def _dense_towers(self, tower: str) -> dict[str, int]:
@@ -670,7 +701,14 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     vocabulary = checkpoint.config.get("vocab_size")
-    named = (_layer_by_name(name, shape, vocabulary) for name, shape in shapes.items())
+    unused = [name for name in shapes if _is_further(name, checkpoint.config)]
+    if unused:
+        logger.warning(
+            "warning: config.json explains no layers of these names, and they stay dense: %s.",
+            shortened_list(unused),
+        )
+    known = {name: shape for name, shape in shapes.items() if name not in unused}
+    named = (_layer_by_name(name, shape, vocabulary) for name, shape in known.items())
     layers = [layer for layer in named if layer is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
@@ -685,11 +723,26 @@ def by_names(checkpoint: Checkpoint) -> Architecture:
         layers=layers,
         stored_names={layer.parameter: layer.parameter for layer in layers},
         block_shapes={
-            name: shape for name, shape in shapes.items() if re.search(r"(^|\.)\d+\.", name)
+            name: shape for name, shape in known.items() if re.search(r"(^|\.)\d+\.", name)
         },
         shapes=shapes,
         towers=towers,
+        unused=unused,
     )
+
+
+def _is_further(name: str, config: dict[str, Any]) -> bool:
+    """Whether a stored tensor belongs to a layer that predicts a second token: by its name, or
+    because it comes after the last layer of config.json.
+    """
+    if SECOND_TOKEN.search(name):
+        return True
+    if named_tower(name) is not None or config.get("is_encoder_decoder"):
+        return False
+    text = config.get("text_config")
+    number = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    place = re.match(r"(?:\w+\.)*?layers\.(\d+)\.", name)
+    return place is not None and type(number) is int and 0 < number <= int(place[1])
 
 
 def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
@@ -707,7 +760,7 @@ def _layer_by_name(name: str, shape: Shape, vocabulary: Any) -> Layer | None:
         purpose: Purpose = "head" if leaf in HEAD_LEAVES else "embedding"
     elif EMBEDDINGS.search(leaf):
         purpose = "embedding"
-    elif leaf in ROUTERS and shape[0] * 4 <= shape[1]:
+    elif is_router(module, *shape):
         purpose = "router"
     else:
         purpose = "attention" if MIXES_TOKENS.search(module) else "mlp"

@@ -96,8 +96,9 @@ class InseparableError(UserError):
     def __init__(self, problem: str) -> None:
         super().__init__(
             f"{problem}. Name others with --blocks PATH, or leave out what runs block by block: "
-            "--execution blocks, --propagate pruned, an update of the weights, or --heal of a "
-            "model that does not fit in memory."
+            "--execution blocks, --propagate pruned, an update of the weights (sparsegpt, admm, "
+            "--refit), scores of layers and experts by a text, or --heal of a model that does not "
+            "fit in memory. --method wanda and magnitude run the model as a whole."
         )
         self.problem = problem
 
@@ -132,6 +133,7 @@ class BlockwiseModel:
         self.bytes_read = 0
         self.outside = OutsideModules(model, self.blocks)
         self.outputs: int | None = None
+        self._hands_on_more = False  # a block returns more than hidden states
 
     def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """The logits of each batch, in order: those of `model(batch, use_cache=False)`.
@@ -193,7 +195,8 @@ class BlockwiseModel:
         if not returned or not isinstance(returned[0], (tuple, list)):
             return 0
         # Most models use the first alone.
-        return len(returned[0]) if all(other is None for other in returned[0][1:]) else 1
+        self._hands_on_more = any(other is not None for other in returned[0][1:])
+        return 1 if self._hands_on_more else len(returned[0])
 
     def record(
         self, batch: Tensor, outputs: int, probe: bool = False
@@ -237,7 +240,8 @@ class BlockwiseModel:
             raise
         # The model uses more than the hidden states.
         except (IndexError, TypeError, AttributeError, ValueError) as error:
-            raise self._inseparable(reason(error)) from error
+            more = "they hand on more than hidden states"
+            raise self._inseparable(more if self._hands_on_more else reason(error)) from error
         if len(calls) < len(self.blocks):
             raise self._inseparable(
                 f"the model calls only {len(calls)} of its {len(self.blocks)} blocks"

@@ -53,7 +53,7 @@ def layer_hooks(
 
     Raises:
         UserError: in the forward pass, if an expert's matrix is used in another orientation than
-            its shape suggests.
+            its shape suggests, or a layer is not one matrix times all its inputs.
     """
     handles: list[RemovableHandle] = []
     experts: dict[str, list[Layer]] = {}  # by the name of their module
@@ -74,6 +74,13 @@ def layer_hooks(
 
 def _hook_layer(module: nn.Module, layer: Layer, observe: LayerObserver) -> RemovableHandle:
     def show(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        width = getattr(module, "out_features", None)
+        if width is not None and isinstance(outputs, Tensor) and outputs.shape[-1] != width:
+            raise UserError(
+                f"{layer.name}: it returns {outputs.shape[-1]:,} features and its weight has "
+                f"{width:,} rows, so it is not one matrix times all inputs. Leave it out by "
+                f"--ignore {layer.leaf}."
+            )
         observe([layer], args[0], outputs)
 
     return module.register_forward_hook(show)

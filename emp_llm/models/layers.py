@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.models.names import AUDIO, OF_AN_EXPERT, VISION
+from emp_llm.models.names import AUDIO, OF_AN_EXPERT, ROUTERS, VISION
 
 Purpose = Literal["mlp", "attention", "router", "head", "embedding", "other"]
 Tower = Literal["language", "vision", "audio"]
@@ -48,6 +48,8 @@ class Layer:
         tower: the part of a multimodal model to which it belongs.
         block_list: label of its list of blocks ("encoder", "vision"), if the model has several;
             else empty.
+        grouped: its weight is block-diagonal: groups of its outputs have inputs of their own. Such
+            a layer is never pruned.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Layer:
     expert: ExpertSlice | None = None
     tower: Tower = "language"
     block_list: str = ""
+    grouped: bool = False
 
     @property
     def leaf(self) -> str:
@@ -84,6 +87,14 @@ class Layer:
     def parameter(self) -> str:
         """Name of the parameter that holds its weight."""
         return self.expert.parameter if self.expert is not None else f"{self.name}.weight"
+
+
+def is_router(name: str, outputs: int, inputs: int) -> bool:
+    """Whether a layer chooses experts: it is a router or part of one, or it has few outputs, and
+    its name is a router's, or that of the module that holds it (gate, gate.wg).
+    """
+    parts = name.split(".")
+    return "router" in parts or (outputs * 4 <= inputs and not ROUTERS.isdisjoint(parts[-2:]))
 
 
 def named_tower(name: str) -> Tower | None:

@@ -39,11 +39,12 @@ from emp_llm.models.layers import (
     Purpose,
     Shape,
     Tower,
+    is_router,
     named_tower,
     tower_of,
     within,
 )
-from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS, ROUTERS
+from emp_llm.models.names import CONNECTS, HALF, IS_MLP, MIXES_TOKENS
 
 Values = TypeVar("Values", Tensor, NDArray[Any])
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert
@@ -216,18 +217,27 @@ def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
             layers.append(Layer(name, "embedding", None, tower=tower_of(towers.others, name)))
         elif isinstance(module, (nn.Linear, Conv1D)):
             place = towers.place(name)
+            grouped = _is_grouped(module)
             if place is None:
                 outside: Purpose = "head" if module is head else "other"
-                layers.append(
-                    Layer(name, outside, None, transposed, tower=tower_of(towers.others, name))
-                )
+                tower = tower_of(towers.others, name)
+                layers.append(Layer(name, outside, None, transposed, tower=tower, grouped=grouped))
             else:
                 blocks, number, inside = place
                 purpose = _purpose_in_block(blocks.modules[number], inside, module)
-                layers.append(
-                    Layer(name, purpose, number, transposed, None, blocks.tower, blocks.label)
-                )
+                of_list = blocks.tower, blocks.label
+                layers.append(Layer(name, purpose, number, transposed, None, *of_list, grouped))
     return layers
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    """Whether a linear layer multiplies each group of its inputs by rows of its own (DeepSeek-V4's
+    output projection), by the attributes with which such classes say so.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return False
+    numbers = (getattr(module, name, 1) for name in ("n_groups", "num_groups", "groups"))
+    return any(isinstance(number, int) and number > 1 for number in numbers)
 
 
 def _purpose_in_block(block: nn.Module, name: str, module: nn.Module) -> Purpose:
@@ -236,8 +246,8 @@ def _purpose_in_block(block: nn.Module, name: str, module: nn.Module) -> Purpose
     """
     weight: Any = module.weight
     outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
-    *around, leaf = name.split(".")
-    if leaf in ROUTERS and outputs * 4 <= inputs:
+    around = name.split(".")[:-1]
+    if is_router(name, outputs, inputs):
         return "router"
     classes = []
     for component in around:

@@ -21,8 +21,11 @@ HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 # Leaves of MLPs and mixtures of experts.
 GATE_AND_UP = ("gate_up_proj",)  # all gates, then all features
-ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
 OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
+
+# A component of the name of layers that predict a second token.
+SECOND_TOKEN = re.compile(r"(^|\.)(mtp|nextn)(_\w+)?\.", re.IGNORECASE)
 
 # Leaves that write to the residual stream.
 WRITERS = (*ATTENTION_OUTPUTS, "down_proj", "w2", "output_linear")

@@ -74,7 +74,7 @@ class Neurons(Parts):
         if isinstance(shared, int) and isinstance(routed_width, int):
             is_multiple = width == shared * routed_width and "shared_expert" in role
             if is_multiple and not model.structure.keep_shapes:
-                multiple_of = role.replace("shared_experts", "experts.*")
+                multiple_of = _role_of_experts(model, role)
         return cls.of(output, columns, rows, multiple_of=multiple_of)
 
     def check(self, recipe: Recipe) -> None:
@@ -129,3 +129,21 @@ class Neurons(Parts):
             "Its MLP stores gates and features in another order than is known here. Please report "
             "the class of the model."
         )
+
+
+def _role_of_experts(model: UnitModel, shared: str) -> str:
+    """The role of the neurons of routed experts beside shared ones, given the role of theirs. A
+    checkpoint may name the layers of the two in other words (down_proj and w2).
+    """
+    before, _, leaf = shared.partition("shared_experts")
+    architecture = model.architecture
+    hidden = int(model.config.hidden_size)
+    outputs = [
+        layer.role
+        for layer in architecture.layers
+        if layer.expert is not None
+        and layer.role.startswith(f"{before}experts.")
+        and architecture.experts[layer.name].rows == hidden
+    ]
+    same = f"{before}experts.*{leaf}"
+    return same if same in outputs or not outputs else outputs[-1]

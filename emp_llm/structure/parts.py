@@ -99,6 +99,11 @@ class Parts(Units):
         for layer in architecture.layers:
             if layer.block is None or layer.tower != "language" or layer.purpose != cls.layers:
                 continue
+            if layer.grouped:
+                raise UserError(
+                    f"{layer.name} is block-diagonal: each group of rows has inputs of its own, so "
+                    f"--structure {cls.kind} cannot cut it. Use --structure layers or experts."
+                )
             if layer not in stored:
                 raise UserError(
                     f"{layer.name}: its weight is not stored by itself, or blocks share it, so its "
@@ -117,6 +122,8 @@ class Parts(Units):
         if not units:
             name = type(model.skeleton).__name__
             raise UserError(f"--structure {cls.kind}: {name} has {cls.missing}.")
+        if not structure.keep_shapes:
+            _check_stacks(model, units)
         return units
 
     @staticmethod
@@ -233,6 +240,25 @@ class Parts(Units):
 
     def unread(self, kept: Indices) -> Indices:
         return self.columns[self.gone(kept)].ravel()
+
+
+def _check_stacks(model: UnitModel, units: Sequence[Parts]) -> None:
+    """Raise UserError if some matrices of a stack are of no unit (LongCat-Flash has a gate for
+    experts that do nothing): one width for all of them is impossible.
+    """
+    found: dict[str, set[int]] = {}
+    for parts in units:
+        for target in parts.targets:
+            if (expert := target.layer.expert) is not None:
+                found.setdefault(expert.parameter, set()).add(expert.expert)
+    for parameter, experts in found.items():
+        every = model.architecture.shapes[parameter][0]
+        if len(experts) < every:
+            raise UserError(
+                f"{parameter}: only {len(experts)} of its {every} experts have {units[0].kind} "
+                "that can be removed, and all need one width. Add --keep-shapes, which sets the "
+                "removed ones to zero."
+            )
 
 
 def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
