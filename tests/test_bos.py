@@ -90,8 +90,9 @@ def test_texts_in_memory_and_token_ids() -> None:
     found: Any = data_in_memory([TEXT] * 40, tokenizer(), how, GEMMA)
     assert torch.equal(found.tokens, read("rows.jsonl").tokens)
     assert found.corpora[0].bos == "each"
-    short: Any = data_in_memory([TEXT], tokenizer(), CalibrationOptions(), GEMMA)
-    assert short.tokens.shape == (1, len(TEXT) + 1)
+    short = CalibrationOptions(seqlen=len(TEXT) + 1)
+    one: Any = data_in_memory([TEXT], tokenizer(), short, GEMMA)
+    assert one.tokens.shape == (1, len(TEXT) + 1)
     ids = torch.arange(2, 50).reshape(2, 24)
     given: Any = data_in_memory(ids, None, CalibrationOptions(), GEMMA)
     assert torch.equal(given.tokens, ids), "token ids stay as they are given"
