@@ -1,10 +1,12 @@
-"""Everything worth measuring on a GPU, in one table: masks, calibration, and a prune from end to
-end.
+"""Everything worth measuring on a GPU, in one table: the commands of users, masks, calibration, and
+a prune from end to end.
 
-    python scripts/bench_gpu.py [--size 4B] [--only masks calibration prune] [--seconds 120]
-    [--output gpu.md] python scripts/bench_gpu.py --device cpu --size tiny
+    python scripts/bench_gpu.py [--size 3B] [--only commands masks calibration prune]
+    [--seconds 120] [--output gpu.md]
+    python scripts/bench_gpu.py --device cpu --size tiny
 
-Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled
+Commands: Wanda, SparseGPT, ADMM with a refit, and healing whole and by blocks, once each, on 128
+sequences of 2048 tokens: seconds of each stage and the highest memory. Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled
 kernel too. Calibration: tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks
 in the whole model, and block by block with resident and with offloaded weights. Prune: whole
 processes, imports included, against `cp -r` and sync of the same folder. Measurements that are
@@ -17,6 +19,7 @@ scripts/on_gpu.sh runs this on a GPU machine.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,11 +55,12 @@ from emp_llm.common.machine import free_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LLAMA2 = {
+_LLAMA3 = {
+    "vocab_size": 128256,
     "hidden_size": 4096,
-    "intermediate_size": 11008,
+    "intermediate_size": 14336,
     "num_attention_heads": 32,
-    "num_key_value_heads": 32,
+    "num_key_value_heads": 8,
 }
 _TINY = {
     "hidden_size": 64,
@@ -64,26 +69,28 @@ _TINY = {
     "num_key_value_heads": 2,
 }
 BATCH = 4
-SECTIONS = ("masks", "calibration", "prune")
+_DEMO_TOKENS = 50_000  # of calibration/demo.txt, at least
+HEAL_STEPS = 8
+SECTIONS = ("commands", "masks", "calibration", "prune")
 
 
 class Size(NamedTuple):
-    """What is measured: the model, the tokens of a calibration, and the matrices and repeats of
-    the masks.
+    """What is measured: the model, the tokens of a calibration and those of the commands, and the
+    matrices and repeats of the masks.
     """
 
     config: dict[str, int]
     samples: int
     seqlen: int
+    of_commands: int = 128
     shapes: tuple[tuple[int, int], ...] = bench_masks.SHAPES
     repeats: int = 30
 
 
 SIZES = {
-    "7B": Size(_LLAMA2 | {"num_hidden_layers": 32}, 32, 2048),
-    "4B": Size(_LLAMA2 | {"num_hidden_layers": 16}, 32, 2048),
-    "1B": Size(_LLAMA2 | {"num_hidden_layers": 4}, 32, 2048),
-    "tiny": Size(_TINY | {"num_hidden_layers": 2}, 4, 32, ((96, 64), (64, 160)), 3),
+    "8B": Size(_LLAMA3 | {"num_hidden_layers": 32}, 32, 2048),
+    "3B": Size(_LLAMA3 | {"num_hidden_layers": 8}, 32, 2048),
+    "tiny": Size(_TINY | {"num_hidden_layers": 2}, 4, 32, 16, ((96, 64), (64, 160)), 3),
 }
 
 
@@ -110,8 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--size",
         choices=tuple(SIZES),
-        default="4B",
-        help="default: 4B, 16 of the 32 blocks of Llama 2 7B",
+        default="3B",
+        help="default: 3B, 8 of the 32 blocks of LLaMA-3-8B",
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
@@ -144,6 +151,7 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
     """Measure; returns whether something fails."""
     folder.mkdir(parents=True, exist_ok=True)
     sections: dict[str, Callable[[], Iterator[Row]]] = {
+        "commands": lambda: commands(options, folder),
         "masks": lambda: masks(options.device, SIZES[options.size]),
         "calibration": lambda: calibration(options, folder / "model"),
         "prune": lambda: prune(options, folder / "model", folder / "output"),
@@ -182,6 +190,9 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         f"# Measurements on a GPU\n\n`{options.command}`: {hardware(options.device)}.\n\n"
         f"Size {options.size}: a random Llama in bfloat16 with {model.config['num_hidden_layers']} "
         f"blocks of width {model.config['hidden_size']}. Medians of measurements in turn.\n\n"
+        f"- Commands: {model.of_commands} sequences of {model.seqlen} tokens, 50 % of the linear "
+        f"layers; healing makes {HEAL_STEPS} steps. The result is seconds of the stages and of the "
+        "whole process, and the ratio seconds of the stages for each block.\n"
         "- Masks: GB/s read and written; the ratio is to the speed of the copy.\n"
         f"- Calibration: {tokens:,} tokens in sequences of {model.seqlen}, {BATCH} to a batch; the "
         "ratio is to the speed of the plain pass. Weights offloaded to disk may lie in the page "
@@ -190,6 +201,54 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         "data is on disk at the end. The ratio is to the time of `cp -r`. Host memory is the peak "
         "of resident memory.\n\n" + "\n".join(lines) + "\n"
     )
+
+
+def commands(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """What users type, each command once in a process of its own, and what it takes."""
+    model = folder / "model"
+    _prepare(options, model)
+    size = SIZES[options.size]
+    demo = (Path(__file__).parents[1] / "calibration" / "demo.txt").read_text()
+    text = folder / "text.txt"
+    text.write_text(demo * math.ceil(size.of_commands * size.seqlen / _DEMO_TOKENS))
+    data = ["--calibration", str(text), "--samples", str(size.of_commands)]
+    data += ["--seqlen", str(size.seqlen)]
+    whole = ["--device-map", "cuda:0" if options.device == "cuda" else "cpu"]
+    prune = ["prune", str(model), *data, "--sparsity", "0.5", "--no-check"]
+    heal = ["heal", str(folder / "wanda"), "--dense", str(model), *data]
+    heal += ["--heal-steps", str(HEAL_STEPS)]
+    for name, words in {
+        "wanda": [*prune, "--method", "wanda", *whole],
+        "heal": [*heal, *whole],
+        "heal, by blocks": [*heal, "--device-map", "disk"],
+        "sparsegpt": [*prune, "--method", "sparsegpt", *whole],
+        "emp-admm --refit": [*prune, "--method", "emp-admm", "--refit", *whole],
+    }.items():
+        output = folder / (name if name == "wanda" else "output")
+        shutil.rmtree(output, ignore_errors=True)
+        line = [sys.executable, "-m", "emp_llm", *words, "--output", str(output), "--overwrite"]
+        start = time.perf_counter()
+        try:
+            host = run_and_watch(line)
+        except SystemExit as error:
+            yield Row("commands", name, f"failed: exit code {error.code}")
+            continue
+        seconds = time.perf_counter() - start
+        stages = json.loads((output / "emp_report.json").read_text())["stages"]
+        if "heal" in stages:  # the others are those of the pruning
+            stages = {"heal": stages["heal"]}
+        work = sum(stage["seconds"] for stage in stages.values())
+        parts = ", ".join(f"{stage} {value['seconds']:.1f}" for stage, value in stages.items())
+        gpu = max(stage.get("peak_cuda_bytes") or 0 for stage in stages.values())
+        yield Row(
+            "commands",
+            name,
+            f"{parts}; {seconds:.1f} in all",
+            f"{work / size.config['num_hidden_layers']:.2f}",
+            _gigabytes(gpu),
+            _gigabytes(host),
+            "1",
+        )
 
 
 def masks(device: str, size: Size) -> Iterator[Row]:

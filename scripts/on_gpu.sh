@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in under ten minutes: the commands once in fresh processes, then the tests of masks, calibration, refit and
-# runtime, then measurements.
+# Everything that wants a GPU, in under ten minutes: the commands once in fresh processes, and beside them the tests of masks, calibration,
+# refit and runtime; then measurements.
 # Writes on_gpu.md, a row for each step as it ends; the tables of the measurements, gpu.md, refit_cuda.md and runtime_gpu.md; and the logs of
 # all steps. A step that fails or runs out of time does not stop the others.
 #
@@ -11,16 +11,16 @@
 # PYTHON   the interpreter, with a CUDA build of torch; default: python3
 # OUT      the folder for the tables and gpu_logs; default: scripts/results
 # WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
-# SCRATCH  where to work (15 GB for SIZE=4B); default: a temporary folder, deleted at the end
+# SCRATCH  where to work (65 GB for SIZE=3B); default: a temporary folder, deleted at the end
 # WITNESS  a folder of texts: instead of all this, train the model of train_witness.py on them, and write OUT/witness.md
-# SIZE     of the measured model: 4B, 7B or 1B
+# SIZE     of the measured model: 3B or 8B
 # SECONDS_IN_ALL  default: 570
 set -uo pipefail
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-scripts/results}
 DEVICE=${DEVICE:-cuda}
-SIZE=${SIZE:-4B}
+SIZE=${SIZE:-3B}
 SECONDS_IN_ALL=${SECONDS_IN_ALL:-570}
 DRY_RUN=${DRY_RUN:-}
 
@@ -241,12 +241,15 @@ if [ -n "${WITNESS:-}" ]; then
     exit $failed
 fi
 [ -n "$DRY_RUN" ] || table
-roads 120
 if [ "$DEVICE" = cuda ]; then
-    tests 190
+    (tests 190; exit $failed) &
+    roads 120
+    wait $! || failed=1
 else
+    roads 120
     echo "== tests: not without a GPU; python -m pytest runs the kernels in Triton's interpreter"
 fi
+bench commands 250 0
 bench masks 90 0
 SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
 # shellcheck disable=SC2086
