@@ -6,11 +6,11 @@ a prune from end to end.
     python scripts/bench_gpu.py --device cpu --size tiny
 
 Commands: Wanda, SparseGPT, ADMM with a refit, and healing whole and by blocks, once each, on 128
-sequences of 2048 tokens: seconds of each stage and the highest memory. Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled
-kernel too. Calibration: tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks
-in the whole model, and block by block with resident and with offloaded weights. Prune: whole
-processes, imports included, against `cp -r` and sync of the same folder. Measurements that are
-compared run in turn; medians.
+sequences of 2048 tokens: seconds of each stage and the highest memory. Masks: the torch reference
+against a copy within the memory of the device; on a CPU the compiled kernel too. Calibration:
+tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks in the whole model, and
+block by block with resident and with offloaded weights. Prune: whole processes, imports included,
+against `cp -r` and sync of the same folder. Measurements that are compared run in turn; medians.
 
 Sections can run one after another with the same --folder: the model is made once, and the table
 gets the rows of all. With --device cpu, the same code runs without a GPU, to try it.
