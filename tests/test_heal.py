@@ -58,6 +58,7 @@ from emp_llm.heal import heal
 from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
+from emp_llm.models.masks import Masks
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
@@ -809,6 +810,19 @@ def test_a_weight_in_two_halves(bits: list[int]) -> None:
     assert bool(((upper.float() - value).abs() <= (nearest - value).abs()).all())
 
 
+def test_a_step_unpacks_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`name in masks` unpacked it on the CPU: a third of the time of a step on a GPU."""
+    model = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False)})
+    masks = Masks({"a.weight": torch.rand(8, 32) < 0.5})
+    masks.apply(model)
+    optimizer = adam.Adam(model, ["a.weight"], masks, 1e-2, halved=False)
+    monkeypatch.setattr(Masks, "__getitem__", Mock(side_effect=AssertionError))
+    optimizer.begin()
+    model["a"](torch.ones(2, 32)).square().sum().backward()
+    optimizer.end()
+    assert 0 < int(model["a"].weight.ne(0).sum()) < 8 * 32
+
+
 @pytest.mark.parametrize("halved", [False, True])
 def test_small_steps_add_up(halved: bool) -> None:
     """A step of a ten-thousandth is lost in bfloat16 alone. Adam in float64 is beside it."""
@@ -875,7 +889,7 @@ def test_a_loss_that_is_not_finite(
     )
     report = read_record(healed / "emp_report.json", RunReport)
     assert report.healing is not None
-    assert (report.healing.best, report.healing.steps) == (0, 12)
+    assert (report.healing.best, report.healing.steps) == (0, 24)
     assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True, True]
     assert oracle.shards(plain) == oracle.shards(healed)
 

@@ -78,7 +78,7 @@ from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
-_MEASURES = 10  # of the held-out loss
+_MEASURES = 5  # of the held-out loss, each with a checkpoint
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
 
 
