@@ -150,3 +150,15 @@ def test_wider_columns_are_no_difference() -> None:
     ]
     assert tolerated(expected, [*expected, "more"]) is None
     assert tolerated(["..."], ["more"]) == []
+
+
+def test_commands_of_the_demo_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it runs, and those that it recommends."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "demo"))
+    run_demo = import_module("run_demo")
+    lines = run_demo.commands("MODEL", "demo", "demo", "FOLDER")
+    lines += run_demo.what_next("MODEL", "demo", "FOLDER")
+    parsed = [words for line in lines for words in arguments_of(line)]
+    assert len(parsed) == len(lines) == 9
+    for name, *arguments in parsed:
+        parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
