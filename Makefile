@@ -57,7 +57,7 @@ wheel: setup
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -m hatchling build --target sdist
-	d=$$(mktemp -d) && cp -r $(MODEL) $$d/model && $(PYTHON) -m venv $$d/venv && \
+	d=$$(mktemp -d) && cp -r scripts/demo/model $$d/model && $(PYTHON) -m venv $$d/venv && \
 		$$d/venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl && \
 		cd $$d && venv/bin/emp-llm prune --model model --calibration demo --output pruned && \
 		venv/bin/emp-llm verify pruned --source model && rm -rf $$d
