@@ -162,3 +162,17 @@ def test_commands_of_the_demo_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(parsed) == len(lines) == 9
     for name, *arguments in parsed:
         parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_two_examples_that_parse(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = getattr(import_module(f"emp_llm.{name}"), name)
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"], name)
+    shown = capsys.readouterr().out.partition("\nExamples:\n")[2].replace("\\\n", "")
+    lines = shown.strip().splitlines()
+    assert [words[0] for line in lines for words in arguments_of(line)] == [name, name]
+    for line in lines:
+        parse(command, arguments_of(line.partition(" < ")[0])[0][1:], name)
