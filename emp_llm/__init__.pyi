@@ -679,15 +679,16 @@ def prune(
     for a dry run, the plan and its need of memory and disk.
 
     Args:
-        method: best (emp-admm --refit --heal), wanda, magnitude, relative, ria, sparsegpt, admm,
-            own; taylor (heads, neurons), reap, man, frequency, mass (experts), cosine (layers);
-            emp-NAME: N_eff sets counts; default: emp-wanda, emp-reap, emp-cosine.
-        beta: Keep beta x N_eff (emp methods); default: 1.
+        method: admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff
+            says how many weights stay; best: emp-admm --refit --heal. Heads and neurons also
+            taylor; experts reap, man, frequency, mass; layers cosine. Default: emp-wanda (experts:
+            emp-reap, layers: emp-cosine).
+        beta: Keep beta x N_eff weights (emp methods); default: 1.
         order: Hill order of the effective number (emp methods); default: 2.
         neff_dtype: float64, or bfloat16 for the paper's emp-magnitude arithmetic.
-        sparsity: Fraction to remove: of each group, default 0.5; with emp methods of all targets,
-            by the beta that does.
-        pattern: N:M, keep N of every M inputs (other methods).
+        sparsity: Fraction to remove, of each group (default 0.5); with an emp method, of all
+            targets.
+        pattern: N:M, keep N of every M inputs (not with emp methods).
         match: Output of an earlier run; remove as many weights as that run (other methods).
         match_by: Match the total of that run, or every matrix; default: total.
         group: Weights that compete with each other: of a row, a matrix, or all targets.
@@ -746,11 +747,11 @@ def prune(
         load_in_4bit: Run forward passes in 4 bits (bitsandbytes, NF4).
         propagate: Calibrate each block on the outputs of dense or of pruned blocks.
         mask_device: Device that computes the masks. They are the same on both.
-        parameters: Keep at most so many parameters, such as 6e9, in place of a sparsity.
-        memory: Keep at most so many bytes of weights, such as 24GB (packed, without --structure).
-        loss: Remove as much as goes while the perplexity of held-out text rises by at most this,
-            such as 2% (or nats per token), in place of a sparsity.
-        check: Measure the perplexity of held-out text before and after; not with --evaluate.
+        parameters: Remove weights until at most this many are left, such as 6e9.
+        memory: Remove weights until the model, packed, takes at most this, such as 24GB.
+        loss: Remove as many weights as possible while the rise in held-out perplexity plus its
+            standard error stays below this, such as 2%.
+        check: Measure held-out perplexity before and after; --evaluate replaces this.
         evaluate: Evaluate the dense and the pruned model with this suite (name or file); ,limit=N
             shortens it.
         baseline: Results file of the dense model, used instead of evaluating it.

@@ -38,22 +38,26 @@ _FIRST = (
     "method",
     "methods",
     "criteria",
-    "beta",
-    "betas",
+    "refit",
+    "heal",
     "sparsity",
     "sparsities",
     "emp_sparsities",
     "pattern",
     "patterns",
+    "loss",
+    "memory",
+    "parameters",
+    "beta",
+    "betas",
     "orders",
     "matched_baselines",
     "targets",
-    "refit",
-    "heal",
+    "structure",
     "calibration",
+    "check",
     "evaluate",
     "suite",
-    "push_to_hub",
     "dry_run",
     "overwrite",
     "verbose",
@@ -63,21 +67,70 @@ _MANY = 30
 # The groups of --help all, by the options with which they begin.
 _GROUPS = {
     "model": "Model",
-    "method": "Method and counts",
+    "method": "Method and number of weights",
     "criterion": "Scores",
-    "shares": "Shares of the blocks",
+    "shares": "A sparsity for each block",
     "refit": "Refit",
     "heal": "Healing",
-    "targets": "Layers",
-    "structure": "Heads and neurons",
-    "calibration": "Calibration",
-    "device_map": "Forward passes",
+    "targets": "Which layers",
+    "structure": "Heads, neurons, experts and layers",
+    "calibration": "Calibration text and passes",
+    "device_map": "Devices and precision",
+    "parameters": "Method and number of weights",
+    "check": "Evaluation",
     "suite": "Evaluation",
     "evaluate": "Evaluation",
-    "methods": "Points",
-    "criteria": "Measures",
+    "methods": "Points of the sweep",
+    "mask_device": "Devices and precision",
+    "criteria": "What is measured",
     "output": "Output",
     "verbose": "Messages",
+}
+# The last lines of each --help. The model, text and suite are those of the repository.
+_DEMO = "scripts/demo/model --calibration demo"
+EXAMPLES = {
+    "bench": ("bench packed", "bench pruned --batch-sizes 1,4 --new-tokens 16"),
+    "calibrate": (
+        f"calibrate {_DEMO} --output norms.safetensors",
+        "calibrate meta-llama/Llama-2-7b-hf --device-map disk --output norms.safetensors",
+    ),
+    "collect": ("collect study", "collect study --no-plots --output tables"),
+    "env": ("env", "env > env.txt"),
+    "evaluate": (
+        "evaluate pruned --baseline scripts/demo/model --suite demo",
+        "evaluate pruned --tasks arc_easy,hellaswag --output tasks.json",
+    ),
+    "export": ("export scripts/demo/model --type q8_0", "export narrow --output narrow.gguf"),
+    "generate": (
+        'generate pruned --prompt "The market of Hazelbridge"',
+        "generate packed --prompt - < question.txt",
+    ),
+    "heal": (
+        "heal pruned --dense scripts/demo/model --calibration demo --output healed",
+        "heal pruned --dense scripts/demo/model --calibration demo --heal-steps 60",
+    ),
+    "measure": (f"measure {_DEMO}", f"measure {_DEMO} --loss 1%,2%,5% --output losses.json"),
+    "pack": ("pack pruned packed", "pack pruned smaller --zstd"),
+    "plan": (
+        "plan --models scripts/demo/model --calibration demo --suite demo --output study",
+        "plan scripts/paper/board.toml --output board",
+    ),
+    "prune": (
+        f"prune {_DEMO} --method emp-admm --refit --sparsity 0.5 --output pruned",
+        f"prune {_DEMO} --method wanda --loss 2% --output within",
+    ),
+    "push": ("push pruned USER/NAME --dry-run", "push pruned USER/NAME --private"),
+    "report": ("report pruned", "report betas measures.json --output report"),
+    "rotate": (f"rotate {_DEMO} --output rotated", f"rotate {_DEMO} --pattern 2:4"),
+    "run": ("run study", "run study --workers 2"),
+    "status": ("status study", "status study --lines 20"),
+    "submit": ("submit study --dry-run", "submit study --site site.toml"),
+    "sweep": (
+        f"sweep {_DEMO} --suite demo --betas 0.75,1,1.25 --output betas",
+        f"sweep {_DEMO} --suite demo --methods wanda --sparsities 0.3,0.5 --output points",
+    ),
+    "unpack": ("unpack packed back", "unpack mask model --base scripts/demo/model"),
+    "verify": ("verify pruned", "verify pruned --source scripts/demo/model"),
 }
 # What a shell reads to complete command lines; bash and zsh set COMP_LINE.
 _COMPLETION = {
@@ -374,7 +427,17 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
                 lines[name] = f"{metavars[name]}, {flags}" if name in metavars else flags, text
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
-                    formatter.write_dl([lines[name] for name in names])
+                    formatter.write_dl([lines[name] for name in names], col_max=24)
+            if more is not None:
+                formatter.write_paragraph()
+                formatter.write_text(more)
+
+        def format_epilog(self, ctx: Any, formatter: Any) -> None:
+            examples = EXAMPLES.get(command.__name__, ())
+            if examples:
+                with formatter.section("Examples"):
+                    for line in examples:
+                        formatter.write(f"{_continued(f'  emp-llm {line}')}\n")
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     more = (
@@ -389,8 +452,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     }
     app.command(
         cls=Grouped,
-        help=help_of(command),
-        epilog=more,
+        help=help_of(command) if more is None else help_of(command).partition("\n\n")[0],
         options_metavar=usage,
         context_settings=settings,
     )(take)
@@ -415,6 +477,13 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         key: value if value is None else options[key].in_shell(value)
         for key, value in values.items()
     }
+
+
+def _continued(line: str) -> str:
+    """A command that can be copied, on lines of at most 80 columns."""
+    return fill(
+        line, 78, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+    ).replace("\n", " \\\n")
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -463,12 +532,12 @@ def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[
     """
     if len(options) > _MANY and not everything:
         return {"Options": [name for name in _FIRST if name in options]}
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {"Arguments": []}
     title = "Options"
     for name, option in options.items():
         title = _GROUPS.get(name, title) if len(options) > _MANY else title
         groups.setdefault("Arguments" if option.about.argument else title, []).append(name)
-    return groups
+    return {title: names for title, names in groups.items() if names}
 
 
 def help_of(command: Callable[..., Any]) -> str:
@@ -492,6 +561,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
     usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())
+    first = (EXAMPLES["prune"][0], EXAMPLES["evaluate"][0])
+    usage += "\n\nExamples:\n" + "\n".join(_continued(f"  emp-llm {line}") for line in first)
     usage += (
         "\n\nemp-llm --completion bash (or zsh, fish) prints a line for ~/.bashrc that "
         "completes commands and options."

@@ -69,9 +69,7 @@ def export(
     try:
         from emp_llm.runtime.gguf_file import GGUFFile, partials
     except ImportError as error:
-        raise UserError(
-            "--to gguf needs the package gguf. Install it: pip install 'emp-llm[gguf]'"
-        ) from error
+        raise UserError("--to gguf needs the package gguf. Install it: pip install gguf") from error
     started = time.monotonic()
     source = find_model(model, revision)
     checkpoint = Checkpoint(source.folder)

@@ -446,7 +446,6 @@ def test_damaged_models(
             "Not of emp-llm here, so --overwrite does not help",
             "Not of emp-llm here, so overwrite does not help",
         ),
-        ("pip install --upgrade emp-llm", "pip install --upgrade emp-llm"),
     ],
 )
 def test_errors_in_python_name_arguments(

@@ -93,9 +93,9 @@ def test_options_and_links_exist(page: Path) -> None:
 
 
 def test_readme_is_a_front_door() -> None:
-    """At most 890 words, and one spelling of the commands, apart from the sentence on the other."""
+    """At most 1,100 words, and one spelling of the commands, apart from the sentence on the other."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 890
+    assert len(text.split()) <= 1100
     assert text.count("python -m emp_llm.") == 1
     for page in pages():
         assert page.name == "README.md" or "python -m emp_llm." not in page.read_text(
@@ -150,3 +150,29 @@ def test_wider_columns_are_no_difference() -> None:
     ]
     assert tolerated(expected, [*expected, "more"]) is None
     assert tolerated(["..."], ["more"]) == []
+
+
+def test_commands_of_the_demo_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it runs, and those that it recommends."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "demo"))
+    run_demo = import_module("run_demo")
+    lines = run_demo.commands("MODEL", "demo", "demo", "FOLDER")
+    lines += run_demo.what_next("MODEL", "demo", "FOLDER")
+    parsed = [words for line in lines for words in arguments_of(line)]
+    assert len(parsed) == len(lines) == 9
+    for name, *arguments in parsed:
+        parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_two_examples_that_parse(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = getattr(import_module(f"emp_llm.{name}"), name)
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"], name)
+    shown = capsys.readouterr().out.partition("\nExamples:\n")[2].replace("\\\n", "")
+    lines = shown.strip().splitlines()
+    assert [words[0] for line in lines for words in arguments_of(line)] == [name, name]
+    for line in lines:
+        parse(command, arguments_of(line.partition(" < ")[0])[0][1:], name)

@@ -173,13 +173,12 @@ def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path:
 def test_without_lm_eval(
     evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the extra; a suite without tasks needs none."""
+    """The error names the package; a suite without tasks needs none."""
     for name in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, None)
     output = tmp_path / "results.json"
     refused(
-        r"pip install "
-        r"'emp-llm\[eval\]'",
+        "pip install lm-eval",
         model=evaluable("llama"),
         suite=task_suite,
         output=output,

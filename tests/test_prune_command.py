@@ -272,7 +272,7 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
     for columns in (80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         shown = command("prune", "-h").stdout
-        assert len(shown.splitlines()) <= 45
+        assert len(shown.splitlines()) <= 60
         assert max(map(len, shown.splitlines())) <= columns
     for name in (
         "model",
@@ -285,10 +285,14 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
         "targets",
         "refit",
         "evaluate",
+        "loss",
+        "memory",
+        "parameters",
+        "check",
+        "structure",
     ):
         assert f"--{name} " in short.stdout
     for flag in (
-        "--push-to-hub",
         "--dry-run",
         "--overwrite",
         "-o, ",
@@ -304,7 +308,11 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
         for line in everything.stdout.splitlines()
         if line.endswith(":") and not line.startswith((" ", "Usage"))
     ]
-    assert "Calibration:" in titles
+    assert titles[0] == "Arguments:"
+    assert titles[-1] == "Examples:"
+    number = everything.stdout.partition("Method and number of weights:")[2].partition("\n\n")[0]
+    assert "--loss" in number
+    assert "--memory" in number
     assert 6 <= len(titles) <= 15
 
 

@@ -153,7 +153,7 @@ def test_a_newer_version_is_refused(
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert f"version {kind.VERSION + 1}" in message
-    assert "pip install --upgrade emp-llm" in message
+    assert "Update emp-llm" in message
     assert "\n" not in message
     for other in ("emp-llm card 1", "emp-llm", f"emp-llm {kind.KIND} two", "someone's", 3):
         path.write_text(json.dumps(values | {"format": other}))

@@ -1,11 +1,11 @@
-"""One thing a line, in the whole package."""
+"""One statement per line, in the whole package."""
 
 import ast
 
 import code_size
 
 
-def test_one_thing_a_line() -> None:
+def test_one_statement_per_line() -> None:
     """No tuple of names is assigned a tuple of other values, no conditional expression is inside
     another, and nothing is assigned inside a comprehension.
     """

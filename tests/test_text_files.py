@@ -109,7 +109,7 @@ def test_zstandard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     path = tmp_path / "a.txt.zst"
     path.write_bytes(b"x")
-    with pytest.raises(UserError, match=r"pip install 'emp-llm\[zstd\]'"):
+    with pytest.raises(UserError, match=r"pip install zstandard"):
         list(text_rows(find_corpus(str(path))))
 
 

@@ -80,9 +80,7 @@ def need_zstandard(why: str) -> None:
     try:
         import zstandard  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"{why} needs zstandard. Install it: pip install 'emp-llm[zstd]'"
-        ) from error
+        raise UserError(f"{why} needs zstandard. Install it: pip install zstandard") from error
 
 
 def zstd_frames(arrays: list[Any]) -> list[bytes]:

@@ -450,7 +450,7 @@ def _check_format(path: Path, name: Any) -> None:
     if version is not None and int(version[1]) > int(FORMAT.rpartition(" ")[2]):
         raise UserError(
             f"{path}: a newer emp-llm wrote it ({quotable(str(name))}; this version reads up to "
-            f"{FORMAT!r}). Update emp-llm: pip install --upgrade emp-llm"
+            f"{FORMAT!r}). Update emp-llm: git pull in its clone."
         )
     if name != FORMAT:
         damaged(path, f"its format is {quotable(str(name))}")

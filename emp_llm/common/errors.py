@@ -11,8 +11,7 @@ _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code)
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 # In a message, to be run as it is; it ends with its sentence or a comma.
 _COMMAND = re.compile(
-    r"(emp-llm [a-z]+ .*?(?=[.,;:)]+\s|[.)]*$)|pip install --upgrade "
-    r"[\w-]+)",
+    r"(emp-llm [a-z]+ .*?(?=[.,;:)]+\s|[.)]*$))",
     re.DOTALL,
 )
 

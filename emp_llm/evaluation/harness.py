@@ -82,7 +82,7 @@ class Harness:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise UserError(
-                f"The tasks of a suite need lm-eval ({reason(error)}): pip install 'emp-llm[eval]'"
+                f"The tasks of a suite need lm-eval ({reason(error)}): pip install lm-eval"
             ) from error
         folders = [
             str(folder)

@@ -127,7 +127,7 @@ def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | No
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "--load-in-8bit and --load-in-4bit need bitsandbytes. Install it: pip "
-            "install 'emp-llm[quantize]'"
+            "install bitsandbytes"
         )
     return "8bit" if load_in_8bit else "4bit"
 

@@ -41,23 +41,23 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     ] = "dense"
     mask_device: MaskDevice = "cpu"
     parameters: Annotated[
-        str | None, Opt("Keep at most so many parameters, such as 6e9, in place of a sparsity.")
+        str | None, Opt("Remove weights until at most this many are left, such as 6e9.")
     ] = None
     memory: Annotated[
         str | None,
-        Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure)."),
+        Opt("Remove weights until the model, packed, takes at most this, such as 24GB."),
     ] = None
     loss: Annotated[
         str | None,
         Opt(
-            "Remove as much as goes while the perplexity of held-out text rises by at most this, "
-            "such as 2% (or nats per token), in place of a sparsity."
+            "Remove as many weights as possible while the rise in held-out perplexity plus its "
+            "standard error stays below this, such as 2%."
         ),
     ] = None
     check: Annotated[
         bool,
         Opt(
-            "Measure the perplexity of held-out text before and after; not with --evaluate.",
+            "Measure held-out perplexity before and after; --evaluate replaces this.",
             flag="--check/--no-check",
         ),
     ] = True

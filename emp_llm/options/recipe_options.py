@@ -96,13 +96,15 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     method: Annotated[
         str,
         Opt(
-            "best (emp-admm --refit --heal), wanda, magnitude, relative, ria, sparsegpt, admm, "
-            "own; taylor (heads, neurons), reap, man, frequency, mass "
-            "(experts), cosine (layers); emp-NAME: N_eff sets counts; default: emp-wanda, "
-            "emp-reap, emp-cosine."
+            "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff "
+            "says how many weights stay; best: emp-admm --refit --heal. Heads and neurons also "
+            "taylor; experts reap, man, frequency, mass; layers cosine. Default: emp-wanda "
+            "(experts: emp-reap, layers: emp-cosine)."
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
-    beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
+    beta: Annotated[float | None, Opt("Keep beta x N_eff weights (emp methods); default: 1.")] = (
+        None
+    )
     order: Annotated[
         float | None, Opt("Hill order of the effective number (emp methods); default: 2.")
     ] = None
@@ -112,12 +114,11 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ] = None
     sparsity: Annotated[
         float | None,
-        Opt(
-            "Fraction to remove: of each group, default 0.5; with emp methods of all targets, by "
-            "the beta that does."
-        ),
+        Opt("Fraction to remove, of each group (default 0.5); with an emp method, of all targets."),
     ] = None
-    pattern: Annotated[str | None, Opt("N:M, keep N of every M inputs (other methods).")] = None
+    pattern: Annotated[str | None, Opt("N:M, keep N of every M inputs (not with emp methods).")] = (
+        None
+    )
     match: Annotated[
         str | None,
         Opt("Output of an earlier run; remove as many weights as that run (other methods)."),

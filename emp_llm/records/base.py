@@ -75,7 +75,7 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version != kind.VERSION:
         remedy = (
-            "Upgrade emp-llm: pip install --upgrade emp-llm"
+            "Update emp-llm: git pull in its clone."
             if version > kind.VERSION
             else "Write it again."
         )

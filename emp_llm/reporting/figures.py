@@ -85,15 +85,14 @@ def new_figure(height: float) -> Iterator[Any]:
     effect in this context.
 
     Raises:
-        UserError: matplotlib is not installed; it names the extra.
+        UserError: matplotlib is not installed; the message says how to install it.
     """
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            f"Plots need matplotlib ({reason(error)}): pip install 'emp-llm[plots]', or add "
-            "--no-plots."
+            f"Plots need matplotlib ({reason(error)}): pip install matplotlib, or add --no-plots."
         ) from error
     with style.context(_STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings(

@@ -43,12 +43,18 @@ if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun
 
 
+_SHOWN = 5  # columns of `pruning_rows` that a run prints: how much stays
+
+
 def pruning_table(report: RunReport) -> str:
-    """A table with a line for each role (such as down_proj of all blocks), and totals below it."""
+    """What a run prints: a line for each role (such as down_proj of all blocks), and totals. The
+    effective numbers and masses are in the report.
+    """
     structure = report.structure
     if structure is not None:
         return "\n".join([table(structure_rows(structure)), *structure_lines(report, structure)])
-    return "\n".join([table(pruning_rows(report)), *pruning_lines(report)])
+    rows = [row[:_SHOWN] for row in pruning_rows(report)]
+    return "\n".join([table(rows), *pruning_lines(report)])
 
 
 def pruning_rows(report: RunReport) -> Rows:
