@@ -178,7 +178,7 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
     for runs, name in ((True, "CudaProducts"), (False, "partial")):
-        monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
+        monkeypatch.setattr(sparse_linear, "runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == name
