@@ -97,6 +97,29 @@ def given(text: Path) -> dict[str, Any]:
     return {"calibration": str(text), "samples": 10, "seqlen": 32, "device_map": "cpu"}
 
 
+@pytest.fixture(scope="module")
+def short(given: dict[str, Any]) -> dict[str, Any]:
+    """Wanda, and a healing of a few steps."""
+    return given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+
+
+@pytest.fixture(scope="module")
+def whole(models: Models, short: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `out`, the tiny Llama after a run of `short` that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    prune(models("llama"), output=folder / "out", **short)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(models: Models, short: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run that ended with its third step. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.MonkeyPatch.context() as patch:
+        killed_in_third_step(models("llama"), folder / "out", patch, **short)
+    return folder
+
+
 def pruned_and_healed(model: Path, folder: Path, **how: Any) -> tuple[Path, Path, RunReport]:
     """A model pruned by a recipe, the same healed, and the report of the second."""
     plain = folder / "plain"
@@ -287,11 +310,13 @@ def test_a_healing_resumes_with_its_seed(
 
 
 def test_checkpoints_are_written_beside_the_training_of_a_gpu(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With copies of the weights as they were: the training goes on while they are written."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     monkeypatch.setattr(adam.Adam, "on_cpu", False)
     writers = set[str]()
     write = progress.Progress._write
@@ -302,26 +327,29 @@ def test_checkpoints_are_written_beside_the_training_of_a_gpu(
         write(self, *rest)
 
     monkeypatch.setattr(progress.Progress, "_write", slow)
-    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **short)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert {name.partition("_")[0] for name in writers} == {"emp-llm-healing"}
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_less_memory_changes_nothing_but_rounding(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradient checkpointing, four sequences at a time, and a dense model that runs for a few
     sequences at a time.
     """
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    plain = prune(models("llama"), output=tmp_path / "plain", **how)
+    plain = read_record(whole / "out" / "emp_report.json", RunReport)
     monkeypatch.setattr(memory, "down_from", lambda most: [4])
     monkeypatch.setattr(healing, "_PIECE", 1)
-    whole = memory._whole
+    planned = memory._whole
 
     def checkpointing(*given: Any) -> Any:
-        return replace(whole(*given), checkpointing=True)  # type: ignore[type-var]
+        return replace(planned(*given), checkpointing=True)  # type: ignore[type-var]
 
     monkeypatch.setattr(memory, "_whole", checkpointing)
     walks = list[int]()
@@ -331,7 +359,7 @@ def test_less_memory_changes_nothing_but_rounding(
         "_keep",
         lambda self, name, numbers: (walks.append(len(numbers)), keep(self, name, numbers))[1],
     )
-    less = prune(models("llama"), output=tmp_path / "less", **how)
+    less = prune(models("llama"), output=tmp_path / "less", **short)
     for report in (plain, less):
         assert isinstance(report, RunReport)
         assert report.healing is not None
@@ -352,11 +380,13 @@ def killed_in_third_step(
 
 
 def test_a_healing_that_is_killed_after_its_last_checkpoint(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It trains no step more, however often it is killed there."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
 
     def kill(self: Any, step: int) -> None:
         raise _Killed
@@ -365,12 +395,12 @@ def test_a_healing_that_is_killed_after_its_last_checkpoint(
         patch.setattr(progress.Progress, "load", kill)
         for _ in range(2):
             with pytest.raises(_Killed):
-                prune(models("llama"), output=tmp_path / "killed" / "out", **how)
-    report = prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+                prune(models("llama"), output=tmp_path / "killed" / "out", **short)
+    report = prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert isinstance(report, RunReport)
     assert report.healing is not None
     assert report.healing.steps == STEPS
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_a_copied_checkpoint_is_on_disk_before_that_is_noted(
@@ -451,29 +481,31 @@ def put_folders(folder: Path) -> None:
 )
 def test_a_damaged_checkpoint_of_a_healing(
     models: Models,
-    given: dict[str, Any],
+    short: dict[str, Any],
+    whole: Path,
+    killed: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], None],
 ) -> None:
     """The training begins again, and ends with the same bytes."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
+    shutil.copytree(killed, tmp_path / "killed")
     damage(tmp_path / "killed" / ".out.partial" / "healing" / "step-2")
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert "healing is damaged or incomplete" in caplog.text
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_killed_while_healed_weights_are_written(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights that the training began with are gone, so it resumes from a checkpoint, or not
     at all.
     """
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     calls = []
 
     def overwrite(matrix: Any, weight: torch.Tensor) -> None:
@@ -486,7 +518,7 @@ def test_killed_while_healed_weights_are_written(
     with monkeypatch.context() as patch:
         patch.setattr(healing, "_overwrite", overwrite)
         with pytest.raises(KeyboardInterrupt):
-            prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+            prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     shutil.copytree(tmp_path / "killed", tmp_path / "lost")
     shutil.rmtree(tmp_path / "lost" / ".out.partial" / "healing")
     (tmp_path / "lost" / ".out.partial" / "healing").touch()
@@ -495,18 +527,19 @@ def test_killed_while_healed_weights_are_written(
         match=r"some weights are healed, and the training that healed "
         r"them is lost. Delete it.",
     ):
-        prune(models("llama"), output=tmp_path / "lost" / "out", **how)
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+        prune(models("llama"), output=tmp_path / "lost" / "out", **short)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_a_disk_that_is_full_in_the_training(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A checkpoint that is not whole is not taken up."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     write = progress.write_bytes
     second = tmp_path / "full" / ".out.partial" / "healing" / "step-2"
 
@@ -523,9 +556,9 @@ def test_a_disk_that_is_full_in_the_training(
             match=r"full/out: the disk is full.*the same command "
             r"resumes",
         ):
-            prune(models("llama"), output=tmp_path / "full" / "out", **how)
-    prune(models("llama"), output=tmp_path / "full" / "out", **how)
-    assert torture.snapshot(tmp_path / "full") == torture.snapshot(tmp_path / "whole")
+            prune(models("llama"), output=tmp_path / "full" / "out", **short)
+    prune(models("llama"), output=tmp_path / "full" / "out", **short)
+    assert torture.snapshot(tmp_path / "full") == torture.snapshot(whole)
 
 
 @pytest.fixture(scope="module")

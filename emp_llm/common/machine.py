@@ -266,8 +266,12 @@ def versions(*others: str) -> dict[str, str]:
     installed = {"python": sys.version.split()[0]}
     for package in (*_PACKAGES, *others):
         with suppress(PackageNotFoundError):
-            installed[package] = version(package)
+            installed[package] = _version(package)
     return installed
+
+
+# A run asks several times, and each time all metadata of the package would be parsed.
+_version = cache(version)
 
 
 def command_line() -> str:
