@@ -33,7 +33,6 @@ COMMANDS = {
     "prune": "Prune a model and write the pruned checkpoint.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
     "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
-    "rotate": "Turn the basis of a model: the same function, which loses less when it is pruned.",
     "run": "Run the jobs of a plan on this machine.",
     "status": "Show what is done, running, failed and missing of a study.",
     "submit": "Submit the jobs of a plan to a Slurm cluster.",
@@ -45,7 +44,6 @@ COMMANDS = {
 _MODULES = {
     "in_memory.prune_model": ("masks_of", "prune_model"),
     "healing.training": ("heal_model",),
-    "rotation.rotation": ("rotate_model",),
     "options.recipe": (
         "ByCost",
         "Effective",

@@ -47,8 +47,6 @@ from emp_llm.records.run_report import RunReport as RunReport
 from emp_llm.records.sweep import Sweep as Sweep
 from emp_llm.report import ReportSummary as ReportSummary
 from emp_llm.reporting.push import Pushed as Pushed
-from emp_llm.rotate import Rotated as Rotated
-from emp_llm.rotation.rotation import rotate_model as rotate_model
 from emp_llm.run import RunSummary as RunSummary
 from emp_llm.selection.criteria import InputStatistics as InputStatistics
 from emp_llm.selection.criteria import exponential as exponential
@@ -903,56 +901,6 @@ def report(
         overwrite: Replace an existing report at the output.
         title: Heading of the page.
         no_plots: Write tables only, without matplotlib.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
-def rotate(
-    model: str | Path,
-    *,
-    revision: str | None = ...,
-    trust_remote_code: bool = ...,
-    calibration: str | Path | None = ...,
-    samples: int | None = ...,
-    seqlen: int | None = ...,
-    batch_size: int = ...,
-    seed: int = ...,
-    device_map: str = ...,
-    steps: int = ...,
-    pattern: str | None = ...,
-    output: Path | str | None = ...,
-    overwrite: bool = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> Rotated:
-    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so
-    pruning costs less.
-
-    The weights of the RMSNorms are folded into the layers that read them. Then the residual stream
-    and the values of each head are turned, so that N_eff of the scores is least. The result is an
-    ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a beta of 1
-    removes more than it can lose.
-
-    Needs the model in memory in float32. Refused where the function would change: other norms than
-    RMSNorm, norms behind a layer, towers for images.
-
-    Returns N_eff/N before and after, and the difference of the logits.
-
-    Args:
-        model: Model folder or Hub id.
-        revision: Branch, tag or commit of a Hub model.
-        trust_remote_code: Run code from the model repository.
-        calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
-            a:64,b:64; default: wikitext2.
-        samples: Number of calibration sequences; default: the recipe's.
-        seqlen: Tokens per sequence; default: the recipe's.
-        batch_size: Sequences per calibration pass.
-        seed: Random seed of shuffled or generated texts, of training and of searches.
-        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
-        steps: Steps of the search; 0: the eigenvectors of the inputs' second moments.
-        pattern: Also order the columns for this N:M pattern.
-        output: Folder to write; default: MODEL-rotated.
-        overwrite: Replace an existing checkpoint at the output.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """

@@ -121,7 +121,6 @@ EXAMPLES = {
     ),
     "push": ("push pruned USER/NAME --dry-run", "push pruned USER/NAME --private"),
     "report": ("report pruned", "report betas measures.json --output report"),
-    "rotate": (f"rotate {_DEMO} --output rotated", f"rotate {_DEMO} --pattern 2:4"),
     "run": ("run study", "run study --workers 2"),
     "status": ("status study", "status study --lines 20"),
     "submit": ("submit study --dry-run", "submit study --site site.toml"),

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import REPORT_NAME, ROTATION_NAME
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_options, structured
-from emp_llm.options.recipe import ByCost, Effective, Recipe, StructureRecipe
+from emp_llm.options.recipe import ByCost, Recipe, StructureRecipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import RunReport
 
@@ -135,14 +135,6 @@ def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
     if (source.folder / REPORT_NAME).is_file():
         logger.warning("%s", pruned_before(source.name, recipe))
     budget = Budget.of(options.parameters, options.memory)
-    by_beta = isinstance(recipe.counts, Effective) and recipe.counts.beta is not None
-    rotated = (source.folder / ROTATION_NAME).is_file()
-    if rotated and by_beta and recipe.needs_activations and budget is None:
-        logger.warning(
-            "warning: %s is rotated, and beta removes more there than it can lose; give "
-            "--sparsity.",
-            source.name,
-        )
     trust = options.trust_remote_code
     chosen = targets_of_folder(source.folder, source.name, recipe, trust, pruning.norms is None)
     targets = chosen.targets

@@ -26,7 +26,6 @@ ROOMS = (
     "calibration",
     "walk",
     "healing",
-    "rotation",
     "pruning",
     "hub",
     "evaluation",

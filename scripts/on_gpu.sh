@@ -168,7 +168,7 @@ shards() {
     echo "norms|tests/test_cuda.py|norms or pruning"
     echo "checkpoints wanda|tests/test_cuda.py|checkpoints and wanda"
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
-    echo "refit|tests/test_cuda.py|refit or searches or healing or rotation"
+    echo "refit|tests/test_cuda.py|refit or searches or healing"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|products or any_mask"
     echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask and not compiles"

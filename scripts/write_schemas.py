@@ -24,7 +24,6 @@ from emp_llm.records.corpus import Corpus
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results
-from emp_llm.records.rotation import RotationRecord
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ActivationsInfo
 from emp_llm.records.sweep import Sweep
@@ -35,7 +34,6 @@ FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 FORMATS: dict[str, tuple[Any, str]] = {
     "run": (RunReport, "emp_report.json"),
     "manifest": (Manifest, "emp_manifest.json"),
-    "rotation": (RotationRecord, "emp_llm/rotation.json"),
     "results": (Results, "the output of emp-llm evaluate"),
     "sweep": (Sweep, "sweep.json"),
     "measure": (Measure, "the output of emp-llm measure"),

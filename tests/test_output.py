@@ -27,7 +27,6 @@ from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.report import report
-from emp_llm.rotate import rotate
 from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
@@ -325,9 +324,9 @@ def test_links_in_the_place_of_work_on_a_file(tmp_path: Path, name: str) -> None
     assert (tmp_path / ".results.json.lock").read_text() == "a note"
 
 
-def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_path: Path) -> None:
-    """Only an output in which emp-llm wrote every file is replaced: pruned, packed, rotated; not
-    a dense model.
+def test_overwrite_deletes_nothing_of_the_user(models: Models, tmp_path: Path) -> None:
+    """Only an output in which emp-llm wrote every file is replaced: pruned, packed; not a dense
+    model.
     """
     out = tmp_path / "out"
     options: dict[str, Any] = {
@@ -353,20 +352,9 @@ def test_overwrite_deletes_nothing_of_the_user(models: Models, text: Path, tmp_p
     packed = tmp_path / "packed"
     for _ in range(2):
         pack(out, packed, overwrite=True)
-        turned = tmp_path / "turned"
-        rotate(
-            models("llama"),
-            calibration=str(text),
-            samples=4,
-            seqlen=32,
-            steps=0,
-            output=turned,
-            overwrite=True,
-        )
-    for folder in (packed, turned):
-        (folder / "notes.txt").write_text("mine")
-        with pytest.raises(UserError, match=r"it also holds notes.txt"):
-            prune(**options | {"output": folder})
+    (packed / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"it also holds notes.txt"):
+        prune(**options | {"output": packed})
     shutil.copytree(models("llama"), tmp_path / "dense")
     with pytest.raises(UserError, match="it is not a model folder that emp-llm wrote"):
         prune(**options | {"output": tmp_path / "dense"})

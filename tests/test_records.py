@@ -25,7 +25,6 @@ from emp_llm.plan import plan
 from emp_llm.prune import prune
 from emp_llm.records.base import FileRecord, read_record
 from emp_llm.report import report
-from emp_llm.rotate import rotate
 from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
@@ -70,7 +69,6 @@ def written(
         [runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True
     )
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
-    rotate(model, output=folder / "rotated", calibration=str(text), samples=2, seqlen=32, steps=1)
     how: dict[str, Any] = {
         "prompt_tokens": 8,
         "new_tokens": 2,
@@ -94,7 +92,6 @@ def written(
     return {
         "run": [read(output / "emp_report.json") for output in outputs],
         "manifest": [read(output / "emp_manifest.json") for output in outputs],
-        "rotation": [read(folder / "rotated" / "emp_llm" / "rotation.json")],
         "results": [read(folder / "pruned.json"), read(folder / "dense.json")],
         "sweep": [read(folder / "sweep" / "sweep.json")],
         "measure": [read(folder / "measure.json")],

@@ -8,7 +8,6 @@ import math
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -99,77 +98,6 @@ def test_small_runs(
 ) -> None:
     assert run(monkeypatch, name, *arguments.split()) == 0
     assert capsys.readouterr().out
-
-
-def test_the_study_of_rotations(
-    models: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A table with one row, whose three models differ."""
-    few = [
-        "--samples",
-        "4",
-        "--seqlen",
-        "64",
-        "--block",
-        "64",
-        "--limit",
-        "4",
-        "--steps",
-        "2",
-        "--recipes",
-        "2:4, Wanda",
-    ]
-    assert run(monkeypatch, "study_rotate", str(models("llama")), *few) == 0
-    cells = [
-        cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")
-    ]
-    assert cells[0] == "2:4, Wanda"
-    assert len(set(cells)) == 4
-
-
-def test_the_study_of_bases_resumes(
-    models: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Later points find the turn again, and the table has all of them."""
-    few = [
-        "--samples",
-        "6",
-        "--seqlen",
-        "64",
-        "--block",
-        "64",
-        "--limit",
-        "4",
-        "--steps",
-        "2",
-        "--bases",
-        "neff",
-    ]
-    few += ["--heal-steps", "1", "--output", str(tmp_path / "tiny.jsonl")]
-    for methods in ("wanda", "wanda,wanda+heal"):
-        assert (
-            run(
-                monkeypatch,
-                "study_basis",
-                str(models("llama")),
-                *few,
-                "--budgets",
-                "0.5",
-                "--methods",
-                methods,
-            )
-            == 0
-        )
-    assert "1/1 point/neff/0.5/wanda+heal" in capsys.readouterr().out
-    assert (
-        run(monkeypatch, "study_basis", "--write", str(tmp_path), str(tmp_path / "tiny.jsonl")) == 0
-    )
-    assert "| wanda+heal | " in (tmp_path / "tables.md").read_text()
 
 
 def test_pruned_or_quantised() -> None:

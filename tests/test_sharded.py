@@ -27,7 +27,6 @@ from emp_llm import (
     masks_of,
     prune_model,
     reapply_mask,
-    rotate_model,
 )
 from emp_llm.common.errors import UserError
 from emp_llm.models.reapply import masks_in
@@ -121,7 +120,6 @@ def test_zeros_stay_in_sharded_training(
             lambda: prune_model(model, "emp-magnitude"),
             lambda: prune_model(model, data=[[1, 2, 3]]),
             lambda: masks_of(model, "emp-magnitude"),
-            lambda: rotate_model(model, torch.ones(4, 8, dtype=torch.long)),
             lambda: heal_model(model, load(folder), [[1, 2, 3]], masks=masks),
         ):
             with pytest.raises(UserError, match=r"sharded over processes.*before the model is"):
@@ -203,7 +201,6 @@ def test_empty_weights_of_zero_3_are_named(models: Models, pruned: Callable[[str
         lambda: masks_of(model, "emp-magnitude"),
         lambda: reapply_mask(model, pruned("llama")),
         lambda: reapply_mask(model, gathered),
-        lambda: rotate_model(model, torch.ones(4, 8, dtype=torch.long)),
         lambda: heal_model(model, load(models("llama")), [[1, 2, 3]], masks=gathered),
     ):
         with pytest.raises(UserError, match=r"embed_tokens\.weight: .*ZeRO-3.*emp-llm prune"):

@@ -14,14 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from emp_llm import (
-    UserError,
     heal_model,
     masks_of,
     prune,
     prune_model,
     reapply_mask,
     recipe_of,
-    rotate_model,
     runtime,
 )
 from emp_llm.models import attention
@@ -124,8 +122,6 @@ def test_weights_made_in_inference_mode(
     with torch.inference_mode():
         model = deepcopy(dense("llama"))
     assert same(call(model, dense("llama")), expected(call))
-    with pytest.raises(UserError, match=r"torch\.inference_mode.* Load the model outside"):
-        rotate_model(model, IDS, steps=1)
 
 
 def test_models_in_training(dense: Callable[[str], Any]) -> None:

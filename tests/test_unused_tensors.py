@@ -19,7 +19,6 @@ from emp_llm.generate import generate
 from emp_llm.heal import heal
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.rotate import rotate
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
@@ -97,20 +96,6 @@ def test_verify_compares_shapes_with_the_config(models: Models, tmp_path: Path) 
         and "of no decoder block any more" in line
         for line in report.differences
     )
-
-
-@pytest.mark.parametrize("place", ["model.layers.2.", "mtp.layers.0.", "score.weight"])
-def test_rotate_leaves_nothing_in_the_old_basis(
-    models: Models, text: Path, tmp_path: Path, place: str
-) -> None:
-    source = with_more(models("llama"), tmp_path / "model", place)
-    with pytest.raises(
-        UserError,
-        match=rf"transformers does not load {place}.*would stay in the "
-        r"old basis",
-    ):
-        rotate(source, calibration=str(text), samples=10, seqlen=32, output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_a_head_for_tokens(models: Models, text: Path, tmp_path: Path) -> None:
@@ -207,17 +192,6 @@ def test_an_untied_reward_model_is_pruned(models: Models, text: Path, tmp_path: 
 
 def how_to_read(text: Path) -> dict[str, object]:
     return {"calibration": str(text), "samples": 10, "seqlen": 32}
-
-
-def test_an_old_checkpoint_with_angles_is_rotated(
-    models: Models, text: Path, tmp_path: Path
-) -> None:
-    """Llama's once held the angles of the rotary embeddings, which no basis changes."""
-    source = with_more(
-        models("llama"), tmp_path / "model", "model.layers.0.self_attn.rotary_emb.inv_freq"
-    )
-    rotated = rotate(source, output=tmp_path / "out", steps=0, **how_to_read(text))
-    assert rotated.record.difference < 1e-3
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "weights.safetensors"])

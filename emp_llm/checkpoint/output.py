@@ -55,7 +55,6 @@ from emp_llm.common.paths import (
     PACK_NAME,
     PACKED_SUFFIX,
     REPORT_NAME,
-    ROTATION_NAME,
     file_state,
 )
 from emp_llm.common.ranks import ranks
@@ -608,7 +607,7 @@ def _check_replaceable(path: Path, subject: str, known: Collection[str]) -> None
             f"{subject}: it is not a model folder, so --overwrite does not replace it; "
             "remove it yourself."
         )
-    listed = _files_of_run(path, (MANIFEST_NAME, PACK_NAME, str(ROTATION_NAME), REPORT_NAME))
+    listed = _files_of_run(path, (MANIFEST_NAME, PACK_NAME, REPORT_NAME))
     if not listed and any(path.iterdir()):
         raise UserError(
             f"{subject}: it is not a model folder that emp-llm wrote, so --overwrite does not "

@@ -27,7 +27,6 @@ STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and a
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 # What a calibration has collected for Taylor scores, experts or layers.
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"
-ROTATION_NAME = Path(EXTRAS) / "rotation.json"  # of a rotated dense model
 # Other formats of weights, and pickles. They hold the dense model, so a pruned one gets no copy.
 OTHER_WEIGHTS = (
     ".bin",

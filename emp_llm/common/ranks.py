@@ -366,8 +366,8 @@ def _group() -> Any:
                 f"Of the {distributed.get_world_size()} processes of this script, one did not call "
                 f"the same function of emp-llm within {_MEETING.seconds // 60} minutes. A command "
                 "shares its work among all of them: call it in each, or in a script of one "
-                "process. Only rotate_model, masks_of, and prune_model without healing may be "
-                "called in one of several."
+                "process. Only masks_of, and prune_model without healing, may be called in one "
+                "of several."
             ) from error
         _Joined.objects = ref(distributed.new_group(backend="gloo", timeout=patience))
         _Joined.world = ref(distributed.group.WORLD)

@@ -28,7 +28,6 @@ OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
 SECOND_TOKEN = re.compile(r"(^|\.)(mtp|nextn)(_\w+)?\.", re.IGNORECASE)
 
 # Leaves that write to the residual stream.
-WRITERS = (*ATTENTION_OUTPUTS, "down_proj", "w2", "output_linear")
 
 # Outside of blocks, but for relative position biases.
 EMBEDDINGS = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)

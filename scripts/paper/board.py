@@ -70,7 +70,7 @@ other work too. The best of each sparsity is bold. The rows are made by
         --method emp-admm --sparsity 0.5 --refit                (for 2:4: --method admm)
 
 Wanda removes 50 % of each row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of
-ours is [healed](heal.md) or [rotated](rotate.md). ADMM's search depends on the rounding of sums: with `--batch-size 16`,
+ours is [healed](heal.md). ADMM's search depends on the rounding of sums: with `--batch-size 16`,
 stories260K comes to +87.8 % in place of +91.4 %. [Which method?](methods.md) has more points, by an older version."""
 FILL = """## Models of the literature
 

@@ -29,7 +29,6 @@ from emp_llm import (
     effective_number,
     prune_model,
     recipe_of,
-    rotate_model,
 )
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import passes
@@ -191,15 +190,6 @@ def test_methods_on_a_gpu_give_its_memory_back(
     assert verify(out, source=str(models("llama"))).differences == []
 
 
-def test_a_rotation_over_two_gpus(models: Models) -> None:
-    ids = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(0))
-    model = load_model(models("llama"), spread(models("llama"), "two-gpus"))
-    before = model(ids.to("cuda:0")).logits
-    report = rotate_model(model, ids, steps=2)
-    assert report.n_eff_after < report.n_eff_before
-    assert float((model(ids.to("cuda:0")).logits - before).norm() / before.norm()) < 0.05
-
-
 # ---- a device without float64, as on Apple silicon
 
 
@@ -281,7 +271,6 @@ def test_what_python_calls_on_a_device_without_float64(
         assert torch.equal(effective_mass(there), effective_mass(scores))
         bound = effective_mass_bound(there.sum(1), 64)
         assert torch.equal(bound, effective_mass_bound(scores.sum(1), 64))
-        assert rotate_model(model, ids, steps=2).n_eff_after < 1
         assert prune_model(model, recipe_of("ria"), ids).masks
 
 

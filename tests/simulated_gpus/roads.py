@@ -251,7 +251,7 @@ def test_prune_and_heal(
 
 
 @pytest.mark.parametrize(("device_map", "gpus"), [("auto", (0, 1)), ("cpu", ())])
-def test_calibrate_rotate_and_sweep(
+def test_calibrate_measure_and_sweep(
     short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
 ) -> None:
     check = uses_gpus if gpus else uses_no_gpu
@@ -259,8 +259,6 @@ def test_calibrate_rotate_and_sweep(
     norms = tmp_path / "norms.safetensors"
     check(command(tmp_path, "calibrate", short_demo, *where, "--output", norms), *gpus)
     assert len(oracle.load_norms(norms)) == 21
-    out = tmp_path / "rotated"
-    check(command(tmp_path, "rotate", short_demo, *where, "--steps", 2, "--output", out), *gpus)
     measures = tmp_path / "measures.json"
     check(command(tmp_path, "measure", short_demo, *where, "--output", measures), *gpus)
     sweep = tmp_path / "sweep"
@@ -369,7 +367,7 @@ def test_prune_model(short_demo: Path, tmp_path: Path, device: str, method: str)
     [
         *(
             (name, "cuda:7", "--device-map cuda:7: torch sees 2 GPUs here.")
-            for name in ("prune", "calibrate", "evaluate", "rotate", "sweep", "measure")
+            for name in ("prune", "calibrate", "evaluate", "sweep", "measure")
         ),
         ("prune", '{"": 7}', "--device-map cuda:7: torch sees 2 GPUs here."),
         (

@@ -1,1 +1,0 @@
-"""Rotation: a model that computes the same in a basis in which pruning does less harm."""
