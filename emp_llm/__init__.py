@@ -52,7 +52,6 @@ _MODULES = {
         "Magnitude",
         "Match",
         "Own",
-        "Owl",
         "Pattern",
         "Recipe",
         "Relative",

@@ -26,7 +26,6 @@ from emp_llm.options.recipe import Given as Given
 from emp_llm.options.recipe import Heal as Heal
 from emp_llm.options.recipe import Magnitude as Magnitude
 from emp_llm.options.recipe import Match as Match
-from emp_llm.options.recipe import Owl as Owl
 from emp_llm.options.recipe import Own as Own
 from emp_llm.options.recipe import Pattern as Pattern
 from emp_llm.options.recipe import Recipe as Recipe
@@ -613,9 +612,7 @@ def prune(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl", "cost"] | None = ...,
-    owl_lambda: float | None = ...,
-    owl_m: float | None = ...,
+    shares: Literal["uniform", "cost"] | None = ...,
     refit: bool = ...,
     refit_weighting: Literal["equal", "relative"] | None = ...,
     refit_target: Literal["block", "layer"] | None = ...,
@@ -696,10 +693,8 @@ def prune(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
-            lower where a block costs more alone, on held-out text; default: uniform.
-        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
-        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
+        shares: Sparsity of the blocks: uniform; cost: lower where a block costs more alone, on
+            held-out text; default: uniform.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
         refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
         refit_target: What the last layer of a block restores: the outputs of the block, or of the
@@ -781,9 +776,7 @@ def prune(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl", "cost"] | None = ...,
-    owl_lambda: float | None = ...,
-    owl_m: float | None = ...,
+    shares: Literal["uniform", "cost"] | None = ...,
     refit: bool = ...,
     refit_weighting: Literal["equal", "relative"] | None = ...,
     refit_target: Literal["block", "layer"] | None = ...,
@@ -996,9 +989,6 @@ def sweep(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl", "cost"] | None = ...,
-    owl_lambda: float | None = ...,
-    owl_m: float | None = ...,
     refit: bool = ...,
     refit_weighting: Literal["equal", "relative"] | None = ...,
     refit_target: Literal["block", "layer"] | None = ...,
@@ -1060,10 +1050,6 @@ def sweep(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
-            lower where a block costs more alone, on held-out text; default: uniform.
-        owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
-        owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
         refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
         refit_target: What the last layer of a block restores: the outputs of the block, or of the
@@ -1124,9 +1110,6 @@ def sweep(
     score_map: Literal["abs", "shift", "exp"] | None = ...,
     score: Literal["wanda", "relative"] | None = ...,
     count_by: Literal["own", "magnitude"] | None = ...,
-    shares: Literal["uniform", "owl", "cost"] | None = ...,
-    owl_lambda: float | None = ...,
-    owl_m: float | None = ...,
     refit: bool = ...,
     refit_weighting: Literal["equal", "relative"] | None = ...,
     refit_target: Literal["block", "layer"] | None = ...,

@@ -49,9 +49,6 @@ def sweep(
                 *TARGET_FIELDS,
                 "group",
                 *SCORE_FIELDS,
-                "shares",
-                "owl_lambda",
-                "owl_m",
                 *REFIT_FIELDS,
             )
         ),
@@ -71,8 +68,6 @@ def sweep(
 
     Returns the content of sweep.json; for a dry run, the plan.
     """
-    if shared.shares == "cost":
-        raise UserError("--shares cost is for prune. Leave it out.")
     points = plan_points(options, shared)
     if ranks().count > 1:
         raise UserError(

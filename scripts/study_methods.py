@@ -8,8 +8,8 @@ The first command adds one line of JSON for each point to its output and skips t
 holds already, so it can be stopped and started again. The second writes the tables and the figure.
 
 A budget is a sparsity of the targets, "beta1" (as many weights as EMP-magnitude removes at beta =
-1), or "2:4". A method is that of `prune`, with an option after a plus: "wanda+owl",
-"emp-wanda+magnitude" (counts by magnitude), "emp-relative+own".
+1), or "2:4". A method is that of `prune`, with its counts after a plus: "emp-wanda+magnitude",
+"emp-relative+own".
 """
 
 import argparse
@@ -26,7 +26,7 @@ from emp_llm.options.recipe_options import recipe_of
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 METHODS = (
-    "magnitude,wanda,ria,wanda+owl,sparsegpt,emp-magnitude,emp-wanda,emp-wanda+magnitude,relative,emp-relative+own,"
+    "magnitude,wanda,ria,sparsegpt,emp-magnitude,emp-wanda,emp-wanda+magnitude,relative,emp-relative+own,"
     "emp-relative,admm,emp-admm"
 )
 BUDGETS = "0.5,beta1,0.4,0.6,0.7,2:4"
@@ -50,9 +50,7 @@ class Point:
     @property
     def possible(self) -> bool:
         """Whether the method goes with the budget."""
-        return ":" not in self.budget or not (
-            self.method.startswith("emp-") or self.method.endswith("+owl")
-        )
+        return ":" not in self.budget or not self.method.startswith("emp-")
 
     def recipe(self, sparsity: float | None) -> Any:
         """Its recipe; `sparsity` is that of the budget, None for N:M."""
@@ -61,9 +59,7 @@ class Point:
         how: dict[str, Any] = (
             {"pattern": self.budget} if sparsity is None else {"sparsity": sparsity}
         )
-        if option == "owl":
-            how["shares"] = "owl"
-        elif option:
+        if option:
             how["count_by"] = option
         if self.refit:
             how |= {"refit": True, "refit_weighting": self.refit}

@@ -5,8 +5,9 @@
 DIR and FOLDER are those of study_counts.py. Each block is pruned alone, by Wanda's scores at three
 sparsities; its loss on 16 held-out sequences is a line in its logarithm. At a total, the shares are
 those at which the last weight of each block costs the same. They are judged on the test text, at
-equal totals, beside uniform shares, OWL's, and EMP's counts; changes are from uniform shares, with
-paired errors. The last table says how well N_eff of a block predicts the share that it loses.
+equal totals, beside uniform shares and EMP's counts; changes are from uniform shares, with paired
+errors. OWL's shares are of version 0.2, the last that had them. The last table says how well N_eff
+of a block predicts the share that it loses.
 Points and blocks are lines of OUT/shares.jsonl, and are not measured again.
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from study_counts import Model, add_model_options, models_of
 
-from emp_llm import ByCost, Effective, Owl, Recipe, Share, Targets, Wanda
+from emp_llm import ByCost, Effective, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import HELD_OUT, calibration_data
 from emp_llm.calibration.passes import calibrated, model_origin
@@ -161,7 +162,6 @@ class ModelStudy:
         by_cost = Share(total, ByCost(removed))
         return {
             "uniform": Recipe(targets=self.recipe.targets, counts=Share(total)),
-            "OWL": Recipe(targets=self.recipe.targets, counts=Share(total, Owl())),
             "EMP": Recipe(targets=self.recipe.targets, counts=effective),
             "by cost": Recipe(targets=self.recipe.targets, counts=by_cost),
         }

@@ -275,11 +275,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         r"emp-admm",
         {"method": "sparsegpt", "beta": 1.0},
     ),
-    "shares with sparsegpt": (
-        r"^--shares owl .*--method "
-        r"wanda",
-        {"method": "sparsegpt", "shares": "owl"},
-    ),
     "score with sparsegpt": (
         r"^--score .*sparsegpt.*Leave it "
         r"out",

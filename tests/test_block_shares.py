@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import weights_of
 
-from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, sweep, verify
+from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, verify
 from emp_llm.evaluation import block_shares
 from emp_llm.evaluation.block_shares import ALONE, BlockCost, shares_by_cost
 from emp_llm.pruning.masks import Pruner
@@ -123,7 +123,6 @@ def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: 
         ({"method": "emp-wanda"}, "--shares does not go with method emp-wanda"),
         ({"pattern": "2:4"}, "--shares cost goes with --sparsity, not with --pattern"),
         ({"group": "all"}, "--shares cost fixes the sparsity of every block"),
-        ({"owl_m": 3.0}, "--owl-m is an option of --shares owl"),
         ({"propagate": "pruned"}, "block by block, and --shares cost needs the scores of all"),
         ({"load_in_8bit": True}, "--shares cost masks the weights in memory"),
         ({"loss": "2%"}, "leave out --shares, or --loss"),
@@ -140,9 +139,7 @@ def test_what_does_not_go_with_it(how: dict[str, Any], said: str, tmp_path: Path
         prune(DEMO, output=tmp_path / "out", **given_)
 
 
-def test_other_commands_name_it(models: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="shares cost is for prune"):
-        sweep(models("llama"), methods="wanda", shares="cost", output=tmp_path / "sweep")
+def test_models_in_memory_have_none(models: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="it is for the command prune"):
         prune_model(models("llama"), recipe_of("magnitude", shares="cost"))
     assert recipe_of("magnitude", shares="cost") == Recipe(

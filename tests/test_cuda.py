@@ -129,7 +129,7 @@ def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
         {},
         {"method": "emp-relative", "sparsity": 0.5},
         {"method": "emp-ria"},
-        {"method": "relative", "shares": "owl"},
+        {"method": "relative"},
     ],
     ids=str,
 )

@@ -164,24 +164,6 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
         check_options(**groups)
 
 
-def test_a_budget_is_checked_as_the_sparsity_that_it_is(
-    models: Models, norms: Models, tmp_path: Path
-) -> None:
-    owl: dict[str, Any] = {"method": "wanda", "shares": "owl", "activations": norms("llama")}
-    with pytest.raises(
-        UserError,
-        match="--owl-lambda must leave every block a sparsity between 0 and 1, and it gives",
-    ):
-        prune(
-            model=models("llama"),
-            output=tmp_path / "out",
-            parameters="24500",
-            owl_lambda=0.3,
-            **owl,
-        )
-    assert not list(tmp_path.iterdir())
-
-
 def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
@@ -303,7 +285,7 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
         "emp-llm prune --help all",
     ):
         assert flag in short.stdout
-    assert "--owl-lambda" not in short.stdout
+    assert "--heal-weights" not in short.stdout
     for option in prune.options.values():  # type: ignore[attr-defined]
         assert option.flag.partition("/")[0] in everything.stdout
     titles = [
@@ -383,7 +365,7 @@ def test_a_model_stands_first_or_after_its_flag(
     [
         ("emp-llm pr", ["prune"]),
         ("emp-llm prune --shar", ["--shares"]),
-        ("emp-llm prune --shares o", ["owl"]),
+        ("emp-llm prune --shares c", ["cost"]),
         ("emp-llm prune model --no-res", ["--no-resumable-calibration"]),
         ("emp-llm prune --method emp-mag", ["emp-magnitude"]),
         ("emp-llm prune mod", []),  # the shell knows the files

@@ -16,7 +16,6 @@ from emp_llm import (
     Heal,
     Magnitude,
     Match,
-    Owl,
     Own,
     Pattern,
     Recipe,
@@ -80,11 +79,7 @@ any_effective = st.fixed_dictionaries(
         "sparsity": st.sampled_from([None, 0.0, 0.5]),
     },
 )
-any_shares = st.one_of(
-    st.none(),
-    st.just(ByCost()),
-    st.builds(Owl, st.sampled_from([0.0, 0.08]), st.sampled_from([3.0, 5.0])),
-)
+any_shares = st.one_of(st.none(), st.just(ByCost()))
 refits = st.builds(
     Refit,
     weighting=st.sampled_from(["equal", "relative"]),
@@ -185,7 +180,7 @@ def test_defaults_are_the_papers() -> None:
     assert recipe_of("emp-admm") == Recipe(update=Admm())
     assert recipe_of("emp-admm") == Recipe(score=Magnitude(), update=Admm())
     assert recipe_of("wanda", pattern="2:4") == Recipe(counts=Pattern(2, 4))
-    assert recipe_of("wanda", shares="owl") == Recipe(counts=Share(0.5, Owl()))
+    assert recipe_of("wanda", shares="cost") == Recipe(counts=Share(0.5, ByCost()))
     assert recipe_of("emp-relative").counts == Effective(count_by="magnitude")
     assert recipe_of(criterion=row_share) == Recipe(score=Own(row_share))
 
@@ -214,7 +209,6 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Effective(order=-1), "order must be"),
         (lambda: Share(50), "did you mean 0.5"),
         (lambda: Share(True), "sparsity must be a number, got True"),
-        (lambda: Share(0.05, Owl()), "a sparsity between 0 and 1"),
         (lambda: Pattern(4, 4), "1 <= N < M; got '4:4'"),
         (lambda: Wanda("both"), "norms 'both' is not one of plain, relative"),
         (lambda: Own(5), "criterion must be a function or its name, got 5"),
@@ -238,14 +232,13 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
             lambda: Recipe(counts=Effective(neff_dtype="bfloat16"), group="all"),
             "needs order 2, group row",
         ),
-        (lambda: Recipe(score=Magnitude(), counts=Share(0.5, Owl())), "magnitude needs none"),
-        (lambda: Recipe(counts=Share(0.5, Owl()), group="all"), "shares owl fixes"),
+        (lambda: Recipe(counts=Share(0.5, ByCost()), group="all"), "shares cost fixes"),
         (
             lambda: Recipe(score=Wanda(), update=Admm()),
             r"update Admm counts by magnitudes; give score=Magnitude\(\), or leave the score out",
         ),
         (
-            lambda: Recipe(score=Ria(), counts=Share(0.5, Owl()), update=SparseGPT()),
+            lambda: Recipe(score=Ria(), counts=Share(0.5), update=SparseGPT()),
             r"update SparseGPT counts by magnitudes",
         ),
         (lambda: Recipe(update=Mine()), "update Mine is not known by its name.*SEARCHES"),
@@ -254,7 +247,6 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
             lambda: Effective(sparsity=0.5, neff_dtype="bfloat16"),
             "sparsity finds the beta; leave out neff_dtype",
         ),
-        (lambda: Owl(owl_lambda=-3), "owl.lambda must be at least 0 and below 1, got -3"),
         (lambda: Own(row_share, named="other"), "named is for a module or a file"),
         (lambda: Own("scores.py"), "scores.py names no function"),
         (lambda: Recipe(update=SparseGPT()), "shares the weights of a matrix among its rows"),

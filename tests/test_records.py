@@ -24,6 +24,7 @@ from emp_llm.measure import measure
 from emp_llm.plan import plan
 from emp_llm.prune import prune
 from emp_llm.records.base import FileRecord, read_record
+from emp_llm.records.manifest import Manifest
 from emp_llm.report import report
 from emp_llm.sweep import sweep
 
@@ -130,6 +131,16 @@ def test_files_of_real_runs_are_read(written: dict[str, list[dict[str, Any]]], n
             assert record.as_dict() == values
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(values | dict.fromkeys(values, object), kind)
+
+
+def test_a_recipe_with_what_is_no_more_is_refused(
+    written: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    path = tmp_path / "emp_manifest.json"
+    values = written["manifest"][0]
+    path.write_text(json.dumps(values | {"recipe": {"method": "wanda", "shares": "owl"}}))
+    with pytest.raises(UserError, match=r"recipe\.shares: 'owl' was removed after version 0\.2"):
+        read_record(path, Manifest)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "emp-relative": {"method": "emp-relative", "sparsity": 0.5},
     "ria": {"method": "ria"},
     "2:4": {"method": "wanda", "pattern": "2:4"},
-    "owl": {"method": "wanda", "shares": "owl"},
     "group all": {"method": "emp-magnitude", "group": "all"},
     "relative weighting": {"method": "wanda", "refit_weighting": "relative"},
     "norms of pruned blocks": {"method": "wanda", "propagate": "pruned"},

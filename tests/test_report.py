@@ -212,8 +212,8 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
             "EMP-Wanda, refit, refit weighting relative",
         ),
         (
-            {"method": "ria", "shares": "owl", "owl_m": 3.0},
-            "RIA, uniform rows, shares owl, owl m 3.0",
+            {"method": "ria", "shares": "cost"},
+            "RIA, uniform rows, shares cost",
         ),
         (
             {"method": "magnitude", "pattern": "2:4", "targets": "all-linear"},

@@ -1,4 +1,4 @@
-"""Which weights go, and how many: --score, --count-by, RIA, --shares owl, and --sparsity with
+"""Which weights go, and how many: --score, --count-by, RIA, and --sparsity with
 emp methods.
 """
 
@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from emp_llm import prune_model, recipe_of
 from emp_llm.calibration.activations import Activations
 from emp_llm.measure import measure
 from emp_llm.prune import prune
-from emp_llm.pruning.counts import block_sparsities
 from emp_llm.records.run_report import RunReport
 from emp_llm.selection.criteria import InputStatistics, ria
 from emp_llm.selection.rule import beta_keeping, kept_at
@@ -32,10 +30,6 @@ from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
-# random weights have no scores at five times the mean
-M = 1.5
-LAMBDA = 0.1
-S = 0.55
 
 
 def pruned(source: Path, norms: Path, out: Path, **options: Any) -> RunReport:
@@ -269,166 +263,6 @@ def test_sweep_and_measure(
     assert both.measures[0].matrices == relative.matrices
 
 
-def slow_shares(scores: dict[int, list[oracle.Array]]) -> dict[int, float]:
-    """The sparsity of each block: the more of its scores are outliers, the lower; the mean over
-    all weights is S.
-    """
-    outliers = {}
-    sizes = {}
-    for block, matrices in scores.items():
-        values = np.concatenate([matrix.reshape(-1) for matrix in matrices])
-        outliers[block] = sum(1 for value in values if value > M * values.mean()) / values.size
-        sizes[block] = values.size
-    mean = sum(outliers[block] * sizes[block] for block in outliers) / sum(sizes.values())
-    farthest = max(abs(share - mean) for share in outliers.values())
-    return {block: S - LAMBDA * (share - mean) / farthest for block, share in outliers.items()}
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "group"),
-    [("mixtral", "wanda", "row"), ("gpt2", "relative", "row"), ("llama", "ria", "matrix")],
-)
-def test_blocks_with_outliers_lose_less(
-    command: Run,
-    models: Models,
-    norms: Models,
-    tmp_path: Path,
-    family: str,
-    method: str,
-    group: str,
-) -> None:
-    source = models(family)
-    out = tmp_path / "out"
-    options = [
-        "--method",
-        method,
-        "--shares",
-        "owl",
-        "--owl-lambda",
-        LAMBDA,
-        "--owl-m",
-        M,
-        "--sparsity",
-        S,
-        "--group",
-        group,
-    ]
-    given = ["--activations", norms(family), "--min-expert-tokens", 0]
-    done = command("prune", "--model", source, *options, *given, "--output", out)
-    report = json.loads((out / "emp_report.json").read_text())
-    entries = report["matrices"]
-    own = oracle.load_norms(norms(family), relative=method == "relative")
-    scores = {}
-    masks = {}
-    for layer, entry in entries.items():
-        weight = oracle.weight(source, entry["tensor"], family == "gpt2")
-        scores[layer] = (
-            oracle.ria(np.abs(weight), own[layer])
-            if method == "ria"
-            else oracle.scores(weight, own[layer])
-        )
-        masks[layer] = oracle.weight(out, entry["tensor"], family == "gpt2") != 0
-    blocks = dict.fromkeys(entry["block"] for entry in entries.values())
-    shares = slow_shares(
-        {
-            b: [scores[layer] for layer, entry in entries.items() if entry["block"] == b]
-            for b in blocks
-        }
-    )
-    assert max(shares.values()) - min(shares.values()) > LAMBDA
-    total = report["targets"]["weights"]
-    assert report["targets"]["kept"] == total - math.floor(S * total), (
-        "exactly the sparsity that was asked for"
-    )
-    for layer, mask in masks.items():
-        wanted = (1 - shares[entries[layer]["block"]]) * (
-            mask.shape[1] if group == "row" else mask.size
-        )
-        rows = (
-            (mask, scores[layer])
-            if group == "row"
-            else (mask.reshape(1, -1), scores[layer].reshape(1, -1))
-        )
-        for kept, score in zip(*rows, strict=True):
-            assert abs(kept.sum() - wanted) < 1 + 1e-6, (
-                "uniform within the block, rounded down or up"
-            )
-            np.testing.assert_array_equal(kept, oracle.keep(score, int(kept.sum())))
-    recipe = report["recipe"]
-    assert (recipe["shares"], recipe["owl_lambda"], recipe["owl_m"], recipe["sparsity"]) == (
-        "owl",
-        LAMBDA,
-        M,
-        S,
-    )
-    assert "blocks lose" in done.stderr
-    checked = command("verify", out, "--source", source, "--activations", norms(family))
-    assert (checked.returncode, checked.stdout[:13]) == (0, "0 differences"), checked.stdout
-    manifest = json.loads((out / "emp_manifest.json").read_text())
-    manifest["recipe"]["owl_lambda"] = 0.0
-    (out / "emp_manifest.json").write_text(json.dumps(manifest))
-    command("verify", out, "--source", source, "--activations", norms(family), code=1)
-
-
-def test_shares_in_memory_and_in_a_sweep(
-    evaluable: Models, task_suite: Path, norms: Models, tmp_path: Path
-) -> None:
-    """The points of a sweep with a fixed sparsity have the shares; the others stay as they are."""
-    source = evaluable("llama")
-    suite = str(task_suite.parent / "short.toml")
-    options: dict[str, Any] = {"shares": "owl", "owl_m": M}
-    common: dict[str, Any] = {"activations": norms("llama"), "device_map": "cpu"}
-    written = prune(source, output=tmp_path / "owl", method="wanda", **options, **common)
-    assert isinstance(written, RunReport)
-    found = prune_model(source, recipe_of(method="wanda", **options), activations=norms("llama"))
-    assert (found.targets, found.matrices) == (written.targets, written.matrices)
-    how: dict[str, Any] = {
-        "methods": "wanda,magnitude",
-        "sparsities": "0.5",
-        "patterns": "2:4",
-        "suite": suite,
-        "keep": True,
-    }
-    swept = sweep(source, output=tmp_path / "sweep", **how, **options, **common)
-    assert [point.name for point in swept.points] == [
-        "wanda-0.5",
-        "wanda-2of4",
-        "magnitude-0.5",
-        "magnitude-2of4",
-    ]
-    points = tmp_path / "sweep" / "points"
-    assert oracle.shards(tmp_path / "owl") == oracle.shards(points / "wanda-0.5")
-    for name in ("wanda-2of4", "magnitude-0.5"):
-        assert "shares" not in json.loads((points / name / "emp_report.json").read_text())["recipe"]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.one_of(st.none(), st.fractions(0, 1, max_denominator=60)), st.integers(50, 10**6)
-        ),
-        min_size=1,
-    ),
-    st.floats(0.1, 0.8),
-    st.floats(0, 0.1),
-)
-def test_the_sparsities_stay_within_lambda_and_their_mean_is_that_of_all(
-    blocks: list[tuple[Fraction | None, int]], sparsity: float, spread: float
-) -> None:
-    outliers = dict(enumerate(share for share, _ in blocks))
-    sizes = dict(enumerate(size for _, size in blocks))
-    shares = block_sparsities(sparsity, spread, outliers, sizes)
-    assert all(abs(share - sparsity) <= spread + 1e-12 for share in shares.values())
-    weighted = sum(shares[key] * sizes[key] for key in sizes) / sum(sizes.values())
-    assert weighted == pytest.approx(sparsity, abs=1e-9)
-    if len(set(outliers.values())) == 1:
-        assert set(shares.values()) == {sparsity}, "no rounding is taken for a difference"
-    known = [(outliers[key], share) for key, share in shares.items() if outliers[key] is not None]
-    assert [share for _, share in sorted(known, reverse=True)] == sorted(
-        share for _, share in known
-    )
-
-
 @pytest.mark.parametrize(
     ("family", "method", "group"),
     [
@@ -536,30 +370,6 @@ def test_the_beta_is_the_smallest_that_keeps_as_many(
             "old: it has no norms relative to the outputs, which relative scores need",
         ),
         ("--method wanda --score relative --activations old", "Run emp-llm calibrate again"),
-        ("--method emp-wanda --shares owl", "--shares does not go with method emp-wanda"),
-        (
-            "--method magnitude --shares owl",
-            "--shares owl is for methods that need activations; magnitude needs none",
-        ),
-        (
-            "--method wanda --shares owl --pattern 2:4",
-            "--shares owl goes with --sparsity, not with --pattern",
-        ),
-        (
-            "--method wanda --shares owl --match x",
-            "--shares owl goes with --sparsity, not with --match",
-        ),
-        (
-            "--method wanda --shares owl --group all",
-            "--shares owl fixes the sparsity of every block",
-        ),
-        ("--method wanda --shares owl --propagate pruned", "--shares owl needs the scores of all"),
-        ("--method wanda --owl-m 3", "--owl-m is an option of --shares owl"),
-        (
-            "--method wanda --shares owl --sparsity 0.95",
-            "--owl-lambda must leave every block a sparsity between 0 and 1",
-        ),
-        ("--method wanda --shares owl --owl-m 0", "--owl-m must be a number above 0"),
         (
             "--method emp-magnitude --sparsity 0.9999",
             "--sparsity 0.9999: every group keeps at least one weight",

@@ -523,10 +523,6 @@ GOOD: Record = {
         ({"patterns": "2-4"}, "--pattern must be N:M"),
         ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
         (
-            {"methods": "emp-wanda", "sparsities": None, "shares": "owl"},
-            "--shares owl is for methods with a fixed sparsity and act",
-        ),
-        (
             {"methods": "magnitude", "betas": None, "score": "relative"},
             "--score relative is for methods that need activations",
         ),

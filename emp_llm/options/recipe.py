@@ -282,30 +282,6 @@ class Effective(Counts):
 
 
 @dataclass(frozen=True)
-class Owl:
-    """Sparsities of the blocks by their outliers (Yin et al. 2024).
-
-    Attributes:
-        owl_lambda: the largest difference between a block's sparsity and that of all targets.
-        owl_m: scores above this multiple of their block's mean are outliers.
-    """
-
-    owl_lambda: float = 0.08
-    owl_m: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 <= self.owl_lambda < 1:
-            raise UserError(
-                f"--owl-lambda must be at least 0 and below 1, got {self.owl_lambda:g}."
-            )
-        if not 0 < self.owl_m < float("inf"):
-            raise UserError(
-                f"--owl-m must be a number above 0 (the paper uses 5), got {self.owl_m:g}."
-            )
-
-
-@dataclass(frozen=True)
 class ByCost:
     """Sparsities of the blocks at which one weight more costs as much in every block. The cost is
     the loss of held-out text when a block is pruned alone. For the command prune.
@@ -330,18 +306,10 @@ class Share(Counts):
     """
 
     sparsity: float = 0.5
-    shares: Owl | ByCost | None = None
+    shares: ByCost | None = None
 
     def check(self) -> None:
         _check_sparsity(self.sparsity)
-        if isinstance(self.shares, Owl):
-            low = self.sparsity - self.shares.owl_lambda
-            high = self.sparsity + self.shares.owl_lambda
-            if not 0 <= low <= high < 1:
-                raise UserError(
-                    "--owl-lambda must leave every block a sparsity between 0 and 1, and it gives "
-                    f"{low:g} to {high:g}."
-                )
 
     def at(self, sparsity: float) -> "Share":
         return replace(self, sparsity=sparsity)
@@ -729,7 +697,6 @@ class Recipe:
             "--sparsity": isinstance(counts, Effective)
             and counts.sparsity is not None
             and not self.counts_by_magnitude,
-            "--shares owl": isinstance(counts, Share) and isinstance(counts.shares, Owl),
             "--shares cost": isinstance(counts, Share) and isinstance(counts.shares, ByCost),
             "--group all": self.group == "all",
         }
@@ -794,16 +761,9 @@ def _check_shares(recipe: Recipe) -> None:
     """Raise UserError for shares of the blocks that the scores or the group do not allow."""
     if not isinstance(recipe.counts, Share) or recipe.counts.shares is None:
         return
-    name = "owl" if isinstance(recipe.counts.shares, Owl) else "cost"
-    if name == "owl" and not recipe.needs_activations:
-        raise UserError(
-            f"--shares owl is for methods that need activations; {recipe.method} needs none. "
-            "Use --method wanda."
-        )
     if recipe.group == "all":
         raise UserError(
-            f"--shares {name} fixes the sparsity of every block; use --group row or matrix, not "
-            "all."
+            "--shares cost fixes the sparsity of every block; use --group row or matrix, not all."
         )
 
 

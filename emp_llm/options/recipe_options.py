@@ -25,7 +25,6 @@ from emp_llm.options.recipe import (
     MatchBy,
     OfNorms,
     OfUnits,
-    Owl,
     Own,
     Pattern,
     Recipe,
@@ -81,8 +80,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         score: the norms that a criterion is given; None: wanda, the plain norms.
         count_by: for emp methods: the scores whose effective number sets the counts; None: own, but
             magnitude for emp-relative.
-        shares, owl_lambda, owl_m: the sparsities of the blocks, for methods with a fixed sparsity
-            and activations. None: uniform; 0.08; 5.
+        shares: the sparsities of the blocks, for methods with a fixed sparsity. None: uniform.
         refit, refit_weighting, refit_target, refit_damping: the kept weights move to the
             least-squares optimum.
         heal, heal_steps, heal_weights: then they are trained on the dense model's probabilities.
@@ -154,18 +152,11 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         ),
     ] = None
     shares: Annotated[
-        Literal["uniform", "owl", "cost"] | None,
+        Literal["uniform", "cost"] | None,
         Opt(
-            "Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost: "
-            "lower where a block costs more alone, on held-out text; default: uniform."
+            "Sparsity of the blocks: uniform; cost: lower where a block costs more alone, on "
+            "held-out text; default: uniform."
         ),
-    ] = None
-    owl_lambda: Annotated[
-        float | None, Opt("Largest distance of a block's sparsity from --sparsity; default: 0.08.")
-    ] = None
-    owl_m: Annotated[
-        float | None,
-        Opt("Scores above this multiple of their block's mean are outliers; default: 5."),
     ] = None
     refit: Annotated[
         bool,
@@ -245,8 +236,6 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 used["sparsity"] = Share.sparsity
             if self.match is not None:
                 used["match_by"] = Match.by
-            if self.shares == "owl":
-                used |= {"owl_lambda": Owl.owl_lambda, "owl_m": Owl.owl_m}
         if self.refit is True:
             used |= {"refit_weighting": Refit.weighting, "refit_target": Refit.target}
         if self.heal is True:
@@ -336,11 +325,9 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return parse_pattern(self.pattern)
         if self.match is not None or (self.removed is not None and self.shares != "cost"):
             return Match(self.match or Match.run, self.match_by or Match.by, self.removed)
-        shares: Owl | ByCost | None = None
+        shares = None
         if self.shares == "cost":
             shares = ByCost(None if isinstance(self.removed, int) else self.removed)
-        if self.shares == "owl":
-            shares = Owl(**self._given(Owl))
         return Share(Share.sparsity if self.sparsity is None else self.sparsity, shares)
 
     def _update(self) -> Update | None:
@@ -369,8 +356,6 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         needs_norms = score is None or score().criterion.calibrated
         if not adaptive or self.name == "relative":
             unused["count_by"] = None
-        if adaptive or not needs_norms:
-            unused |= {"shares": None, "owl_lambda": None, "owl_m": None}
         if score is not None:
             unused |= {"criterion": None, "scores": None, "score_map": None}
             if not needs_norms or name == "relative":
@@ -464,15 +449,9 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             raise UserError(
                 f"--match-by {self.match_by} needs an earlier run; name it with --match."
             )
-        for name in ("owl_lambda", "owl_m"):
-            if getattr(self, name) is not None and self.shares != "owl":
-                raise UserError(
-                    f"{flag_of(name)} is an option of --shares owl; add that, or leave it out."
-                )
-        if self.shares in ("owl", "cost") and given != ["sparsity"]:
+        if self.shares == "cost" and given != ["sparsity"]:
             raise UserError(
-                f"--shares {self.shares} goes with --sparsity, not with --{given[0]}; leave one "
-                "out."
+                f"--shares cost goes with --sparsity, not with --{given[0]}; leave one out."
             )
 
 
@@ -532,10 +511,8 @@ def _options_of_counts(counts: Counts) -> dict[str, Any]:
         }
     assert isinstance(counts, Share)
     options: dict[str, Any] = {"sparsity": counts.sparsity}
-    if isinstance(counts.shares, ByCost):
+    if counts.shares is not None:
         options |= {"shares": "cost", "removed": counts.shares.removed}
-    elif counts.shares is not None:
-        options |= {"shares": "owl"} | vars(counts.shares)
     return options
 
 

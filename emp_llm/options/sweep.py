@@ -127,9 +127,7 @@ def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint
                 shared.with_method(method, sparsity=sparsity),
             )
         for pattern in patterns:
-            recipe = shared.with_method(
-                method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None
-            )
+            recipe = shared.with_method(method, pattern=pattern)
             add(f"{method}-{pattern.replace(':', 'of')}", recipe)
     _check_shared(list(points.values()), shared)
     return list(points.values())
@@ -170,11 +168,9 @@ def _check_used(
 
 def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
     """Raise UserError for options of the scores that no point uses."""
-    fixed = "methods with a fixed sparsity and activations"
     for name, needed in (
         ("score", "methods that need activations"),
         ("count_by", "emp methods"),
-        ("shares", fixed),
     ):
         asked = getattr(shared, name)
         if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):

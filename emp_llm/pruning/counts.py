@@ -9,20 +9,15 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.files import FilePool
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
-from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import ByCost, Effective, Magnitude, Match, Owl, Pattern, Recipe, Share
+from emp_llm.options.recipe import Effective, Magnitude, Match, Pattern, Recipe, Share
 from emp_llm.pruning.masks import Counts, Pruner
 from emp_llm.pruning.outcome import (
     Outcomes,
@@ -78,9 +73,7 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     if isinstance(asked, Effective):
         return _effective_counts(scores, asked, {} if known is None else known)
     if isinstance(asked, Share):
-        if isinstance(asked.shares, Owl):
-            return _spread(targets, group, _outlier_shares(scores, asked.sparsity, asked.shares))
-        if isinstance(asked.shares, ByCost):
+        if asked.shares is not None:
             return _spread(targets, group, _removed_of(targets, asked.shares.removed))
         sizes = {target.name: _group_sizes(target, group) for target in targets}
         if group == "all":
@@ -408,99 +401,3 @@ def _spread(targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, 
     except ValueError as error:
         raise UserError(f"--match: {error}.") from error
     return Counts(group, None, kept)
-
-
-# Shares of blocks by outliers.
-
-
-def _outlier_shares(scores: Scores, sparsity: float, owl: Owl) -> list[tuple[int, int]]:
-    """How many weights each run of targets of one block loses: (removed, total) of each run.
-
-    Yin et al., "Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs
-    to High Sparsity", 2024. The share of outliers D of a block is that of its scores above `owl_m`
-    times their mean. The sparsities of the blocks are S - owl_lambda * (D - mean D) / max |D - mean
-    D|, so that their mean, weighted by size, is S. Targets outside the blocks have the sparsity of
-    the whole. Experts that are scored by magnitude do not count in the outliers of their block.
-    """
-    targets = scores.targets
-    blocks: dict[Any, list[Target]] = {}
-    for target in targets:
-        blocks.setdefault(_block_of(target), []).append(target)
-    with scores.reading("outliers", times=2) as (files, bar):
-        outliers = {
-            key: None if key[2] is None else _outliers(scores, owl.owl_m, members, files, bar)
-            for key, members in blocks.items()
-        }
-    sizes = {key: sum(target.matrix.numel for target in members) for key, members in blocks.items()}
-    sparsity_of = block_sparsities(sparsity, owl.owl_lambda, outliers, sizes)
-    least, most = (percent_cell(find(sparsity_of.values())) for find in (min, max))
-    logger.info("blocks lose %s to %s %% of their weights, by their outliers.", least, most)
-    runs = [
-        (key, sum(target.matrix.numel for target in members))
-        for key, members in groupby(targets, _block_of)
-    ]
-    wanted = [sparsity_of[key] * size for key, size in runs]
-    ends = [floor_count(math.fsum(wanted[: number + 1])) for number in range(len(wanted) - 1)]
-    ends.append(floor_count(sparsity * sum(size for _, size in runs)))
-    return [
-        (end - start, size) for start, end, (_, size) in zip([0, *ends], ends, runs, strict=False)
-    ]
-
-
-def block_sparsities(
-    sparsity: float,
-    spread: float,
-    outliers: Mapping[Any, Fraction | None],
-    sizes: Mapping[Any, int],
-) -> dict[Any, float]:
-    """The sparsity of each block.
-
-    Args:
-        sparsity, spread: S and lambda.
-        outliers: the share of outliers of each block, exact, so that equal shares differ by no
-            rounding; None, for the mean sparsity, if it has no scores of the criterion.
-        sizes: number of target weights of each block.
-    """
-    known = [(share, sizes[key]) for key, share in outliers.items() if share is not None]
-    mean = sum((share * size for share, size in known), Fraction()) / (
-        sum(size for _, size in known) or 1
-    )
-    farthest = max((abs(share - mean) for share, _ in known), default=Fraction())
-    steps = {
-        key: 0.0 if share is None or not farthest else float((share - mean) / farthest)
-        for key, share in outliers.items()
-    }
-    return {key: sparsity - spread * step for key, step in steps.items()}
-
-
-def _block_of(target: Target) -> tuple[str, str, int | None]:
-    return target.layer.tower, target.layer.block_list, target.layer.block
-
-
-def _outliers(
-    scores: Scores, owl_m: float, members: list[Target], files: FilePool, bar: Any
-) -> Fraction | None:
-    """The share of a block's scores above a multiple of their mean; None without scores."""
-    import torch
-
-    from emp_llm.selection.reference import sum_rows, sum_vector
-
-    scored = [target for target in members if target.name not in scores.by_magnitude]
-    if not scored:
-        return None
-    pruner = Pruner(scores, Counts("row", None))
-    total = 0.0
-    above = 0
-    for target in scored:
-        sums = []
-        for rows_scores in pruner.scored([target], files):
-            sums.append(sum_rows(rows_scores)[0].cpu())
-            bar.update(rows_scores.numel())
-        # Of sums of rows, so that it does not depend on the chunks of rows.
-        total += float(sum_vector(torch.cat(sums)))
-    size = sum(target.matrix.numel for target in scored)
-    threshold = owl_m * total / size
-    for rows_scores in pruner.scored(scored, files):
-        above += int((rows_scores.double() > threshold).sum())
-        bar.update(rows_scores.numel())
-    return Fraction(above, size)

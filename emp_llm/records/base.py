@@ -16,6 +16,9 @@ from emp_llm.common.errors import UserError, quotable, reason
 R = TypeVar("R", bound="FileRecord")
 T = TypeVar("T")
 
+# Values in recipes of earlier records, and the last version that had them.
+_REMOVED = {"owl": "0.2"}
+
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of a record. Fields with their default value are not written, unless the class says
@@ -125,6 +128,9 @@ def _sentence(error: BaseException) -> str:
         text = text.replace(phrase, plain)
     words = quotable(text[:1].lower() + text[1:])
     field = path.strip("$.`")
+    for value, version in _REMOVED.items():
+        if words == f"invalid enum value '{value}'":
+            return f"{field}: {value!r} was removed after version {version}. Use that version."
     return f"{field}: {words}." if field else f"{words}."
 
 

@@ -65,8 +65,6 @@ def method_words(recipe: RecipeOptions) -> str:
         words = f"Effective Model Pruning (EMP) with {words}" if recipe.adaptive else words
     if recipe.score == "relative" and recipe.name != "relative":
         words += ", with input norms relative to the output"
-    if recipe.shares == "owl":
-        words += ", with a sparsity for each block by its outliers (OWL)"
     if recipe.shares == "cost":
         words += ", with a sparsity for each block by what it costs alone"
     if recipe.count_by == "magnitude":

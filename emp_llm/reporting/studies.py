@@ -51,8 +51,6 @@ _VARIANT = (
     "score",
     "count_by",
     "shares",
-    "owl_lambda",
-    "owl_m",
     "refit",
     "refit_weighting",
     "refit_target",
