@@ -628,7 +628,6 @@ def prune(
     allow_partial: bool = ...,
     structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
     structure_group: Literal["layer", "all"] = ...,
-    head_unit: Literal["group", "query"] | None = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
     per_layer: bool = ...,
@@ -714,8 +713,6 @@ def prune(
         structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
             layers, in place of weights.
         structure_group: Units that compete: of a layer, or of all layers.
-        head_unit: With shared keys and values: whole groups of query heads, or query heads within
-            groups; default: group.
         keep_shapes: With --structure, set units to zero and keep every shape and the config.
         width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
         per_layer: Give each layer its own number of heads or neurons. emp-llm and llama.cpp run
@@ -792,7 +789,6 @@ def prune(
     allow_partial: bool = ...,
     structure: Literal["heads", "neurons", "both", "experts", "layers"] | None = ...,
     structure_group: Literal["layer", "all"] = ...,
-    head_unit: Literal["group", "query"] | None = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
     per_layer: bool = ...,

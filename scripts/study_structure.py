@@ -103,7 +103,7 @@ class StructureStudy:
         for method in self._options.methods.split(","):
             for beta in map(float, self._options.betas.split(",")):
                 name = f"heads-{method}-{beta:g}"
-                more: dict[str, Any] = {"head_unit": "query", "keep_shapes": True}
+                more: dict[str, Any] = {"keep_shapes": True}
                 rule = self._prune(
                     f"{name}-rule",
                     "heads",

@@ -137,10 +137,18 @@ def test_a_recipe_with_what_is_no_more_is_refused(
     written: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     path = tmp_path / "emp_manifest.json"
-    values = written["manifest"][0]
-    path.write_text(json.dumps(values | {"recipe": {"method": "wanda", "shares": "owl"}}))
+
+    def read_again(**recipe: Any) -> Any:
+        path.write_text(json.dumps(written["manifest"][0] | {"recipe": recipe}))
+        return read_record(path, Manifest).recipe.as_dict()
+
     with pytest.raises(UserError, match=r"recipe\.shares: 'owl' was removed after version 0\.2"):
-        read_record(path, Manifest)
+        read_again(method="wanda", shares="owl")
+    heads = {"structure": "heads", "group": "layer"}
+    with pytest.raises(UserError, match=r"structure\.head_unit: 'query' was removed after"):
+        read_again(method="wanda", structure=heads | {"head_unit": "query"})
+    found = read_again(method="wanda", structure=heads | {"head_unit": "group"})
+    assert found == read_again(method="wanda", structure=heads)
 
 
 @pytest.mark.parametrize(

@@ -284,14 +284,11 @@ def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
         assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
 
 
-@pytest.mark.parametrize(("head_unit", "heads"), [("query", 2), (None, 1)])
-def test_a_config_without_head_dim(
-    head_unit: str | None, heads: int, models: Any, tmp_path: Path
-) -> None:
+def test_a_config_without_head_dim(models: Any, tmp_path: Path) -> None:
     """The configs of LLaMA-2 have no head_dim: it is written where heads are removed, or their
     width would change with them.
 
-    Of 4 heads and 2 of keys, one query head of each group stays, or one group.
+    Of 4 heads and 2 of keys, one group stays.
     """
     source = Path(shutil.copytree(models("llama"), tmp_path / "llama-2"))
     out = tmp_path / "out"
@@ -300,7 +297,6 @@ def test_a_config_without_head_dim(
     (source / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = {
         "structure": "both",
-        "head_unit": head_unit,
         "method": "magnitude",
         "sparsity": 0.5,
     }
@@ -310,7 +306,7 @@ def test_a_config_without_head_dim(
         written["num_attention_heads"],
         written["num_key_value_heads"],
         written["head_dim"],
-    ) == (2, heads, 8)
+    ) == (2, 1, 8)
     logits(out)
     assert differences(out, source) == []
 
@@ -568,7 +564,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"method": "sparsegpt"},
         "--method sparsegpt does not score heads or neurons. Use one of emp-magnitude",
     ),
-    ({"head_unit": "query"}, "--head-unit is for heads"),
     ({"structure": "heads", "width_multiple": 8}, "--width-multiple is for neurons"),
     ({"keep_shapes": True, "width_multiple": 8}, "--keep-shapes keeps the width"),
     (

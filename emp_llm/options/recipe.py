@@ -464,8 +464,6 @@ class StructureRecipe(
         structure: the units; None: weights are pruned.
         structure_group: the units that compete: those of a layer, or of all layers. Whole layers
             always compete with each other.
-        head_unit: "group": query heads together with the keys and values that they share; "query":
-            single query heads.
         keep_shapes: units are set to zero where they are, and routers choose no removed expert.
             Else units are removed, and all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this.
@@ -482,13 +480,6 @@ class StructureRecipe(
     structure_group: Annotated[
         Literal["layer", "all"], Opt("Units that compete: of a layer, or of all layers.")
     ] = "layer"
-    head_unit: Annotated[
-        Literal["group", "query"] | None,
-        Opt(
-            "With shared keys and values: whole groups of query heads, or query heads within "
-            "groups; default: group."
-        ),
-    ] = None
     keep_shapes: Annotated[
         bool, Opt("With --structure, set units to zero and keep every shape and the config.")
     ] = False
@@ -503,12 +494,12 @@ class StructureRecipe(
             "model; transformers reads its config alone."
         ),
     ] = False
+    head_unit: Literal["group"] | None = None  # in records of version 0.2
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "head_unit", None)
         if self.structure is None:
             return
-        if "heads" in self.kinds and self.head_unit is None:
-            msgspec.structs.force_setattr(self, "head_unit", "group")
         if "neurons" in self.kinds and self.width_multiple is None and not self.keep_shapes:
             msgspec.structs.force_setattr(self, "width_multiple", 64)
 
@@ -537,7 +528,6 @@ class StructureRecipe(
             return
         for name, units in (
             ("width_multiple", ["neurons"]),
-            ("head_unit", ["heads"]),
             ("per_layer", ["heads", "neurons"]),
         ):
             if getattr(self, name) and not self.kinds.keys() & units:

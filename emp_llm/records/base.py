@@ -17,7 +17,7 @@ R = TypeVar("R", bound="FileRecord")
 T = TypeVar("T")
 
 # Values in recipes of earlier records, and the last version that had them.
-_REMOVED = {"owl": "0.2"}
+_REMOVED = {"owl": "0.2", "query": "0.2"}
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -72,11 +72,10 @@ class Heads(Parts):
             if number > 1 and size != width and size in sizes:
                 return None
         keys = len(made[1][1])
-        by_query = model.structure.head_unit == "query"
         places = np.zeros(keys, dtype=np.int64)
         together = number // keys
         # Keys and values belong to all heads, so that they stay.
-        if keys == 1 < number or (by_query and keys < number):
+        if keys == 1 < number:
             places = np.arange(number) // together
             together = 1
             made = made[:1]

@@ -99,7 +99,6 @@ class HeadModel:
         self._how: dict[str, Any] = {
             "dtype": options.dtype,
             "quiet": True,
-            "head_unit": "query",
             "keep_shapes": True,
         }
         self._data = {
