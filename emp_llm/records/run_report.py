@@ -197,21 +197,16 @@ class UnitsRecord(Part, kw_only=True):
 
 
 class CostRecord(Part, kw_only=True):
-    """Size and speed of a model.
+    """Size of a model.
 
     Attributes:
         parameters: number of elements of all stored tensors; bytes: their size.
         active_parameters: of a mixture, those that a token reaches.
-        flops_per_token: floating-point operations of a forward pass over the prompt, divided by its
-            tokens.
-        tokens_per_second: of the same pass, the median of several.
     """
 
     parameters: Count
     bytes: Count
     active_parameters: Count | None = None
-    flops_per_token: float | None = None
-    tokens_per_second: float | None = None
 
 
 class StructureRecord(Part, kw_only=True):
@@ -219,8 +214,7 @@ class StructureRecord(Part, kw_only=True):
 
     Attributes:
         layers: by the name of the layer that reads them.
-        dense, pruned: size and speed, measured in turn in one run.
-        prompt_tokens: length of the prompt of the passes.
+        dense, pruned: their sizes.
         difference: ||a - b|| / ||a|| between the logits of the dense model with zeros in place of
             the removed heads and neurons, and of the written checkpoint; null if the models were
             too large to compare.
@@ -230,7 +224,6 @@ class StructureRecord(Part, kw_only=True):
     layers: dict[str, UnitsRecord]
     dense: CostRecord
     pruned: CostRecord
-    prompt_tokens: Count | None = None
     difference: float | None = None
     config: dict[str, Any] = {}
 

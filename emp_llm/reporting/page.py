@@ -36,7 +36,6 @@ from emp_llm.reporting.run_tables import (
     mass_cells,
     mean_error,
     row_mean,
-    speed_notes,
     speed_rows,
     structure_rows,
 )
@@ -383,9 +382,7 @@ def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
                 f"{' and '.join(kinds).capitalize()}: {name}",
                 structure_rows(structure, by_layer=True),
             )
-            texts += _section(
-                f"Size and speed: {name}", cost_rows(structure), speed_notes(structure)
-            )
+            texts += _section(f"Size: {name}", cost_rows(structure))
     others = [drawing for drawing in drawings if not drawing.suite]
     return texts + _section("Where the model is redundant", role_rows(study), drawings=others)
 

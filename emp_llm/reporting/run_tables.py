@@ -397,14 +397,12 @@ def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
 
 
 def cost_rows(structure: StructureRecord) -> Rows:
-    """Size and speed of the dense and of the pruned model, and their ratio."""
+    """Size of the dense and of the pruned model, and their ratio."""
     rows = [["", "dense", "pruned", "ratio"]]
     for name, field, cell in (
         ("parameters", "parameters", "{:,.0f}".format),
         ("active parameters per token", "active_parameters", "{:,.0f}".format),
         ("weights", "bytes", format_bytes),
-        ("FLOPs per token", "flops_per_token", lambda number: f"{number / 1e6:,.2f} M"),
-        ("tokens/s", "tokens_per_second", "{:,.0f}".format),
     ):
         before = getattr(structure.dense, field)
         after = getattr(structure.pruned, field)
@@ -413,17 +411,8 @@ def cost_rows(structure: StructureRecord) -> Rows:
     return rows
 
 
-def speed_notes(structure: StructureRecord) -> list[str]:
-    """How the speed was measured, if it was."""
-    if structure.prompt_tokens is None:
-        return []
-    return [f"speed: a prompt of {structure.prompt_tokens} tokens, batch 1, both models in turn"]
-
-
 def structure_lines(report: RunReport, structure: StructureRecord) -> list[str]:
-    """Lines on the removed share of the model, its size and speed, and the changes of
-    config.json.
-    """
+    """Lines on the removed share of the model, its size, and the changes of config.json."""
     targets = report.targets
     done = "removed" if structure.config else "set to zero"
     lines = [
@@ -438,7 +427,6 @@ def structure_lines(report: RunReport, structure: StructureRecord) -> list[str]:
         ]
     if any(entry.kind == "layers" for entry in structure.layers.values()):
         lines.append("layers: their removal costs more in long generations than a perplexity shows")
-    lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(
             "checked: the logits are those of the dense model without these parts (difference "

@@ -330,13 +330,13 @@ def _compare(
     written: Path,
     record: StructureRecord,
 ) -> None:
-    """Compare the logits and the speed of both models; the numbers are put into `record`."""
+    """Compare the logits of both models; their difference is put into `record`."""
     options = run.options
     dense = run.dense()
     offloaded = is_offloaded(dense)
     with run.stopwatch("compare"):
         if offloaded and any(target.layer.expert is not None for target in decision.fitted):
-            logger.warning("warning: the model is offloaded; speed and logits are not compared.")
+            logger.warning("warning: the model is offloaded; the logits are not compared.")
             return
         device_map = "disk" if offloaded else options.device_map
         small = load_model(written, device_map, options.dtype, options.trust_remote_code)

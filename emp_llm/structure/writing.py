@@ -8,8 +8,6 @@ import json
 import logging
 import math
 import shutil
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -20,7 +18,6 @@ import torch
 from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.files import (
@@ -42,7 +39,7 @@ from emp_llm.models.loading import headless_class
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import input_device, is_offloaded
 from emp_llm.models.placement import max_context
-from emp_llm.records.run_report import CostRecord, StructureRecord
+from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.units import Changes, Cuts, Indices, UnitModel, changed_config
 from emp_llm.walk.moved import MovedWeights
@@ -50,8 +47,6 @@ from emp_llm.walk.moved import MovedWeights
 logger = logging.getLogger(__name__)
 _ALIGNMENT = 8  # of the first tensor, as in safetensors
 _PROMPT = 512  # tokens
-_ROUNDS = 7
-_SECONDS = 15.0  # no new round of passes begins after this time
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -232,8 +227,7 @@ def compare_models(
     moved: MovedWeights | None,
     record: StructureRecord,
 ) -> None:
-    """Compare the models on one prompt, and time them in turn if both are in memory; the numbers
-    are put into `record`.
+    """Compare the logits of the models on one prompt; their difference is put into `record`.
 
     Args:
         dense: the dense model; it is changed and restored. If it is offloaded, no stack of experts
@@ -267,37 +261,7 @@ def compare_models(
                 f"parts: the {what} differ by {value:.2g} of their norm. "
                 f"{choices[0].units.remedy(keeps_shapes=not record.config)}"
             )
-    record.prompt_tokens = length
     record.difference = difference
-    if is_offloaded(dense) or is_offloaded(written):
-        logger.warning(
-            "warning: both models do not fit in memory together, so their speed is not compared."
-        )
-        return
-    _time_models((dense, written), (record.dense, record.pruned), ids)
-
-
-def _time_models(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    costs: tuple[CostRecord, CostRecord],
-    ids: Tensor,
-) -> None:
-    """Time passes of both models in turn, and put their speed and operations into `costs`."""
-    length = ids.shape[1]
-    seconds: list[list[float]] = [[], []]
-    start = time.perf_counter()
-    with progress_bar(2 * _ROUNDS, "speed", "pass") as bar:
-        for number in range(_ROUNDS):
-            if number > 1 and time.perf_counter() - start > _SECONDS:
-                break
-            for model, of_model in zip(models, seconds, strict=True):
-                of_model.append(_seconds(model, ids))
-                bar.update(1)
-    for model, cost, of_model in zip(models, costs, seconds, strict=True):
-        with FlopCounterMode(display=False) as counter:
-            _prompt_logits(model, ids)
-        cost.flops_per_token = counter.get_total_flops() / length
-        cost.tokens_per_second = length / statistics.median(of_model)
 
 
 @contextmanager
@@ -384,13 +348,3 @@ def _largest_difference(wanted: Tensor, written: Tensor) -> float:
     norms = wanted.norm(dim=(0, 2))
     floor = 0.01 * norms.square().mean().sqrt() + torch.finfo(norms.dtype).tiny
     return float(((written - wanted).norm(dim=(0, 2)) / norms.maximum(floor)).max())
-
-
-@torch.no_grad()
-def _seconds(model: PreTrainedModel, ids: Tensor) -> float:
-    device = input_device(model)
-    start = time.perf_counter()
-    model(ids.to(device), use_cache=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
