@@ -99,7 +99,7 @@ def study_of(folder: Path, *jobs: Job) -> Path:
         ({"needs": {"memory_gb": -1}}, "needs.memory_gb"),
         ({"needs": {"gpu": 1}}, "needs: unknown field gpu; .* Did you mean gpus"),
         ({"aftr": ["first"]}, "unknown field aftr; .* Did you mean after"),
-        ({"format": "emp-llm job 9"}, "Upgrade emp-llm"),
+        ({"format": "emp-llm job 9"}, "Update emp-llm"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: Any, message: str) -> None:
