@@ -27,8 +27,6 @@ from emp_llm.reporting.card import Origin, cached_repository, card_text, method_
 from emp_llm.reporting.push import _public, public
 from emp_llm.verify import verify
 
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)
-
 
 def add_task(path: Path, accuracy: float) -> None:
     """Add the numbers of a task to a results file."""
@@ -49,8 +47,6 @@ def add_task(path: Path, accuracy: float) -> None:
 def test_the_card(
     hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, hub_suite: Path, tmp_path: Path
 ) -> None:
-    (checkpoint / "emp_llm").mkdir(exist_ok=True)
-    (checkpoint / "emp_llm" / "kept_fractions.png").write_bytes(PNG)
     results = tmp_path / "pruned-lamps.json"
     asked = {
         "suite": f"{hub_suite},seqlen=64",
@@ -103,7 +99,6 @@ def test_the_card(
         "| lamps acc | 62.50 ± 25.00 | 50.00 ± 25.00 | -12.50 ± 35.36 ‡ |",
         "neither smaller nor faster",
         'from_pretrained("user/card"',
-        "![kept fractions](emp_llm/kept_fractions.png)",
         "[LICENSE](LICENSE)",
         "| beta | `1.0` |",
         '| group | `"row"` |',
@@ -147,7 +142,6 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: st
             Origin(name, None, {"license": name}),
             [],
             None,
-            [],
             [],
             ["LICENSE"],
         )

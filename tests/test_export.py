@@ -304,7 +304,7 @@ def test_own_widths_of_each_layer(per_layer: Path, command: Run, tmp_path: Path)
 def test_the_card_says_what_loads_own_widths(per_layer: Path) -> None:
     report = read_record(per_layer / "emp_report.json", RunReport)
     origin = find_origin(report.source)
-    card = card_text("me/own", None, report, origin, [], None, [], [], [])
+    card = card_text("me/own", None, report, origin, [], None, [], [])
     assert "Its layers differ in width (`per_layer_config`)" in card
     assert 'model = load("me/own")' in card
     assert "AutoModelForCausalLM" not in card

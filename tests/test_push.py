@@ -148,7 +148,6 @@ def test_hidden_files_pickles_and_what_links_point_to_are_not_pushed(
         manifest["files"][name] = {"bytes": 6, "blake3": file_hash(checkpoint / name)}
     path.write_text(json.dumps(manifest))
     (tmp_path / "secret").write_text("secret")
-    (checkpoint / "emp_llm" / ".plot.png").symlink_to(tmp_path / "secret")
     assert client.call("push", **where)["result"]["files"].keys() == before.keys()
     (checkpoint / "README.md").unlink(missing_ok=True)
     (checkpoint / "README.md").symlink_to(tmp_path / "secret")

@@ -140,7 +140,6 @@ def card_text(
     origin: Origin,
     evaluated: list[Results],
     this: str | None,
-    plots: list[str],
     benches: Sequence[Bench],
     files: Collection[str],
 ) -> str:
@@ -152,7 +151,6 @@ def card_text(
         origin: the dense model.
         evaluated: results files; this: the identity of the checkpoint, whose results are among
             them.
-        plots: PNG files by their path in the repository.
         benches: outputs of `bench` for this checkpoint.
         files: the other files of the repository.
     """
@@ -198,7 +196,6 @@ def card_text(
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
         speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
         speed_note=run_tables.SPEED_NOTE,
-        plots=[(plot, Path(plot).stem.replace("_", " ").replace("-", " ")) for plot in plots],
         reproduction=markdown_table(_reproduction_rows(report, origin)),
         norms=ACTIVATIONS_NAME if str(ACTIVATIONS_NAME) in files else "",
         licence=origin.metadata.get("license_name") or origin.metadata.get("license"),

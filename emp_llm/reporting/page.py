@@ -28,16 +28,12 @@ from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures import Drawing, draw
 from emp_llm.reporting.run_tables import (
-    FIT_ERRORS,
     SPEED_NOTE,
-    cost_rows,
     effective_share,
     main_measures,
     mass_cells,
-    mean_error,
     row_mean,
     speed_rows,
-    structure_rows,
 )
 from emp_llm.reporting.studies import (
     MeasuredPoint,
@@ -172,36 +168,6 @@ def role_rows(study: Study) -> Rows:
     return rows
 
 
-def fit_rows(study: Study) -> Rows:
-    """The mean output error of each role's layers before and after the fit, and the largest one
-    held out, for each point.
-    """
-    rows = [
-        [
-            "method",
-            "layers",
-            "before %",
-            "after %",
-            "held out before %",
-            "held out after %",
-            "largest held out after %",
-        ]
-    ]
-    for point in study.points:
-        roles = {
-            name: point.matrices[name].role if name in point.matrices else name
-            for name in point.fits
-        }
-        for role in dict.fromkeys(roles.values()):
-            fits = [fit for name, fit in point.fits.items() if roles[name] == role]
-            largest = max(
-                (fit.held_out_after for fit in fits if fit.held_out_after is not None), default=None
-            )
-            errors = [*(mean_error(fits, name) for name in FIT_ERRORS), largest]
-            rows.append([label_of(point), f"{role} x {len(fits)}", *map(percent_cell, errors)])
-    return rows
-
-
 def _of_suite(study: Study, suite: StudySuite, measure: str) -> str:
     """The heading of a measure: with its suite if there are several."""
     return f"{measure} ({suite.name})" if len(study.suites) > 1 else measure
@@ -328,11 +294,6 @@ _UNPAIRED = (
     "a difference that is not clear here may still be real."
 )
 _PARTIAL = "* partial: only some of the examples or of the text."
-_ERROR = (
-    "The squared error of the layers' outputs as a share of the dense outputs, with the masked "
-    "weights (before) and with the fitted ones (after). Held out: on sequences of the calibration "
-    "text to which no weight was fitted."
-)
 
 
 def page_text(
@@ -372,17 +333,6 @@ def _study_texts(study: Study, drawings: list[Drawing]) -> list[str]:
             [_DIFFERENCES, *_table_notes(rows)],
             [drawing for drawing in drawings if drawing.suite == suite.key],
         )
-    texts += _section("Output error of the fitted layers", fit_rows(study), [_ERROR])
-    for point in study.points:
-        structure = point.structure
-        if structure is not None:
-            name = f"{label_of(point)} ({point.name})"
-            kinds = dict.fromkeys(units.kind for units in structure.layers.values())
-            texts += _section(
-                f"{' and '.join(kinds).capitalize()}: {name}",
-                structure_rows(structure, by_layer=True),
-            )
-            texts += _section(f"Size: {name}", cost_rows(structure))
     others = [drawing for drawing in drawings if not drawing.suite]
     return texts + _section("Where the model is redundant", role_rows(study), drawings=others)
 
@@ -419,7 +369,7 @@ def _points_texts(study: Study) -> list[str]:
     alone = {
         p.recipe.name: p.name
         for p in study.pruned
-        if p.recipe.adaptive and p.structure is None and p.id not in baselines
+        if p.recipe.adaptive and p.recipe.structure is None and p.id not in baselines
     }
     notes += [_NO_BASELINE.format(name, criterion) for criterion, name in alone.items()]
     return _section("All points", rows, [*notes, *_table_notes(rows)])

@@ -323,10 +323,6 @@ def push_checkpoint(
         for name, record in (records | {MANIFEST_NAME: manifest, REPORT_NAME: report}).items():
             files[name] = Path(scratch) / name
             record.save(files[name])
-        plots = {
-            f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("[!.]*.png"))
-        }
-        files |= plots
 
         card = folder / CARD_NAME
         text = ""
@@ -346,7 +342,6 @@ def push_checkpoint(
                 origin,
                 list(measured.values()),
                 this,
-                list(plots),
                 benches,
                 list(files),
             )

@@ -345,16 +345,11 @@ def mean_error(fits: Iterable[FitRecord | UnitsRecord], name: str) -> float | No
     return sum(known) / len(known) if known else None
 
 
-def structure_rows(structure: StructureRecord, by_layer: bool = False) -> Rows:
-    """One row for each role (such as down_proj of all blocks); with `by_layer`, one for the
-    experts of each block.
-    """
+def structure_rows(structure: StructureRecord) -> Rows:
+    """One row for each role, such as down_proj of all blocks."""
     by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
     for entry in structure.layers.values():
-        by_role[
-            entry.kind,
-            f"block {entry.block}" if by_layer and entry.kind == "experts" else entry.role,
-        ].append(entry)
+        by_role[entry.kind, entry.role].append(entry)
     routed = any(entry.tokens_lost is not None for entry in structure.layers.values())
     rows = [
         [

@@ -30,10 +30,8 @@ from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
-    FitRecord,
     MatrixRecord,
     RunReport,
-    StructureRecord,
     TargetsRecord,
 )
 from emp_llm.records.source import CalibrationRecord
@@ -93,8 +91,6 @@ class MeasuredPoint:
         sparsity, sparsity_of_all: of the targets, and of all parameters, which may be unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets by layer, each expert alone; targets: counts over all of them.
-        fits: of the layers, by a refit, SparseGPT or ADMM.
-        structure: the removed heads and neurons; None if weights were pruned.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its
             checkpoint.
@@ -115,8 +111,6 @@ class MeasuredPoint:
     pruned: bool = True
     matrices: Mapping[str, MatrixRecord] = field(default_factory=dict)
     targets: TargetsRecord | None = None
-    fits: Mapping[str, FitRecord] = field(default_factory=dict)
-    structure: StructureRecord | None = None
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""
@@ -219,8 +213,6 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         **_origin(report, report.recipe, report.targets),
         match=report.recipe.match_by,
         matrices=report.matrices,
-        fits=report.fits,
-        structure=report.structure,
         results=tuple(results),
         dense=tuple(dense),
         signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
