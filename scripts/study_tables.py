@@ -5,7 +5,6 @@ model, with paired errors.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,14 @@ _DRAWN = {
     ("wanda", "equal"): "Wanda, refit",
     ("emp-admm", "equal"): "emp-admm, refit",
 }
-_FRONT = ("wiki-llama-5m", "all-linear")  # the model and the layers of README's picture
+# The models of the figures.
+_MLP = "the demo model"
+_ALL_LINEAR = "wiki-llama-5m"
 _ENOUGH = 3  # points of a column of which the best is marked
 
 
 def write_tables(folder: Path, results: list[Path]) -> None:
-    """Write `tables.md`, one figure for each model, and the picture of README, `front.svg`, into a
-    folder.
+    """Write `tables.md` and the figures of docs/methods.md into a folder.
 
     Args:
         folder: created if missing.
@@ -69,12 +69,13 @@ def write_tables(folder: Path, results: list[Path]) -> None:
             parts.append(
                 f"### {about}\n\n{markdown_table(_rows(members, dense), as_markdown=True)}"
             )
-        title = f"{model}: damage of pruning its MLP layers"
-        _draw(folder / f"{_slug(model)}.svg", title, points, "mlp", dense, _DRAWN, log=True)
-        if model == _FRONT[0]:
+        if model == _MLP:
+            title = f"{model}: damage of pruning its MLP layers"
+            _draw(folder / "the-demo-model.svg", title, points, "mlp", dense, _DRAWN, log=True)
+        if model == _ALL_LINEAR:
             title = "A Llama of 5 M weights on WikiText-2, all its linear layers pruned"
             lines = {("wanda", ""): "Wanda", ("emp-admm", "equal"): "emp-llm"}
-            _draw(folder / "front.svg", title, points, _FRONT[1], dense, lines, log=False)
+            _draw(folder / "front.svg", title, points, "all-linear", dense, lines, log=False)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -193,11 +194,3 @@ def _grouped(entries: list[Entry], *keys: str) -> dict[tuple[Any, ...], list[Ent
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def _slug(name: str) -> str:
-    return "".join(_characters(name.lower())).strip("-")
-
-
-def _characters(name: str) -> Iterator[str]:
-    return (character if character.isalnum() else "-" for character in name)
