@@ -32,7 +32,7 @@ COMMANDS = {
     "plan": "Plan a study of models x methods as a file of jobs.",
     "prune": "Prune a model and write the pruned checkpoint.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
-    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
+    "report": "Write a page with tables and figures of runs, sweeps, measures and results.",
     "run": "Run the jobs of a plan on this machine.",
     "status": "Show what is done, running, failed and missing of a study.",
     "submit": "Submit the jobs of a plan to a Slurm cluster.",
