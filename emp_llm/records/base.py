@@ -123,8 +123,11 @@ def _sentence(error: BaseException) -> str:
         (" | null", ""),
     ):
         text = text.replace(phrase, plain)
+    field = path.removeprefix("key` in `").strip("$.`")
+    text = text.replace(
+        "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
+    )
     words = quotable(text[:1].lower() + text[1:])
-    field = path.strip("$.`")
     return f"{field}: {words}." if field else f"{words}."
 
 
