@@ -73,6 +73,8 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
 
         return plan_units(planned, recipe.structure)
     _, scores = _choose_weights(planned)
+    if options.loss is not None:
+        return planned.plan()
     return with_curve(planned.plan(), scores, options.propagate, planned.source.hollow)
 
 

@@ -297,6 +297,11 @@ class PruneRun:
         resumes = self.calibrates and options.resumable_calibration and by_blocks
         fits = update is not None and not units
         notes = self_notes(options.text_name) if self.reads_text else []
+        if options.loss is not None:
+            notes.append(
+                f"how many go: found by the run, which measures the loss of held-out text at some "
+                f"sparsities (--loss {options.loss})"
+            )
         if heal is not None:
             corpora = self._corpora()
             length = max(corpus.seqlen or 0 for corpus in corpora)
