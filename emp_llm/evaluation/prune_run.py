@@ -335,7 +335,7 @@ class PruneRun:
         return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
     def check(self) -> None:
-        """Read what the run needs, so that what is wrong with it is said before a model runs.
+        """Fail early: read the text and the suite before loading a model.
 
         Raises:
             UserError: the output may not be written, or holds other work; or the text or the data

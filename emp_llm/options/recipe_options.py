@@ -156,7 +156,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     shares: Annotated[
         Literal["uniform", "owl", "cost"] | None,
         Opt(
-            "Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost: "
+            "Sparsity of each block: uniform; owl: lower where more scores are outliers; cost: "
             "lower where a block costs more alone, on held-out text; default: uniform."
         ),
     ] = None
@@ -209,9 +209,9 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tower: Annotated[
         Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
-    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = (
-        None
-    )
+    blocks: Annotated[
+        str | None, Opt("Name of the list of decoder blocks; detected by default.")
+    ] = None
     min_expert_tokens: Annotated[
         int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)
     ] = always(32)
