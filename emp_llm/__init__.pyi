@@ -1016,8 +1016,8 @@ def submit(
     their dependencies.
 
     Jobs with equal needs share an array. Before its time limit a job is stopped and queued again;
-    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
-    never a job twice.
+    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed,
+    and never a job twice.
 
     Returns the arrays and their numbers.
 
