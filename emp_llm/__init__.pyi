@@ -566,8 +566,8 @@ def plan(
     that come first.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
-    weights are read or downloaded. The file may be edited. Paths in further options are relative to
-    the study's folder, where the jobs run.
+    weights are read or downloaded. The file may be edited. Paths are relative to the current
+    folder, or, in further options, to the study's.
 
     Returns the jobs.
 

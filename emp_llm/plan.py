@@ -29,13 +29,19 @@ def plan(options: PlanOptions) -> PlanSummary:
     that come first.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
-    weights are read or downloaded. The file may be edited. Paths in further options are relative to
-    the study's folder, where the jobs run.
+    weights are read or downloaded. The file may be edited. Paths are relative to the current
+    folder, or, in further options, to the study's.
 
     Returns the jobs.
     """
     from emp_llm.calibration.texts import calibration_corpora, check_there
-    from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
+    from emp_llm.cluster.planning import (
+        check_further,
+        model_jobs,
+        named_models,
+        study_recipes,
+        with_table,
+    )
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.hub.local_model import find_config
     from emp_llm.options.calibration import TEXT
@@ -55,6 +61,7 @@ def plan(options: PlanOptions) -> PlanSummary:
         job for name, slug in models.items() for job in model_jobs(options, name, slug, recipes)
     ]
 
+    check_further(options, jobs, options_from)
     path = options.output / PLAN_NAME
     if path.exists() and not options.overwrite:
         older = {job.id: job for job in read_plan(options.output)}

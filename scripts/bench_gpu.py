@@ -90,6 +90,7 @@ class Size(NamedTuple):
 SIZES = {
     "8B": Size(_LLAMA3 | {"num_hidden_layers": 32}, 32, 2048),
     "3B": Size(_LLAMA3 | {"num_hidden_layers": 8}, 32, 2048),
+    "2B": Size(_LLAMA3 | {"num_hidden_layers": 4}, 32, 2048),
     "tiny": Size(_TINY | {"num_hidden_layers": 2}, 4, 32, 16, ((96, 64), (64, 160)), 3),
 }
 
@@ -220,9 +221,9 @@ def commands(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     for name, words in {
         "wanda": [*prune, "--method", "wanda", *whole],
         "heal": [*heal, *whole],
-        "heal, by blocks": [*heal, "--device-map", "disk"],
         "sparsegpt": [*prune, "--method", "sparsegpt", *whole],
         "emp-admm --refit": [*prune, "--method", "emp-admm", "--refit", *whole],
+        "heal, by blocks": [*heal, "--device-map", "disk"],
     }.items():
         output = folder / (name if name == "wanda" else "output")
         shutil.rmtree(output, ignore_errors=True)

@@ -13,7 +13,7 @@
 # WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
 # SCRATCH  where to work (65 GB for SIZE=3B); default: a temporary folder, deleted at the end
 # WITNESS  a folder of texts: instead of all this, train the model of train_witness.py on them, and write OUT/witness.md
-# SIZE     of the measured model: 3B or 8B
+# SIZE     of the measured model: 8B, 3B or 2B (32, 8 or 4 blocks of LLaMA-3-8B)
 # SECONDS_IN_ALL  default: 570
 set -uo pipefail
 
@@ -170,7 +170,8 @@ shards() {
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
     echo "refit|tests/test_cuda.py|refit or searches or healing or rotation"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
-    echo "runtime kernel|tests/test_runtime_cuda.py|"
+    echo "runtime kernel|tests/test_runtime_cuda.py|products or any_mask"
+    echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask and not compiles"
     echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model"
 }
 
@@ -243,7 +244,7 @@ fi
 [ -n "$DRY_RUN" ] || table
 if [ "$DEVICE" = cuda ]; then
     (tests 190; exit $failed) &
-    roads 120
+    roads 180
     wait $! || failed=1
 else
     roads 120

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from emp_llm.runtime import cuda_kernel
 from emp_llm.runtime.packed_rows import pack_rows
+from emp_llm.update.cuda_kernel import prune_columns
 
 LAUNCH = JITFunction.run
 NEW = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 2)
@@ -51,6 +52,12 @@ def compiled_by(capability: int, run: Callable[[], object]) -> list[str]:
     return texts
 
 
+def check(ptx: str) -> None:
+    """Nothing spills to memory, and small numbers are not zero."""
+    assert ".local" not in ptx
+    assert ".ftz" not in ptx
+
+
 if __name__ == "__main__":
     for capability, dtype, tokens in CASES:
         matrix = cuda_kernel.device_rows(pack_rows(torch.ones(1000, 4096, dtype=dtype)))
@@ -64,5 +71,10 @@ if __name__ == "__main__":
         for ptx in texts:
             if NEW:  # the compiler of 3.2 keeps the arithmetic
                 assert "popc.b64" in ptx or "popc.b32" in ptx, "bits are counted by an instruction"
-            assert ".local" not in ptx, "nothing spills to memory"
-            assert ".ftz" not in ptx
+            check(ptx)
+        weight = torch.ones(500, 128)
+        for pattern in (None, (2, 4)):
+            prune = partial(prune_columns, weight, weight > 0, torch.eye(128), pattern)
+            (ptx,) = compiled_by(capability, prune)
+            check(ptx)
+            assert "div.rn.f32" in ptx, "scores are those of the reference"

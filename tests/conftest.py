@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 from runs import make_runs
 from suites import make_evaluable_model, make_suite
-from tiny import make_model
+from tiny import first_blocks, make_model
 
 from emp_llm.calibrate import calibrate
 from emp_llm.cli import main
@@ -33,6 +33,7 @@ from emp_llm.prune import prune
 
 pytest_plugins = ["hub_fixtures"]
 SHARED = Path(__file__).parents[2] / "shared"
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # Modules with slow tests start first, so that no worker ends long after the other. Those with a
 # client of the Hub are neighbours, so that one worker runs them with one client.
@@ -76,13 +77,18 @@ def _no_flushes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+_FROZEN: set[int] = set()  # the numbers of imported modules at which objects were frozen
+
+
+@pytest.fixture(autouse=True)
 def _freeze_imported_objects() -> None:
     """Exclude the objects of imported libraries from garbage collections, which runs do to free
-    their models.
+    their models: those of transformers take a tenth of a second, several times a run.
     """
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) not in _FROZEN:
+        _FROZEN.add(len(sys.modules))
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +97,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     changing it.
     """
     return cache(lambda family: make_model(tmp_path_factory.mktemp("models") / family, family))
+
+
+@pytest.fixture(scope="session")
+def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first three of the six blocks of the demo model: trained weights at half the time.
+    Read-only.
+    """
+    return first_blocks(DEMO, tmp_path_factory.mktemp("demo") / "model", 3)
 
 
 @pytest.fixture(scope="session")

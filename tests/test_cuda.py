@@ -433,11 +433,14 @@ def test_a_sparse_layer_on_the_gpu_equals_that_on_the_cpu(dtype: torch.dtype, to
 
 @pytest.mark.parametrize("tokens", [1, 6, 40])
 def test_a_sparse_layer_is_compiled_without_a_break_and_runs_in_a_cuda_graph(tokens: int) -> None:
+    """The compiler may add the bias within the product, and round once less."""
     layer = sparse_layer(torch.bfloat16).to("cuda")
     x = torch.randn(1, tokens, 1000, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ layer.weight.double().T + 1
     compiled = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-2, atol=1e-2)
+        for found in (compiled(x), layer(x)):
+            assert float((found.double() - exact).norm() / exact.norm()) < 5e-3
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

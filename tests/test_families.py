@@ -4,6 +4,8 @@ hidden states, blocks that hand on more than these.
 
 import json
 import logging
+from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,20 @@ from tiny import make_tokenizer, random_model
 from transformers import AutoModelForCausalLM
 
 from emp_llm import prune_model
+from emp_llm.calibrate import calibrate
+from emp_llm.calibration import passes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.healing.memory import Sizes, hidden_width
 from emp_llm.models.architecture import Architecture, by_names
-from emp_llm.models.blockwise import BlockwiseModel, InseparableError
+from emp_llm.models.blockwise import BlockwiseModel, Step
 from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import is_router
-from emp_llm.models.modules import model_layers
+from emp_llm.models.loading import load_model
+from emp_llm.models.modules import find_blocks, model_layers
+from emp_llm.options.calibration import Place
 from emp_llm.prune import prune
+from emp_llm.selection.statistics import NORM
 from emp_llm.verify import verify
 
 COMMON: dict[str, Any] = {
@@ -58,6 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "GlmMoeDsaConfig": COMMON
     | {
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "shared", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
         "intermediate_size": 96,
         "num_key_value_heads": 4,
         "kv_lora_rank": 16,
@@ -65,6 +75,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "n_group": 1,
         "topk_group": 1,
+    },
+    "ZayaConfig": COMMON
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
     },
     "LongcatFlashConfig": {
         "vocab_size": 256,
@@ -203,11 +222,65 @@ def test_routers_inside_a_module_stay_dense_and_stacks_with_idle_experts_keep_th
         prune(source, method="magnitude", structure="neurons", output=tmp_path / "pruned")
 
 
-def test_blocks_that_hand_on_more_are_refused_with_what_to_use(folder_of: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder_of("GlmMoeDsaConfig"))
-    says = r"hand on more than hidden states.*sparsegpt.*--method wanda"
-    with pytest.raises(InseparableError, match=says):
-        BlockwiseModel(model).prepare(torch.ones(1, 8, dtype=torch.int64))
+HANDS_ON = ["GlmMoeDsaConfig", "ZayaConfig"]
+
+
+@pytest.mark.parametrize("name", HANDS_ON)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_blocks_that_hand_on_more_than_hidden_states(
+    folder_of: Any, name: str, place: Place
+) -> None:
+    """Each stream keeps what its own blocks handed on."""
+    tokens = torch.randint(3, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+    batches = [*tokens.split(2), tokens[:1, :17]]
+    dense = load_model(folder_of(name), "cpu")
+    other = deepcopy(dense)
+    with torch.no_grad():
+        for block in find_blocks(other)[1]:
+            for parameter in block.parameters():
+                parameter.mul_(1.5)
+        wanted = [[m(ids, use_cache=False).logits for ids in batches] for m in (dense, other)]
+    changed = list(find_blocks(other)[1])
+    runner = BlockwiseModel(dense, None, place)
+    with runner.walk(batches) as walk, closing(walk.second()) as second, torch.no_grad():
+        for step in walk.steps():
+            step.run(advance=False)
+            step.run()
+            step.block = changed[step.index]
+            for number in range(len(batches)):
+                step.output(number, second)
+                second.put(number, step.output(number, second))
+        for number in range(len(batches)):
+            assert torch.equal(walk.tail(number).logits, wanted[0][number])
+            final = second.get(number, walk.device)
+            assert torch.equal(walk.tail(number, final=final).logits, wanted[1][number])
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+
+
+@pytest.mark.parametrize("name", HANDS_ON)
+def test_a_calibration_of_such_blocks_resumes_with_what_they_handed_on(
+    folder_of: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(passes, "_SECONDS", 0.0)
+    monkeypatch.setattr(passes, "_RATIO", 0)
+    source = folder_of(name)
+    options: dict[str, Any] = {"calibration": text, "samples": 4, "seqlen": 24}
+    whole = calibrate(source, output=tmp_path / "whole", execution="model", **options)
+    run = Step.run
+
+    def killed(step: Step, **kwargs: Any) -> None:
+        if step.index == 2:
+            raise KeyboardInterrupt
+        run(step, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(source, output=tmp_path / "blocks", execution="blocks", **options)
+    blocks = calibrate(source, output=tmp_path / "blocks", execution="blocks", **options)
+    norms = blocks.statistics[NORM.name]
+    assert norms.keys() == whole.statistics[NORM.name].keys()
+    assert all(torch.equal(norms[name], of) for name, of in whole.statistics[NORM.name].items())
 
 
 def test_memory_of_several_streams_and_widths() -> None:

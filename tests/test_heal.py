@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ from emp_llm import (
     prune_model,
     recipe_of,
 )
+from emp_llm.calibration.data import read_text
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
@@ -58,6 +59,10 @@ from emp_llm.heal import heal
 from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
+from emp_llm.healing.checks import sequences_for, set_aside
+from emp_llm.models.loading import load_tokenizer
+from emp_llm.models.masks import Masks
+from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
@@ -96,6 +101,29 @@ def given(text: Path) -> dict[str, Any]:
     return {"calibration": str(text), "samples": 10, "seqlen": 32, "device_map": "cpu"}
 
 
+@pytest.fixture(scope="module")
+def short(given: dict[str, Any]) -> dict[str, Any]:
+    """Wanda, and a healing of a few steps."""
+    return given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+
+
+@pytest.fixture(scope="module")
+def whole(models: Models, short: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `out`, the tiny Llama after a run of `short` that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    prune(models("llama"), output=folder / "out", **short)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(models: Models, short: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run that ended with its third step. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.MonkeyPatch.context() as patch:
+        killed_in_third_step(models("llama"), folder / "out", patch, **short)
+    return folder
+
+
 def pruned_and_healed(model: Path, folder: Path, **how: Any) -> tuple[Path, Path, RunReport]:
     """A model pruned by a recipe, the same healed, and the report of the second."""
     plain = folder / "plain"
@@ -132,8 +160,8 @@ def test_zeros_stay_and_kept_weights_move(
     assert report.healing.best > 0
     assert curve[report.healing.best] == min(curve.values()) < curve[0]
     # The written weights are those of the best step: their divergence is the one in the curve.
-    tokens = healing_tokens(models(family), given)
-    held = tokens[-1:]
+    tokens = healing_tokens(models(family), given, STEPS)
+    held = tokens[-set_aside(len(tokens)) :]
     loaded = [
         AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)
     ]
@@ -157,15 +185,48 @@ def test_zeros_stay_and_kept_weights_move(
     assert verify(healed, source=str(models(family))).differences == []
 
 
-def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
-    from emp_llm.calibration.data import read_text
-    from emp_llm.models.loading import load_tokenizer
-    from emp_llm.options.calibration import CalibrationOptions
-
+def healing_tokens(model: Path, given: dict[str, Any], steps: int) -> torch.Tensor:
+    """What a healing of so many steps trains on, and chooses by."""
     how = CalibrationOptions(
         calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"]
     )
-    return read_text(how, load_tokenizer(model), None).tokens
+    wanted = sequences_for(steps)
+    return read_text(how, load_tokenizer(model), None, training=wanted).for_training.tokens
+
+
+def test_a_training_reads_new_text(
+    models: Models,
+    given: dict[str, Any],
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As many sequences as its steps visit, and none of those by which the run is judged. Where the
+    text ends, it says how often each is read.
+    """
+    report = read_record(whole / "out" / "emp_report.json", RunReport)
+    assert report.healing is not None
+    assert report.healing.origin is not None
+    assert report.healing.origin.text is not None
+    assert report.healing.origin.text.samples == sequences_for(STEPS)
+    assert report.calibration is not None
+    assert report.calibration.text is not None
+    assert report.calibration.text.samples == given["samples"]
+    tokenizer = load_tokenizer(models("llama"))
+    options = CalibrationOptions(**{name: given[name] for name in ("calibration", "seqlen")})
+    options = replace(options, samples=10)
+    text = read_text(options, tokenizer, None, training=30)
+    every = read_text(replace(options, samples=38), tokenizer, None).tokens
+    assert text.further is not None
+    assert torch.equal(text.tokens, every[:10])
+    assert torch.equal(text.further, every[10:18])
+    assert torch.equal(text.for_training.tokens, torch.cat([every[:10], every[18:38]]))
+    few = tmp_path / "few.txt"
+    few.write_text(Path(given["calibration"]).read_text()[:500])
+    with caplog.at_level("INFO"):
+        prune(models("llama"), output=tmp_path / "out", **short | {"calibration": str(few)})
+    assert re.search(r"trains on \d+ sequences, each \d\.\d times", caplog.text)
 
 
 @pytest.mark.parametrize("separable", [True, False])
@@ -286,11 +347,13 @@ def test_a_healing_resumes_with_its_seed(
 
 
 def test_checkpoints_are_written_beside_the_training_of_a_gpu(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With copies of the weights as they were: the training goes on while they are written."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     monkeypatch.setattr(adam.Adam, "on_cpu", False)
     writers = set[str]()
     write = progress.Progress._write
@@ -301,26 +364,29 @@ def test_checkpoints_are_written_beside_the_training_of_a_gpu(
         write(self, *rest)
 
     monkeypatch.setattr(progress.Progress, "_write", slow)
-    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **short)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert {name.partition("_")[0] for name in writers} == {"emp-llm-healing"}
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_less_memory_changes_nothing_but_rounding(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradient checkpointing, four sequences at a time, and a dense model that runs for a few
     sequences at a time.
     """
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    plain = prune(models("llama"), output=tmp_path / "plain", **how)
+    plain = read_record(whole / "out" / "emp_report.json", RunReport)
     monkeypatch.setattr(memory, "down_from", lambda most: [4])
     monkeypatch.setattr(healing, "_PIECE", 1)
-    whole = memory._whole
+    planned = memory._whole
 
     def checkpointing(*given: Any) -> Any:
-        return replace(whole(*given), checkpointing=True)  # type: ignore[type-var]
+        return replace(planned(*given), checkpointing=True)  # type: ignore[type-var]
 
     monkeypatch.setattr(memory, "_whole", checkpointing)
     walks = list[int]()
@@ -330,7 +396,7 @@ def test_less_memory_changes_nothing_but_rounding(
         "_keep",
         lambda self, name, numbers: (walks.append(len(numbers)), keep(self, name, numbers))[1],
     )
-    less = prune(models("llama"), output=tmp_path / "less", **how)
+    less = prune(models("llama"), output=tmp_path / "less", **short)
     for report in (plain, less):
         assert isinstance(report, RunReport)
         assert report.healing is not None
@@ -351,11 +417,13 @@ def killed_in_third_step(
 
 
 def test_a_healing_that_is_killed_after_its_last_checkpoint(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It trains no step more, however often it is killed there."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
 
     def kill(self: Any, step: int) -> None:
         raise _Killed
@@ -364,12 +432,12 @@ def test_a_healing_that_is_killed_after_its_last_checkpoint(
         patch.setattr(progress.Progress, "load", kill)
         for _ in range(2):
             with pytest.raises(_Killed):
-                prune(models("llama"), output=tmp_path / "killed" / "out", **how)
-    report = prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+                prune(models("llama"), output=tmp_path / "killed" / "out", **short)
+    report = prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert isinstance(report, RunReport)
     assert report.healing is not None
     assert report.healing.steps == STEPS
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_a_copied_checkpoint_is_on_disk_before_that_is_noted(
@@ -450,29 +518,31 @@ def put_folders(folder: Path) -> None:
 )
 def test_a_damaged_checkpoint_of_a_healing(
     models: Models,
-    given: dict[str, Any],
+    short: dict[str, Any],
+    whole: Path,
+    killed: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], None],
 ) -> None:
     """The training begins again, and ends with the same bytes."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    killed_in_third_step(models("llama"), tmp_path / "killed" / "out", monkeypatch, **how)
+    shutil.copytree(killed, tmp_path / "killed")
     damage(tmp_path / "killed" / ".out.partial" / "healing" / "step-2")
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     assert "healing is damaged or incomplete" in caplog.text
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_killed_while_healed_weights_are_written(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights that the training began with are gone, so it resumes from a checkpoint, or not
     at all.
     """
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
     calls = []
 
     def overwrite(matrix: Any, weight: torch.Tensor) -> None:
@@ -485,7 +555,7 @@ def test_killed_while_healed_weights_are_written(
     with monkeypatch.context() as patch:
         patch.setattr(healing, "_overwrite", overwrite)
         with pytest.raises(KeyboardInterrupt):
-            prune(models("llama"), output=tmp_path / "killed" / "out", **how)
+            prune(models("llama"), output=tmp_path / "killed" / "out", **short)
     shutil.copytree(tmp_path / "killed", tmp_path / "lost")
     shutil.rmtree(tmp_path / "lost" / ".out.partial" / "healing")
     (tmp_path / "lost" / ".out.partial" / "healing").touch()
@@ -494,18 +564,19 @@ def test_killed_while_healed_weights_are_written(
         match=r"some weights are healed, and the training that healed "
         r"them is lost. Delete it.",
     ):
-        prune(models("llama"), output=tmp_path / "lost" / "out", **how)
-    prune(models("llama"), output=tmp_path / "killed" / "out", **how)
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+        prune(models("llama"), output=tmp_path / "lost" / "out", **short)
+    prune(models("llama"), output=tmp_path / "killed" / "out", **short)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(whole)
 
 
 def test_a_disk_that_is_full_in_the_training(
-    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A checkpoint that is not whole is not taken up."""
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     write = progress.write_bytes
     second = tmp_path / "full" / ".out.partial" / "healing" / "step-2"
 
@@ -522,9 +593,9 @@ def test_a_disk_that_is_full_in_the_training(
             match=r"full/out: the disk is full.*the same command "
             r"resumes",
         ):
-            prune(models("llama"), output=tmp_path / "full" / "out", **how)
-    prune(models("llama"), output=tmp_path / "full" / "out", **how)
-    assert torture.snapshot(tmp_path / "full") == torture.snapshot(tmp_path / "whole")
+            prune(models("llama"), output=tmp_path / "full" / "out", **short)
+    prune(models("llama"), output=tmp_path / "full" / "out", **short)
+    assert torture.snapshot(tmp_path / "full") == torture.snapshot(whole)
 
 
 @pytest.fixture(scope="module")
@@ -770,7 +841,7 @@ def test_norms_heal_in_bfloat16_too(
     """torch's layer_norm takes no weight of another dtype than its input's."""
     for module in (healing, memory):
         monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
-    how = given | {"method": "magnitude", "heal_weights": "all", "heal_steps": 1}
+    how = given | {"method": "magnitude", "heal_weights": "all"}
     plain, healed, _ = pruned_and_healed(models(family), tmp_path, **how)
     after = weights_of(healed)
     norms = {name: weight for name, weight in weights_of(plain).items() if weight.dim() == 1}
@@ -807,6 +878,19 @@ def test_a_weight_in_two_halves(bits: list[int]) -> None:
     assert torch.equal(again.view(torch.int32), value.view(torch.int32))
     nearest = value.bfloat16().float()
     assert bool(((upper.float() - value).abs() <= (nearest - value).abs()).all())
+
+
+def test_a_step_unpacks_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`name in masks` unpacked it on the CPU: a third of the time of a step on a GPU."""
+    model = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False)})
+    masks = Masks({"a.weight": torch.rand(8, 32) < 0.5})
+    masks.apply(model)
+    optimizer = adam.Adam(model, ["a.weight"], masks, 1e-2, halved=False)
+    monkeypatch.setattr(Masks, "__getitem__", Mock(side_effect=AssertionError))
+    optimizer.begin()
+    model["a"](torch.ones(2, 32)).square().sum().backward()
+    optimizer.end()
+    assert 0 < int(model["a"].weight.ne(0).sum()) < 8 * 32
 
 
 @pytest.mark.parametrize("halved", [False, True])
@@ -863,11 +947,13 @@ def test_a_loss_that_is_not_finite(
     again.
     """
     compute = healing._Healer._logits
-    factors = chain([1.0], repeat(float("nan")))
+    began = False
 
     def diverge(self: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal began
         logits, wanted = compute(self, numbers)
-        return (logits if logits.requires_grad else logits * next(factors)), wanted
+        began |= logits.requires_grad
+        return (logits * math.nan if began and not logits.requires_grad else logits), wanted
 
     monkeypatch.setattr(healing._Healer, "_logits", diverge)
     plain, healed, _ = pruned_and_healed(
@@ -875,7 +961,7 @@ def test_a_loss_that_is_not_finite(
     )
     report = read_record(healed / "emp_report.json", RunReport)
     assert report.healing is not None
-    assert (report.healing.best, report.healing.steps) == (0, 12)
+    assert (report.healing.best, report.healing.steps) == (0, 24)
     assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True, True]
     assert oracle.shards(plain) == oracle.shards(healed)
 
@@ -915,7 +1001,7 @@ def test_the_rate_follows_from_the_size(width: int, blocks: int, rate: float) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) -> None:
-    tokens = healing_tokens(models("llama"), given)
+    tokens = healing_tokens(models("llama"), given, STEPS)
     dense = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
     report = prune_model(model, recipe_of(method="wanda"), tokens)
@@ -943,7 +1029,7 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
 def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     """The model stays as it was."""
     recipe = recipe_of(method="wanda", heal=True)
-    tokens = healing_tokens(models("llama"), given)
+    tokens = healing_tokens(models("llama"), given, STEPS)
     model = AutoModelForCausalLM.from_pretrained(models("llama"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for match, data in {

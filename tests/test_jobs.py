@@ -240,6 +240,7 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
         ({"betas": "x", "methods": "emp-wanda"}, "--betas 'x': expected numbers"),
         ({"betas": "1", "methods": "wanda"}, "--betas is for emp methods"),
         ({"methods": "wanda", "prune_options": "--beta 1"}, "--beta does not go with method wanda"),
+        ({"evaluate_options": "--suite 'demo"}, "--evaluate-options .*No closing quotation"),
         ({"suite": "none-such"}, "none-such"),
         ({"models": "no/such/folder"}, "no/such/folder"),
         ({"calibration": "nowhere"}, "nowhere"),
@@ -280,7 +281,53 @@ def test_paths_of_texts_become_absolute(
     } == {f"perplexity,file={tmp_path}/V.txt,seqlen=64"}
 
 
+def test_files_in_further_options(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are checked by the plan, and become absolute, as jobs run in the study's folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("old.json", "my norms.safetensors", "V.txt"):
+        (tmp_path / name).write_text("Text.")
+    written = "results/llama.dense.json"
+    further = {
+        "prune_options": "--activations 'my norms.safetensors'",
+        "evaluate_options": f"--beside=old.json --baseline {written}",
+    }
+    jobs = planned(models, tmp_path / "study", methods="wanda", **further)
+    (prune,) = [each for each in jobs if each.kind == "prune"]
+    given = cluster_jobs.option_of(prune, "--activations")
+    assert given == f"{tmp_path}/my norms.safetensors"
+    evaluate = jobs[-1]
+    assert cluster_jobs.option_of(evaluate, "--beside") == f"{tmp_path}/old.json"
+    assert cluster_jobs.option_of(evaluate, "--baseline") == written
+    further = {"prune_options": "--calibration V.txt,samples=2"}
+    (sweep,) = planned(models, tmp_path / "sweep", methods="wanda", per="model", **further)
+    given = cluster_jobs.option_of(sweep, "--calibration")
+    assert given == f"{tmp_path}/V.txt,samples=2"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("prune_options", "--activations nowhere.safetensors"),
+        ("prune_options", "--evaluate perplexity --baseline=nowhere.json"),
+        ("prune_options", "--refit --calibration nowhere.txt"),
+        ("prune_options", "--evaluate perplexity,file=nowhere.txt"),
+        ("evaluate_options", "--beside nowhere.json"),
+        ("evaluate_options", "--baseline /nowhere"),
+        ("evaluate_options", "--suite nowhere.toml"),
+    ],
+)
+def test_missing_files_in_further_options(
+    models: Models, tmp_path: Path, option: str, words: str
+) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        planned(models, tmp_path, methods="wanda", **{option: words})
+    assert not (tmp_path / "plan.jsonl").exists()
+
+
 def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
+
     planned(models, tmp_path, methods="magnitude")
     planned(models, tmp_path, methods="magnitude")  # the same
     with pytest.raises(
@@ -799,7 +846,9 @@ def test_processes_of_their_own(run: Run, study: Path, tmp_path: Path) -> None:
 
 def test_a_refit_of_every_method_gets_the_text(models: Models, tmp_path: Path) -> None:
     """Also methods that need no calibration, and beside norms from a file."""
-    for number, further in enumerate(("--refit", "--refit --activations norms.safetensors")):
+    norms = tmp_path / "norms.safetensors"
+    norms.touch()
+    for number, further in enumerate(("--refit", f"--refit --activations {norms}")):
         options = {"methods": "wanda,magnitude", "calibration": "demo", "prune_options": further}
         prunes = [
             each

@@ -5,7 +5,7 @@ the oracle.
 import importlib
 import math
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,11 +172,15 @@ if __name__ == "__main__":
 
 
 def test_a_criterion_of_a_script_is_kept_beside_the_report(
-    command: Run, models: Callable[[str], Path], tmp_path: Path
+    command: Run,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = tmp_path / "nb3.py"
     script.write_text(SCRIPT.format(source=str(models("llama"))))
-    subprocess.run([sys.executable, script], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
     assert report_of(tmp_path / "saved")["recipe"]["criterion"] == "nb3.py:my_score"
     script.unlink()
     line = ["verify", "saved", "--source", models("llama")]

@@ -12,8 +12,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import Run
@@ -23,6 +25,7 @@ import emp_llm
 from emp_llm import prune as prune_module
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
+from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import check_options
 from emp_llm.prune import prune
@@ -474,6 +477,14 @@ def test_env_names_versions_processor_and_kernels(command: Run) -> None:
     assert {"processor", "instructions", "cores", "memory", "GPUs", "masks", "runtime"} <= set(told)
     assert told["masks"] in ("compiled", "torch")
     assert any(word in told["runtime"] for word in ("AVX-512", "AVX2", "torch"))
+
+
+def test_versions_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run names them several times, and each look-up parses all metadata of a package."""
+    known = versions()
+    assert "torch" in known
+    monkeypatch.setattr("importlib.metadata.distribution", Mock(side_effect=PackageNotFoundError))
+    assert versions() == known
 
 
 def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None:

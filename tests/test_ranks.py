@@ -71,7 +71,7 @@ def counts(done: Launched) -> list[int]:
     return sorted(map(int, re.findall(r"COUNTED (\d+)\.", done.error)))
 
 
-def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
+def test_evaluation_with_ranks(short_demo: Path, tmp_path: Path, launched: Launch) -> None:
     (tmp_path / "heldout.txt").write_text(
         (ROOT / "eval" / "demo" / "heldout.txt").read_text()[:12_000]
     )
@@ -80,7 +80,7 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
         f'[[tasks]]\nnames = ["demo_facts", "demo_stories"]\nfolder = "{ROOT / "eval" / "demo"}"\n'
     )
     # Does not divide by 3.
-    options = ["evaluate", "--model", DEMO, "--suite", "suite.toml", "--limit", 11]
+    options = ["evaluate", "--model", short_demo, "--suite", "suite.toml", "--limit", 11]
     whole = launched(1, *options, "--output", "1.json", prepare=count_sequences)
     one = json.loads((tmp_path / "1.json").read_text())
     (total,) = counts(whole)
@@ -106,7 +106,7 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture")]
+    ("count", "execution", "source"), [(3, "model", "short_demo"), (2, "blocks", "mixture")]
 )
 def test_calibrating_with_ranks(
     text: Path,
@@ -115,11 +115,12 @@ def test_calibrating_with_ranks(
     request: pytest.FixtureRequest,
     count: int,
     execution: Any,
-    source: str | None,
+    source: str,
 ) -> None:
     """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
-    model = DEMO if source is None else request.getfixturevalue(source)
-    texts = f"{text}:4,demo:3" if source is None else f"{text}:7"  # a mix is divided like one text
+    model = request.getfixturevalue(source)
+    # A mix is divided like one text.
+    texts = f"{text}:4,demo:3" if source == "short_demo" else f"{text}:7"
     one = calibrate(
         model,
         output=tmp_path / "one",
@@ -162,9 +163,14 @@ def test_calibrating_with_ranks(
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
 def test_pruning_with_ranks(
-    text: Path, mixture: Path, tmp_path: Path, launched: Launch, propagate: Any
+    text: Path,
+    short_demo: Path,
+    mixture: Path,
+    tmp_path: Path,
+    launched: Launch,
+    propagate: Any,
 ) -> None:
-    model = DEMO if propagate == "dense" else mixture
+    model = short_demo if propagate == "dense" else mixture
     prune(
         model,
         output=tmp_path / "one",

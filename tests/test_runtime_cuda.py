@@ -165,9 +165,9 @@ def test_rows_too_long_for_starts_of_16_bits() -> None:
         starts = rows.starts.cpu().int() & (0xFFFF if rows.starts.dtype == torch.int16 else -1)
         assert torch.equal(starts, torch.arange(0, columns, 64, dtype=torch.int32).expand(2, -1))
         x = inputs(1, columns, torch.float32).to(DEVICE)
-        assert_close(
-            cuda.multiply(rows, x, cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1)), weight, x
-        )
+        # The interpreter takes long for many tiles, and a compiler for large ones.
+        sizes = cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1) if DEVICE == "cpu" else None
+        assert_close(cuda.multiply(rows, x, sizes), weight, x)
 
 
 def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
     for runs, name in ((True, "CudaProducts"), (False, "partial")):
-        monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
+        monkeypatch.setattr(sparse_linear, "runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == name

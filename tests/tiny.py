@@ -91,6 +91,15 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def first_blocks(source: Path, folder: Path, count: int) -> Path:
+    """The first blocks of a model, in two shards, with its tokenizer; returns their folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=count)
+    size = sum(weight.nbytes for weight in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size * 3 // 5)
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's shards, by name."""
     return {

@@ -525,7 +525,10 @@ class CalibrationProgress:
             return 0
         try:
             for number, path in enumerate(paths):
-                walk.hidden.put(number, load_file(path)["hidden"].to(walk.device))
+                tensors = {name: tensor.to(walk.device) for name, tensor in load_file(path).items()}
+                hidden = tensors.pop("hidden")
+                walk.hidden.hand_on(number, {int(place): tensors[place] for place in tensors})
+                walk.hidden.put(number, hidden)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder."
@@ -666,7 +669,10 @@ class CalibrationProgress:
         """
         size = 0
         for number in range(len(walk.batches)):
-            content = save({"hidden": walk.hidden.get(number, torch.device("cpu")).contiguous()})
+            handed = walk.hidden.handed(number, torch.device("cpu"))
+            tensors = {str(place): tensor.contiguous() for place, tensor in handed.items()}
+            hidden = walk.hidden.get(number, torch.device("cpu")).contiguous()
+            content = save({"hidden": hidden} | tensors)
             write_bytes(self._path(done, number), content)
             size += len(content)
         return size

@@ -7,21 +7,32 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from emp_llm.calibration.texts import names_in, read_toml, with_path
+from emp_llm.calibration.texts import (
+    calibration_corpora,
+    check_there,
+    names_in,
+    read_toml,
+    with_path,
+)
 from emp_llm.cluster.jobs import Job, JobKind
-from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.evaluation.suites import find_suite
 from emp_llm.options.base import check_values, flag_of, parse_list
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
+from emp_llm.records.corpus import Corpus
 from emp_llm.reporting.studies import short_model_name
 
 # Where a prune gets its norms: from the model's calibration job, from the text, or it needs none.
 TextUse = Literal["activations", "text", "none"]
 _NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")  # a table may give them as numbers
 _OF_COMMAND = ("table", "output", "overwrite")  # options that a table does not hold
+# Options of jobs that name files or models, and those that name texts or suites.
+_OF_FILES = ("--activations", "--baseline", "--beside")
+_OF_TEXTS = ("--calibration", "--evaluate", "--suite")
 
 
 def with_table(options: PlanOptions) -> PlanOptions:
@@ -56,7 +67,32 @@ def with_table(options: PlanOptions) -> PlanOptions:
         betas=merged.betas or ("1" if adaptive and merged.emp_sparsities is None else None),
         suite=absolute(merged.suite or DEFAULT_SUITE),
         calibration=None if merged.calibration is None else absolute_mix(merged.calibration),
+        prune_options=further_options(merged.prune_options, "--prune-options"),
+        evaluate_options=further_options(merged.evaluate_options, "--evaluate-options"),
     )
+
+
+def further_options(text: str | None, option: str) -> str | None:
+    """Further options of jobs, with absolute paths; UserError if a quotation mark is missing."""
+    if text is None:
+        return None
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: {reason(error)}.") from error
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        at = place if equals else place + 1
+        if at == len(words):
+            break
+        if not equals:
+            value = words[at]
+        if flag in _OF_FILES:
+            value = _absolute_path(value)
+        elif flag in _OF_TEXTS:
+            value = absolute_mix(value)
+        words[at] = f"{flag}={value}" if equals else value
+    return shlex.join(words)
 
 
 def absolute(name: str) -> str:
@@ -145,6 +181,42 @@ def study_recipes(
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
     return recipes
+
+
+def check_further(
+    options: PlanOptions, jobs: list[Job], parsed: Callable[[str, list[str]], Any]
+) -> None:
+    """Check that the files, texts and suites in further options are there.
+
+    Args:
+        options: with their table.
+        jobs: of the study. What they write may be named.
+        parsed: as for `study_recipes`.
+
+    Raises:
+        UserError: something is missing.
+    """
+    written = {job.output for job in jobs}
+    kind = "sweep" if options.per == "model" else "prune"
+    for option, name, text in (
+        ("--prune-options", kind, options.prune_options),
+        ("--evaluate-options", "evaluate", options.evaluate_options),
+    ):
+        given = parsed(name, ["--model", "model", *shlex.split(text or "")])
+        files = [getattr(given, "activations", None), *(getattr(given, "beside", None) or [])]
+        baseline = Path(getattr(given, "baseline", None) or "model")
+        if baseline.suffix == ".json" or baseline.is_absolute():  # else a job finds the model
+            files.append(baseline)
+        for file in files:
+            if not (file is None or str(file) in written or (options.output / file).exists()):
+                raise UserError(f"{option}: no file or folder {file}. Give its path from here.")
+        mix = getattr(given, "calibration", None)
+        texts: list[Corpus | None] = [] if mix is None else [*calibration_corpora(mix)]
+        suites = [getattr(given, "evaluate", None), getattr(given, "suite", None)]
+        texts += [find_suite(suite).corpus for suite in suites if suite is not None]
+        for corpus in texts:
+            if corpus is not None and corpus.file is not None:
+                check_there(corpus.file)
 
 
 def model_jobs(

@@ -11,9 +11,10 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -265,8 +266,12 @@ def versions(*others: str) -> dict[str, str]:
     installed = {"python": sys.version.split()[0]}
     for package in (*_PACKAGES, *others):
         with suppress(PackageNotFoundError):
-            installed[package] = version(package)
+            installed[package] = _version(package)
     return installed
+
+
+# A run asks several times, and each time all metadata of the package would be parsed.
+_version = cache(version)
 
 
 def command_line() -> str:
@@ -351,6 +356,28 @@ def has_bfloat16(device: "torch.device") -> bool:
         {"avx512_bf16", "amx_bf16", "bf16"}
         & {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     )
+
+
+def runs_triton(device: "torch.device") -> bool:
+    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0
+    or higher.
+    """
+    import torch
+
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def launching_on(device: "torch.device") -> AbstractContextManager[object]:
+    """A context in which Triton launches on a GPU. torch.compile makes its own, and on other
+    devices none is needed.
+    """
+    import torch
+
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @cache

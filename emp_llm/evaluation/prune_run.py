@@ -23,6 +23,7 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.checks import sequences_for
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Architecture, Target
@@ -201,6 +202,7 @@ class PruneRun:
             self.options.propagate,
             self.quantization,
             further=HELD_OUT if self.by_cost or self.options.loss else FURTHER,
+            training=0 if self.recipe.heal is None else sequences_for(self.recipe.heal.steps),
         )
 
     @cached_property
@@ -256,6 +258,7 @@ class PruneRun:
             made_of |= {"dtype": options.dtype, "device_map": options.device_map}
             if self.recipe.heal is not None:
                 made_of["seed"] = options.seed  # of the order of the sequences
+                made_of["training"] = self.text.for_training.signature
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
     @cached_property

@@ -285,7 +285,8 @@ def _squared_error(block: Block, number: int) -> Tensor:
     device = execution_device(block.step.block)
     wanted = walk.hidden.get(number, device).float()
     entering = block.pruned.get(number, device).clone()
-    output = walk.call(number, block.step.index, block.step.block, entering).float()
+    handed = block.pruned.handed(number, device)
+    output = walk.call(number, block.step.index, block.step.block, entering, handed).float()
     return (output - wanted).square().sum()
 
 

@@ -118,7 +118,7 @@ class Progress:
             ],
         }
         kept = {_checkpoint(self.step), _checkpoint(self.best)}
-        if self._adam.on_cpu or 2 * self._adam.bytes > available_memory():
+        if self._adam.on_cpu or self._adam.bytes > available_memory():
             self._write(values, record, kept)
         else:
             self._pending = self._thread.submit(self._write, list(values), record, kept)

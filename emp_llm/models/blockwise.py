@@ -15,6 +15,9 @@ The arguments of every block's call are recorded from the model's own forward pa
 stand-in takes the place of each block and returns its hidden states unchanged. So masks, rotary
 embeddings and any other arguments are the model's own, for each block separately (they differ
 between Gemma's local and global layers), and no code depends on the family.
+
+Some blocks return more, which the next block takes as an argument (the tokens that GLM's attention
+chose). A mark stands for it in the recorded calls, and it is kept beside the hidden states.
 """
 
 import errno
@@ -116,7 +119,9 @@ class BlockwiseModel:
         bytes_read: number of bytes of offloaded weights read so far.
         outside: the offloaded modules outside the blocks.
         outputs: the form of a block's output: 0, a tensor; n, a tuple of n, of which the first is
-            the hidden states and the others are None. None before `prepare`.
+            the hidden states. None before `prepare`.
+        handed_on: the places in this tuple of what the next block takes.
+        handed_bytes: its size for a token.
 
     Raises:
         UserError: no blocks are found, or the model is an encoder-decoder.
@@ -133,7 +138,8 @@ class BlockwiseModel:
         self.bytes_read = 0
         self.outside = OutsideModules(model, self.blocks)
         self.outputs: int | None = None
-        self._hands_on_more = False  # a block returns more than hidden states
+        self.handed_on: tuple[int, ...] = ()
+        self.handed_bytes = 0.0
 
     def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """The logits of each batch, in order: those of `model(batch, use_cache=False)`.
@@ -169,7 +175,8 @@ class BlockwiseModel:
         """
         if self.outputs is not None:
             return
-        outputs = self._form_of_output(batch)
+        returned = self._first_output(batch)
+        outputs = len(returned) if isinstance(returned, (tuple, list)) else 0
         _, calls = self.record(batch, outputs)
         _, others = self.record(batch, outputs, probe=True)
         for index, (one, other) in enumerate(zip(calls, others, strict=True)):
@@ -177,10 +184,19 @@ class BlockwiseModel:
                 raise self._inseparable(
                     f"the arguments of block {index} depend on the outputs of the blocks before it"
                 )
+        handed = [(index, mark) for index, call in enumerate(calls) for mark in call.marks()]
+        for index, mark in handed:
+            if mark.block != index - 1:
+                raise self._inseparable(f"block {index} takes what block {mark.block} returned")
+        self.handed_on = tuple(sorted({mark.place for _, mark in handed}))
+        tensors = [returned[place] for place in self.handed_on if returned[place] is not None]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise self._inseparable("they hand on more than tensors")
+        self.handed_bytes = sum(tensor.nbytes for tensor in tensors) / batch.numel()
         self.outputs = outputs
 
-    def _form_of_output(self, batch: Tensor) -> int:
-        """The form of the first block's output, see `outputs`."""
+    def _first_output(self, batch: Tensor) -> Any:
+        """What the first block returns."""
         returned: list[Any] = []
 
         def see(module: nn.Module, args: Any, output: Any) -> None:
@@ -192,11 +208,7 @@ class BlockwiseModel:
             self._run_to_blocks(batch)
         finally:
             handle.remove()
-        if not returned or not isinstance(returned[0], (tuple, list)):
-            return 0
-        # Most models use the first alone.
-        self._hands_on_more = any(other is not None for other in returned[0][1:])
-        return 1 if self._hands_on_more else len(returned[0])
+        return returned[0] if returned else None
 
     def record(
         self, batch: Tensor, outputs: int, probe: bool = False
@@ -240,8 +252,7 @@ class BlockwiseModel:
             raise
         # The model uses more than the hidden states.
         except (IndexError, TypeError, AttributeError, ValueError) as error:
-            more = "they hand on more than hidden states"
-            raise self._inseparable(more if self._hands_on_more else reason(error)) from error
+            raise self._inseparable(reason(error)) from error
         if len(calls) < len(self.blocks):
             raise self._inseparable(
                 f"the model calls only {len(calls)} of its {len(self.blocks)} blocks"
@@ -286,7 +297,8 @@ class Walk:
             for number, batch in enumerate(batches):
                 hidden, calls = runner.record(batch, runner.outputs or 0)
                 if number == 0:
-                    needed = hidden.nbytes * self._tokens // max(1, batch.numel())
+                    of_token = hidden.nbytes / max(1, batch.numel()) + runner.handed_bytes
+                    needed = int(of_token * self._tokens)
                     self.hidden = HiddenStates(
                         choose_place(runner.hidden_states, needed, self.device)
                     )
@@ -309,7 +321,7 @@ class Walk:
         """
         copy = HiddenStates(self.hidden.place)
         for number in range(len(self.batches)):
-            copy.put(number, self.hidden.get(number, self.device).clone())
+            self.hidden.copy(number, copy, number, self.device)
         return copy
 
     def store(self, width: int) -> "HiddenStates":
@@ -333,11 +345,14 @@ class Walk:
                     runner.bytes_read += next(loader)
                 yield step
 
-    def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The output of a block whose weights are loaded, for hidden states of a batch; its
-        arguments stay as they are.
+    def call(
+        self, number: int, index: int, block: nn.Module, hidden: Tensor, handed: "Handed"
+    ) -> Tensor:
+        """The output of a block whose weights are loaded, for hidden states of a batch and what the
+        block before handed on; its arguments stay as they are.
         """
-        return Step(self, index, block).hidden_of(self._calls[number][index].isolated(), hidden)
+        call = self._calls[number][index].isolated()
+        return Step(self, index, block).returned(call, hidden, handed)[0]
 
     def tail(self, number: int, body: nn.Module | None = None, final: Tensor | None = None) -> Any:
         """The model's output for a batch that has passed through all blocks.
@@ -424,29 +439,39 @@ class Step:
             enough_memory(lambda: (self.name, device), walk.batches[number], or_else),
         ):
             hidden = states.get(number, device)
+            handed = states.handed(number, device)
             call = walk._calls[number][self.index]
             if isolated:
                 hidden = hidden.clone()
+                handed = {place: tensor.clone() for place, tensor in handed.items()}
                 call = call.isolated()
-            return self.hidden_of(call, hidden)
+            output, on = self.returned(call, hidden, handed)
+            states.hand_on(number, on)
+            return output
 
-    def hidden_of(self, call: "Call", hidden: Tensor) -> Tensor:
-        """The hidden states that the block returns for `hidden`."""
-        output = call.on(self.block, hidden)
-        if isinstance(output, (tuple, list)) and output:
-            output = output[0]
-        if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
+    def returned(self, call: "Call", hidden: Tensor, handed: "Handed") -> tuple[Tensor, "Handed"]:
+        """The hidden states that the block returns for `hidden`, and what it hands on."""
+        output = call.on(self.block, hidden, handed)
+        several = output if isinstance(output, (tuple, list)) and output else [output]
+        first = several[0]
+        if not isinstance(first, Tensor) or first.shape[-1:] != hidden.shape[-1:]:
             raise UserError(
                 f"{self.name}: it returns no hidden states, so it cannot be run alone; "
                 "use --execution model."
             )
-        return output
+        places = self._walk.runner.handed_on
+        return first, {place: several[place] for place in places if several[place] is not None}
+
+
+# What a block hands on to the next one: place in its output -> tensor.
+Handed = dict[int, Tensor]
 
 
 class HiddenStates:
-    """Hidden states between two blocks: numbered tensors, one for each batch.
+    """Hidden states between two blocks: numbered tensors, one for each batch, and what the block
+    before handed on beside them.
 
-    A new tensor replaces the one with its number, whose shape and dtype it has.
+    A new tensor replaces the one with its number.
 
     Args:
         place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which
@@ -455,34 +480,67 @@ class HiddenStates:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._tensors: dict[int, Tensor] = {}
-        self._regions: dict[int, tuple[int, torch.Size, torch.dtype]] = {}
+        # (number, place in the block's output) -> tensor, or where it is in the file
+        self._tensors: dict[tuple[int, int], Tensor] = {}
+        self._regions: dict[tuple[int, int], tuple[int, torch.Size, torch.dtype]] = {}
         self._end = 0
+        self._places: dict[int, list[int]] = {}  # of what was handed on, by number
+        self._returned: tuple[int, Handed] = (-1, {})  # by the last pass
         self._file = tempfile.TemporaryFile(prefix="emp-llm-hidden-") if place == "disk" else None  # noqa: SIM115
 
     def get(self, number: int, device: torch.device) -> Tensor:
         """The tensor with a number, on a device."""
-        if self._file is None:
-            return self._tensors[number].to(device)
-        offset, shape, dtype = self._regions[number]
-        tensor = torch.empty(shape, dtype=dtype)
-        read_exactly(self._file.fileno(), tensor_bytes(tensor), offset, Path("hidden states"))
-        return tensor.to(device)
+        return self._get((number, 0), device)
+
+    def handed(self, number: int, device: torch.device) -> Handed:
+        """What was handed on beside the tensor with a number, on a device."""
+        return {place: self._get((number, place), device) for place in self._places.get(number, ())}
+
+    def hand_on(self, number: int, handed: Handed) -> None:
+        """Note what the last pass of a batch returned beside its hidden states: `put` stores both
+        together. A pass whose outputs are not put changes nothing.
+        """
+        self._returned = number, handed
 
     def put(self, number: int, tensor: Tensor) -> None:
-        """Store a tensor under a number.
+        """Store a tensor under a number, and what the pass handed on that returned it.
 
         Raises:
             UserError: the disk is full.
         """
+        self._put((number, 0), tensor)
+        of, handed = self._returned
+        if of == number:
+            self._returned = (-1, {})
+            self._places[number] = list(handed)
+            for place, other in handed.items():
+                self._put((number, place), other)
+
+    def copy(self, number: int, to: "HiddenStates", as_number: int, device: torch.device) -> None:
+        """Copy a tensor, and what was handed on beside it, by way of a device."""
+        handed = self.handed(number, device)
+        to.hand_on(as_number, {place: tensor.clone() for place, tensor in handed.items()})
+        to.put(as_number, self.get(number, device).clone())
+
+    def _get(self, key: tuple[int, int], device: torch.device) -> Tensor:
         if self._file is None:
-            self._tensors[number] = tensor.cpu() if self.place == "cpu" else tensor
+            return self._tensors[key].to(device)
+        offset, shape, dtype = self._regions[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        read_exactly(self._file.fileno(), tensor_bytes(tensor), offset, Path("hidden states"))
+        return tensor.to(device)
+
+    def _put(self, key: tuple[int, int], tensor: Tensor) -> None:
+        if self._file is None:
+            self._tensors[key] = tensor.cpu() if self.place == "cpu" else tensor
             return
         copy = tensor.contiguous().cpu()
-        offset, shape, dtype = self._regions.setdefault(number, (self._end, copy.shape, copy.dtype))
-        assert (shape, dtype) == (copy.shape, copy.dtype)
+        region = self._regions.get(key)
+        if region is None or region[1:] != (copy.shape, copy.dtype):
+            region = self._regions[key] = (self._end, copy.shape, copy.dtype)
+            self._end += copy.nbytes
         try:
-            write_exactly(self._file.fileno(), tensor_bytes(copy), offset)
+            write_exactly(self._file.fileno(), tensor_bytes(copy), region[0])
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -490,7 +548,6 @@ class HiddenStates:
                 f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a "
                 "folder on a larger disk, or use --hidden-states cpu."
             ) from error
-        self._end = max(self._end, offset + copy.nbytes)
 
     def off_device(self) -> "HiddenStates":
         """The same tensors in memory or on disk, if they lie on a device."""
@@ -498,8 +555,9 @@ class HiddenStates:
             return self
         size = sum(tensor.nbytes for tensor in self._tensors.values())
         others = HiddenStates(choose_place("auto", size, torch.device("cpu")))
-        for number in list(self._tensors):
-            others.put(number, self._tensors.pop(number))
+        for key in list(self._tensors):
+            others._put(key, self._tensors.pop(key))
+        others._places = self._places
         return others
 
     def close(self) -> None:
@@ -534,25 +592,48 @@ class _Enough(Exception):
 
 
 @dataclass(frozen=True)
+class _Mark:
+    """Stands for what a block returns beside the hidden states.
+
+    Attributes:
+        block: its index.
+        place: in its output.
+    """
+
+    block: int
+    place: int
+
+
+@dataclass(frozen=True)
 class Call:
     """The arguments of one call of a block, without the hidden states.
 
     Attributes:
         keyword: the name by which the hidden states are passed; None: they are the first positional
             argument.
-        args, kwargs: the other arguments.
+        args, kwargs: the other arguments, with marks for what another block handed on.
     """
 
     keyword: str | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def on(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Call a block with these arguments."""
+    def marks(self) -> list[_Mark]:
+        """The marks among the arguments."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, _Mark)]
+
+    def on(self, block: nn.Module, hidden: Tensor, handed: Handed) -> Any:
+        """Call a block with these arguments, and what the block before handed on."""
+
+        def filled(value: Any) -> Any:
+            return handed.get(value.place) if isinstance(value, _Mark) else value
+
+        args = [filled(value) for value in self.args]
+        kwargs = {name: filled(value) for name, value in self.kwargs.items()}
         with fast_attention(hidden.device, hidden.dtype):
             if self.keyword is None:
-                return block(hidden, *self.args, **self.kwargs)
-            return block(*self.args, **self.kwargs, **{self.keyword: hidden})
+                return block(hidden, *args, **kwargs)
+            return block(*args, **kwargs, **{self.keyword: hidden})
 
     def isolated(self) -> "Call":
         """The same call with copies of the containers in which a block may keep state, for a
@@ -580,7 +661,8 @@ def _stand_ins(
 
     def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden = passed(index, *_split(args, kwargs))
-        return (hidden, *[None] * (outputs - 1)) if outputs else hidden
+        marks = [_Mark(index, place) for place in range(1, outputs)]
+        return (hidden, *marks) if outputs else hidden
 
     before = [vars(block).get("forward") for block in blocks]
     try:

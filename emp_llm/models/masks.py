@@ -73,6 +73,9 @@ class Masks(Mapping[str, Tensor]):
         kept = np.unpackbits(bits, count=int(np.prod(shape)), bitorder="little").view(np.bool_)
         return torch.from_numpy(kept.reshape(shape))
 
+    def __contains__(self, name: object) -> bool:  # Mapping's would unpack the mask
+        return name in self._bits
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._bits)
 
@@ -167,7 +170,7 @@ class Masks(Mapping[str, Tensor]):
         """
         bits = self._bits_of(name, weight)
         weight = own_values(weight)
-        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+        places = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
         return (bits[:, None] & places).eq(0).view(-1)[: weight.numel()].view(weight.shape)
 
     def _bits_of(self, name: str, weight: Tensor) -> Tensor:

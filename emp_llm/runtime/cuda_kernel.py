@@ -13,7 +13,6 @@ it has run. The constants were chosen from compiled code (instructions for each 
 not from timings.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from emp_llm.common.machine import launching_on
 from emp_llm.runtime.packed_rows import PackedRows
 
 WORD = tl.constexpr(64)
@@ -172,7 +172,7 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
     y = torch.empty(launch.splits, tokens, rows, dtype=dtype, device=x.device)
     # The interpreter multiplies no bfloat16 matrices.
     widen = x.dtype != matrix.values.dtype or not x.is_cuda
-    with _launching_on(x.device):
+    with launching_on(x.device):
         products_kernel[(-(-rows // launch.rows), launch.splits)](
             *matrix[:4],
             x,
@@ -204,7 +204,7 @@ def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -
     if dense.numel() == 0 or matrix.values.shape[0] == 0:
         return dense.zero_()
     grid = (-(-(last - first) // _EXPANDED_ROWS), -(-columns // (2 * _EXPANDED_PAIRS)))
-    with _launching_on(device):
+    with launching_on(device):
         expand_kernel[grid](
             *matrix[:4],
             dense,
@@ -217,15 +217,6 @@ def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -
             num_warps=4,
         )
     return dense
-
-
-def _launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which Triton launches on a GPU. torch.compile makes its own, and on other
-    devices none is needed.
-    """
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 @triton.jit

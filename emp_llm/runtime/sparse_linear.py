@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from emp_llm.common.machine import runs_triton
 from emp_llm.runtime.packed_rows import PackedRows, torch_product
 
 if TYPE_CHECKING:
@@ -113,20 +114,11 @@ def products_of(rows: PackedRows) -> Callable[..., Tensor]:
         from emp_llm.runtime.cpu_kernel import CpuProducts
 
         return CpuProducts(rows, instructions)
-    if _runs_triton(rows.values.device):
+    if runs_triton(rows.values.device):
         from emp_llm.runtime.cuda_kernel import CudaProducts
 
         return CudaProducts(rows)
     return partial(torch_product, rows)
-
-
-def _runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0
-    or higher.
-    """
-    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -108,9 +108,8 @@ def taylor_sums(
         ) as entered:
             for step in walk.steps():
                 for number in numbers:
-                    entered.put(
-                        step.index * len(batches) + number,
-                        walk.hidden.get(number, walk.device).clone(),
+                    walk.hidden.copy(
+                        number, entered, step.index * len(batches) + number, walk.device
                     )
                 step.run()
             # From here on, the hidden states of the walk are their gradients.
@@ -123,10 +122,8 @@ def taylor_sums(
                 for index, _ in zip(reversed(range(len(blocks))), loaded, strict=True):
                     names = [name for name in read if name.startswith(f"{runner.path}.{index}.")]
                     for number in numbers:
-                        state = entered.get(
-                            index * len(batches) + number, execution_device(blocks[index])
-                        )
-                        walk.hidden.put(number, _backward(walk, index, number, state, names, sums))
+                        gradient = _backward(walk, index, number, entered, names, sums)
+                        walk.hidden.put(number, gradient)
                         bar.update(1 / len(batches))
     in_order = {name: sums[name] for name in read if name in sums}
     return finite_sums_of_ranks(in_order, "its gradients", "float32 or bfloat16")
@@ -148,7 +145,12 @@ def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
 
 
 def _backward(
-    walk: Walk, index: int, number: int, state: Tensor, names: list[str], sums: dict[str, Tensor]
+    walk: Walk,
+    index: int,
+    number: int,
+    entered: HiddenStates,
+    names: list[str],
+    sums: dict[str, Tensor],
 ) -> Tensor:
     """dL/dh for the hidden states h that enter a block, from that for those that leave it; adds
     to the sums of its layers.
@@ -166,8 +168,15 @@ def _backward(
 
         hooks.enter_context(runner.model.get_submodule(name).register_forward_pre_hook(note))
     with hooks, torch.enable_grad(), enough_memory(lambda: (where, device), walk.batches[number]):
-        state = state.detach().requires_grad_()
-        output = walk.call(number, index, block, state)
+        key = index * len(walk.batches) + number
+        state = entered.get(key, device).detach().requires_grad_()
+        handed = entered.handed(key, device)
+        if any(tensor.is_floating_point() for tensor in handed.values()):
+            raise UserError(
+                f"{runner.path}.{index}: a gradient passes through what the block before hands on "
+                "beside its hidden states; use another score than taylor."
+            )
+        output = walk.call(number, index, block, state, handed)
         upper = walk.hidden.get(number, device)
         entering, *gradients = torch.autograd.grad(
             output, [state, *seen.values()], upper, allow_unused=True

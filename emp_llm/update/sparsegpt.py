@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emp_llm.common.machine import float32_products
+from emp_llm.common.machine import float32_products, runs_triton
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
@@ -149,19 +149,27 @@ def _prune_block(
         w_j / U_jj of each removed weight when its column was reached, and 0 of a kept one; shape of
         the block.
     """
+    if runs_triton(weight.device):
+        from emp_llm.update.cuda_kernel import WIDEST, prune_columns
+
+        if weight.shape[1] <= WIDEST:
+            return prune_columns(weight, mask, factor, pattern)
     # a column of the block in one piece of memory
     columns = weight.t().contiguous()
     kept = mask.t().contiguous()
     errors = torch.empty_like(columns)
-    diagonal = factor.diagonal()
+    diagonal = factor.diagonal()[:, None]
+    # A weight that is kept is divided by infinity.
+    divisor = torch.where(kept, torch.inf, diagonal)
     for column in range(len(columns)):
         if pattern is not None and column % pattern[1] == 0:
             group = slice(column, column + pattern[1])
-            scores = (columns[group] / diagonal[group, None]).square().t().contiguous()
+            scores = (columns[group] / diagonal[group]).square().t().contiguous()
             kept[group] = pattern_mask(order_keys(scores), *pattern).t()
-        torch.div(columns[column] * ~kept[column], diagonal[column], out=errors[column])
+            divisor[group] = torch.where(kept[group], torch.inf, diagonal[group])
+        torch.div(columns[column], divisor[column], out=errors[column])
         columns[column:].addr_(factor[column, column:], errors[column], alpha=-1)
-        columns[column] *= kept[column]  # exactly zero where removed
+    columns *= kept  # exactly zero where removed
     weight.copy_(columns.t())
     mask.copy_(kept.t())
     return errors.t()

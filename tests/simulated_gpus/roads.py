@@ -23,6 +23,7 @@ import simulated_gpus
 import tiny
 import torch
 import transformers
+from conftest import DEMO
 
 import emp_llm.evaluation.harness  # these are imported once for all roads
 import emp_llm.healing.training
@@ -31,7 +32,6 @@ from emp_llm import prune_model, reapply_mask, recipe_of
 from emp_llm.cli import main
 from emp_llm.records.run_report import read_report
 
-MODEL = Path(__file__).parents[2] / "scripts" / "demo" / "model"
 TEXT = ("--calibration", "demo", "--samples", 4, "--seqlen", 64, "--batch-size", 2)
 
 
@@ -132,18 +132,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(place: Path) -> Path:
-    """The demo model after the main command with --device-map cpu."""
+def on_cpu(short_demo: Path, place: Path) -> Path:
+    """The model after the main command with --device-map cpu."""
     out = place / "cpu"
-    uses_no_gpu(command(place, "prune", MODEL, *TEXT, "--device-map", "cpu", "--output", out))
+    uses_no_gpu(command(place, "prune", short_demo, *TEXT, "--device-map", "cpu", "--output", out))
     return out
 
 
 @pytest.fixture(scope="module")
-def data_free(place: Path) -> Path:
-    """The demo model after a data-free prune."""
+def data_free(short_demo: Path, place: Path) -> Path:
+    """The model after a data-free prune."""
     out = place / "data-free"
-    uses_no_gpu(command(place, "prune", MODEL, "--method", "emp-magnitude", "--output", out))
+    uses_no_gpu(command(place, "prune", short_demo, "--method", "emp-magnitude", "--output", out))
     return out
 
 
@@ -155,20 +155,22 @@ def data_free(place: Path) -> Path:
     [("auto", (0, 1)), ("cuda:0", (0,)), ("cuda:1", (1,)), ("disk", (0,))],
 )
 def test_the_main_command(
-    on_cpu: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
+    on_cpu: Path, short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
 ) -> None:
     out = tmp_path / "out"
-    end = command(tmp_path, "prune", MODEL, *TEXT, "--device-map", device_map, "--output", out)
+    end = command(tmp_path, "prune", short_demo, *TEXT, "--device-map", device_map, "--output", out)
     uses_gpus(end, *gpus)
     assert share_of_equal_masks(out, on_cpu) > 0.999  # attention on the CPU rounds differently
     stages = read_report(out).stages
     assert bool(stages["calibrate"].peak_cuda_bytes) == bool(gpus)
 
 
-def test_a_data_free_prune_with_masks_by_a_gpu(data_free: Path, tmp_path: Path) -> None:
+def test_a_data_free_prune_with_masks_by_a_gpu(
+    data_free: Path, short_demo: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     how = ("--method", "emp-magnitude", "--mask-device", "cuda")
-    uses_gpus(command(tmp_path, "prune", MODEL, *how, "--output", out), 0)
+    uses_gpus(command(tmp_path, "prune", short_demo, *how, "--output", out), 0)
     assert oracle.shards(out) == oracle.shards(data_free)
 
 
@@ -185,12 +187,12 @@ def test_a_data_free_prune_with_masks_by_a_gpu(data_free: Path, tmp_path: Path) 
     ids=lambda how: " ".join(map(str, how)),
 )
 def test_a_refit_a_search_and_a_budget(
-    place: Path, tmp_path: Path, how: tuple[object, ...]
+    short_demo: Path, place: Path, tmp_path: Path, how: tuple[object, ...]
 ) -> None:
     out = tmp_path / "out"
-    end = command(tmp_path, "prune", MODEL, *how, *TEXT, "--output", out)
+    end = command(tmp_path, "prune", short_demo, *how, *TEXT, "--output", out)
     uses_gpus(end, 0, 1)
-    uses_no_gpu(command(tmp_path, "verify", out, "--source", MODEL))
+    uses_no_gpu(command(tmp_path, "verify", out, "--source", short_demo))
     fits = read_report(out).fits.values()
     assert all(fit.error_after <= fit.error_before for fit in fits)
     assert bool(fits) == ("--refit" in how or how[1] in ("emp-admm", "sparsegpt"))
@@ -220,14 +222,14 @@ def check_healed(out: Path, by: str) -> None:
 
 @pytest.mark.parametrize(("device_map", "gpus", "by"), HEALS)
 def test_heal(
-    on_cpu: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...], by: str
+    on_cpu: Path, short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...], by: str
 ) -> None:
     """On one device, and by blocks: read from disk, or on two GPUs and on disk."""
-    blocks = {f"model.layers.{number}": (0, 1, "disk")[number % 3] for number in range(6)}
+    blocks = {f"model.layers.{number}": (0, 1, "disk")[number % 3] for number in range(3)}
     others = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 0}
     (tmp_path / "blocks.json").write_text(json.dumps(blocks | others))
     out = tmp_path / "out"
-    how = ("--dense", MODEL, "--heal-steps", 2, "--device-map", device_map, "--output", out)
+    how = ("--dense", short_demo, "--heal-steps", 2, "--device-map", device_map, "--output", out)
     text = ("--calibration", "demo", "--samples", 12, "--seqlen", 64)
     end = command(tmp_path, "heal", on_cpu, *how, *text)
     (uses_gpus if gpus else uses_no_gpu)(end, *gpus)
@@ -235,11 +237,13 @@ def test_heal(
 
 
 @pytest.mark.parametrize(("device_map", "gpus"), [("auto", (0, 1)), ("cuda:1", (1,))])
-def test_prune_and_heal(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
+def test_prune_and_heal(
+    short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
+) -> None:
     out = tmp_path / "out"
     text = ("--calibration", "demo", "--samples", 12, "--seqlen", 64)
     how = ("--heal", "--heal-steps", 2, "--device-map", device_map, "--output", out)
-    uses_gpus(command(tmp_path, "prune", MODEL, *how, *text), *gpus)
+    uses_gpus(command(tmp_path, "prune", short_demo, *how, *text), *gpus)
     check_healed(out, "model")
 
 
@@ -247,23 +251,25 @@ def test_prune_and_heal(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize(("device_map", "gpus"), [("auto", (0, 1)), ("cpu", ())])
-def test_calibrate_rotate_and_sweep(tmp_path: Path, device_map: str, gpus: tuple[int, ...]) -> None:
+def test_calibrate_rotate_and_sweep(
+    short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...]
+) -> None:
     check = uses_gpus if gpus else uses_no_gpu
     where = ("--device-map", device_map, *TEXT)
     norms = tmp_path / "norms.safetensors"
-    check(command(tmp_path, "calibrate", MODEL, *where, "--output", norms), *gpus)
-    assert len(oracle.load_norms(norms)) == 42
+    check(command(tmp_path, "calibrate", short_demo, *where, "--output", norms), *gpus)
+    assert len(oracle.load_norms(norms)) == 21
     out = tmp_path / "rotated"
-    check(command(tmp_path, "rotate", MODEL, *where, "--steps", 2, "--output", out), *gpus)
+    check(command(tmp_path, "rotate", short_demo, *where, "--steps", 2, "--output", out), *gpus)
     measures = tmp_path / "measures.json"
-    check(command(tmp_path, "measure", MODEL, *where, "--output", measures), *gpus)
+    check(command(tmp_path, "measure", short_demo, *where, "--output", measures), *gpus)
     sweep = tmp_path / "sweep"
     how = ("--methods", "emp-wanda", "--betas", 1, "--suite", tmp_path / "suite.toml")
     (tmp_path / "text.txt").write_text("The lamp on the quiet street is lit. " * 40)
     (tmp_path / "suite.toml").write_text(
         '[perplexity]\nfile = "text.txt"\njoin = ""\nseqlen = 64\n'
     )
-    check(command(tmp_path, "sweep", MODEL, *where, *how, "--output", sweep), *gpus)
+    check(command(tmp_path, "sweep", short_demo, *where, *how, "--output", sweep), *gpus)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +281,13 @@ def test_calibrate_rotate_and_sweep(tmp_path: Path, device_map: str, gpus: tuple
         ("cpu", (), "cpu"),
     ],
 )
-def test_evaluate(tmp_path: Path, device_map: str, gpus: tuple[int, ...], name: str) -> None:
+def test_evaluate(
+    short_demo: Path, tmp_path: Path, device_map: str, gpus: tuple[int, ...], name: str
+) -> None:
     """The results name the device on which the model ran."""
     out = tmp_path / "results.json"
     how = ("--suite", "demo", "--limit", 2, "--device-map", device_map, "--output", out)
-    end = command(tmp_path, "evaluate", MODEL, *how)
+    end = command(tmp_path, "evaluate", short_demo, *how)
     (uses_gpus if gpus else uses_no_gpu)(end, *gpus)
     results = json.loads(out.read_text())
     assert results["made_by"]["device"] == name
@@ -296,19 +304,19 @@ def test_generate(on_cpu: Path, tmp_path: Path, device: str, gpus: tuple[int, ..
 # ---- commands that compute on the CPU
 
 
-def test_commands_that_run_no_model(data_free: Path, tmp_path: Path) -> None:
+def test_commands_that_run_no_model(data_free: Path, short_demo: Path, tmp_path: Path) -> None:
     run = partial(command, tmp_path)
     for words in (
-        ("verify", data_free, "--source", MODEL),
+        ("verify", data_free, "--source", short_demo),
         ("pack", data_free, "packed"),
         ("unpack", "packed", "unpacked"),
         ("pack", data_free, "mask", "--mask-only"),
-        ("unpack", "mask", "unmasked", "--base", MODEL),
+        ("unpack", "mask", "unmasked", "--base", short_demo),
         ("export", data_free, "--output", "model.gguf"),
-        ("measure", MODEL, "--criteria", "magnitude", "--output", "measure.json"),
+        ("measure", short_demo, "--criteria", "magnitude", "--output", "measure.json"),
         ("generate", "packed", "--device", "cpu", "--prompt", "One day", "--max-new-tokens", 2),
         ("report", data_free, "--output", "page"),
-        ("plan", "--models", MODEL, "--methods", "emp-magnitude", "--output", "study"),
+        ("plan", "--models", short_demo, "--methods", "emp-magnitude", "--output", "study"),
         ("status", "study"),
     ):
         uses_no_gpu(run(*words))
@@ -328,14 +336,14 @@ def test_env_names_the_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 @pytest.mark.parametrize("method", ["emp-magnitude", "emp-wanda", "sparsegpt"])
-def test_prune_model(tmp_path: Path, device: str, method: str) -> None:
+def test_prune_model(short_demo: Path, tmp_path: Path, device: str, method: str) -> None:
     """On the device of the model; a program that measures its own peaks still finds them."""
     ids = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(0))
     data = None if method == "emp-magnitude" else ids
     earlier = 64 << 20
 
     def work() -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(MODEL).to(device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(short_demo).to(device)
         torch.empty(earlier, dtype=torch.uint8, device=device)
         masks = prune_model(model, recipe_of(method), data).masks
         assert all(weight.device == torch.device(device) for weight in model.parameters())
@@ -357,18 +365,26 @@ def test_prune_model(tmp_path: Path, device: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_map", "message"),
+    ("name", "device_map", "message"),
     [
-        ("cuda:7", "--device-map cuda:7: torch sees 2 GPUs here."),
-        ('{"": 7}', "--device-map cuda:7: torch sees 2 GPUs here."),
-        ('{"model": 0, "lm_head": "cuda:2"}', "--device-map cuda:2: torch sees 2 GPUs here."),
+        *(
+            (name, "cuda:7", "--device-map cuda:7: torch sees 2 GPUs here.")
+            for name in ("prune", "calibrate", "evaluate", "rotate", "sweep", "measure")
+        ),
+        ("prune", '{"": 7}', "--device-map cuda:7: torch sees 2 GPUs here."),
+        (
+            "calibrate",
+            '{"model": 0, "lm_head": "cuda:2"}',
+            "--device-map cuda:2: torch sees 2 GPUs here.",
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["prune", "calibrate", "evaluate", "rotate", "sweep", "measure"])
-def test_a_gpu_that_is_not_there(tmp_path: Path, name: str, device_map: str, message: str) -> None:
+def test_a_gpu_that_is_not_there(
+    short_demo: Path, tmp_path: Path, name: str, device_map: str, message: str
+) -> None:
     """It is refused before a text is looked for."""
     how = ("--device-map", device_map, "--output", tmp_path / "out")
-    end = command(tmp_path, name, MODEL, *how, code=2)
+    end = command(tmp_path, name, short_demo, *how, code=2)
     assert message in end.err
     uses_no_gpu(end)
     assert not (tmp_path / "out").exists()
@@ -384,25 +400,27 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, name: str, device_map: str, mes
     ],
 )
 def test_a_map_that_does_not_fit_the_model(
-    tmp_path: Path, device_map: dict[str, int], message: str
+    short_demo: Path, tmp_path: Path, device_map: dict[str, int], message: str
 ) -> None:
     how = ("--device-map", json.dumps(device_map), "--output", tmp_path / "out")
-    end = command(tmp_path, "prune", MODEL, *TEXT, *how, code=2)
+    end = command(tmp_path, "prune", short_demo, *TEXT, *how, code=2)
     assert f"--device-map: {message}" in end.err
     uses_no_gpu(end)
 
 
-def test_generate_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    end = command(tmp_path, "generate", MODEL, "--prompt", "One day", "--device", "cuda:7", code=2)
+def test_generate_on_a_gpu_that_is_not_there(short_demo: Path, tmp_path: Path) -> None:
+    end = command(
+        tmp_path, "generate", short_demo, "--prompt", "One day", "--device", "cuda:7", code=2
+    )
     assert "cuda:7: torch sees 2 GPUs" in end.err
     uses_no_gpu(end)
 
 
 @pytest.mark.parametrize("shown", ["", "-1"])
-def test_no_gpu_is_visible(on_cpu: Path, tmp_path: Path, shown: str) -> None:
+def test_no_gpu_is_visible(on_cpu: Path, short_demo: Path, tmp_path: Path, shown: str) -> None:
     """The main command runs on the CPU, and one that names a GPU says that there is none."""
     out = tmp_path / "out"
-    words = ("prune", MODEL, *TEXT, "--output", out)
+    words = ("prune", short_demo, *TEXT, "--output", out)
     hide = {"CUDA_VISIBLE_DEVICES": shown}
     for option in ("--device-map", "--mask-device"):
         given = "cuda:0" if option == "--device-map" else "cuda"
@@ -418,7 +436,7 @@ def test_a_gpu_with_too_little_memory_for_the_weights(tmp_path: Path) -> None:
     """The message names what to change; "auto" uses the CPU beside the GPU."""
     out = tmp_path / "out"
     text = ("--calibration", "demo", "--samples", 4, "--seqlen", 32, "--batch-size", 1)
-    words = ("prune", MODEL, *text, "--output", out)
+    words = ("prune", DEMO, *text, "--output", out)
     small = {"SIMULATED_GPU_BYTES": str(5 << 20)}
     end = command(tmp_path, *words, "--device-map", "cuda:0", code=2, **small)
     assert "out of memory while loading it with --device-map cuda:0" in end.err
@@ -426,9 +444,9 @@ def test_a_gpu_with_too_little_memory_for_the_weights(tmp_path: Path) -> None:
     assert max(command(tmp_path, *words, **small).peak) < 5 << 20
 
 
-def test_a_gpu_with_too_little_memory_for_the_text(tmp_path: Path) -> None:
+def test_a_gpu_with_too_little_memory_for_the_text(short_demo: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("prune", MODEL, "--calibration", "demo", "--samples", 64, "--seqlen", 512)
+    words = ("prune", short_demo, "--calibration", "demo", "--samples", 64, "--seqlen", 512)
     how = ("--batch-size", 64, "--device-map", "cuda:0", "--output", out)
     end = command(tmp_path, *words, *how, code=2, SIMULATED_GPU_BYTES=str(24 << 20))
     assert "out of memory on cuda:0 with 64 sequences of 512 tokens at a time" in end.err

@@ -1,0 +1,73 @@
+"""The Triton kernels of searches, on a GPU if present, else in Triton's interpreter."""
+
+import pytest
+import torch
+from test_solvers import inputs_of, layer, moments, slow_sparsegpt
+
+from emp_llm.update import sparsegpt as module
+from emp_llm.update.sparsegpt import sparsegpt
+
+pytest.importorskip("triton")
+# Without a GPU, conftest sets TRITON_INTERPRET before these imports.
+update = pytest.importorskip("emp_llm.update.cuda_kernel")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("count", "pattern", "block"),
+    [
+        (288, None, 16),
+        (363, None, 128),  # a block wider than the matrix
+        (0, None, 40),  # none of its columns, and a last block of 8
+        (None, (2, 4), 16),
+        (None, (5, 8), 128),
+        (None, (3, 6), 16),
+        (None, (8, 24), 16),
+        (None, (1, 3), 128),
+    ],
+)
+def test_sparsegpt_agrees_with_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int | None,
+    pattern: tuple[int, int] | None,
+    block: int,
+) -> None:
+    x = inputs_of("correlated", 48)
+    x[:, 11] = 0
+    weight = layer(12, 48)[0]
+    monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    launched = []
+    launch = update.prune_columns
+    monkeypatch.setattr(
+        update, "prune_columns", lambda *given: launched.append(given) or launch(*given)
+    )
+    found = sparsegpt(
+        weight.to(DEVICE), moments(x).to(DEVICE), count=count, pattern=pattern, block=block
+    )
+    expected, mask = slow_sparsegpt(weight, moments(x), count, pattern, block, 0.01)
+    width = block if pattern is None else max(block // pattern[1], 1) * pattern[1]
+    assert len(launched) == -(-48 // width)
+    assert torch.equal(found.mask.cpu(), mask)
+    torch.testing.assert_close(found.weight.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+    assert not bool(found.weight[~found.mask].any())
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4), (7, 11)], ids=str)
+def test_a_block_with_equal_scores_and_many_rows(pattern: tuple[int, int] | None) -> None:
+    """The kernel gives what the loop gives, also in a slice of a matrix."""
+    generator = torch.Generator().manual_seed(0)
+    columns = 44
+    weight = torch.randint(-3, 4, (70, 90), generator=generator).float()
+    mask = torch.rand(70, 90, generator=generator) < 0.5
+    factor = torch.eye(columns) + 0.02 * torch.randn(columns, columns, generator=generator)
+    factor = factor.triu_()
+    factor.diagonal().fill_(1.0)
+    here = slice(30, 30 + columns)
+    results = []
+    for prune in (module._prune_block, update.prune_columns):
+        device = DEVICE if prune is update.prune_columns else "cpu"
+        values, kept = weight.to(device, copy=True), mask.to(device, copy=True)
+        errors = prune(values[:, here], kept[:, here], factor.to(device), pattern)
+        results.append([each.cpu() for each in (values, kept, errors)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
