@@ -19,7 +19,7 @@ from emp_llm.records.run_report import RunReport
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.evaluation.prune_run import Judged, PruneRun
+    from emp_llm.evaluation.prune_run import LossSearch, PruneRun
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.pruning.masks import Pruner
@@ -75,11 +75,11 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
     _, scores = _choose_weights(planned)
     if options.loss is not None:
         return planned.plan()
-    return with_curve(planned.plan(), scores, options.propagate, planned.source.hollow)
+    return with_curve(planned.plan(), scores, options.propagate, planned.source.headers_only)
 
 
 def _pruned(
-    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "Judged | None" = None
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "LossSearch | None" = None
 ) -> RunReport:
     """Prune by options that are checked.
 

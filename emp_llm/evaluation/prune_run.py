@@ -65,7 +65,7 @@ _LEAST = 6  # held-out sequences, to decide and to judge
 
 
 @dataclass(frozen=True)
-class Judged:
+class LossSearch:
     """What a run that keeps to a budget needs beside its options.
 
     Attributes:
@@ -102,7 +102,7 @@ class PruneRun:
     source: LocalModel
     path: Path
     norms: "Activations | None"
-    judged: Judged | None
+    judged: LossSearch | None
     suite: "Suite | None"
     models: OneModel
     stopwatch: Stopwatch
@@ -117,7 +117,7 @@ class PruneRun:
         recipe: Recipe,
         options: PruneOptions,
         given: GivenOptions,
-        judged: Judged | None = None,
+        judged: LossSearch | None = None,
     ) -> "PruneRun":
         """The run that checked options ask for.
 

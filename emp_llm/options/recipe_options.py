@@ -23,8 +23,7 @@ from emp_llm.options.recipe import (
     Magnitude,
     Match,
     MatchBy,
-    OfNorms,
-    OfUnits,
+    NormScore,
     Owl,
     Own,
     Pattern,
@@ -35,6 +34,7 @@ from emp_llm.options.recipe import (
     StructureRecipe,
     Targets,
     Tower,
+    UnitScore,
     parse_pattern,
 )
 from emp_llm.selection.rule import Group
@@ -323,8 +323,8 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return Own(self.criterion, norms, self.score_map, named, self.criterion_source)
         score = _score_class(self.name)
         if score is None:
-            return OfUnits(self.name)
-        return score(norms) if issubclass(score, OfNorms) else score()
+            return UnitScore(self.name)
+        return score(norms) if issubclass(score, NormScore) else score()
 
     def _counts(self) -> Counts:
         if self.adaptive:
