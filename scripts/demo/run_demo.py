@@ -9,6 +9,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def what_next(model: str, calibration: str, folder: str) -> list[str]:
 
 def run(line: str, log: Path) -> float:
     """Run a command of emp-llm and return its seconds; exit if it fails."""
-    print(f"$ {line}", flush=True)
+    shown = textwrap.wrap(line, 94, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n      ".join(shown), flush=True)
     _, name, *arguments = shlex.split(line)
     start = time.perf_counter()
     with log.open("a", encoding="utf-8") as file:
@@ -132,7 +134,10 @@ def notes(folder: Path) -> str:
         "seconds: of emp-llm prune, with loading, calibration and a check on held-out text",
     ]
     if read_report(folder / "emp-wanda").warnings:
-        parts.append(f"the paper's count starves some rows; the warning is in {REPORT_NAME}")
+        report = folder / "emp-wanda" / REPORT_NAME
+        parts.append(
+            f"The paper's count leaves some rows next to nothing; {report} has the warning"
+        )
     return "\n".join(parts)
 
 
