@@ -6,6 +6,7 @@ Each command is shown as a user would type it. The models, results and messages 
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -78,8 +79,9 @@ def what_next(model: str, calibration: str, folder: str) -> list[str]:
 
 def run(line: str, log: Path) -> float:
     """Run a command of emp-llm and return its seconds; exit if it fails."""
-    shown = textwrap.wrap(line, 94, break_long_words=False, break_on_hyphens=False)
-    print("$ " + " \\\n      ".join(shown), flush=True)
+    bound = re.sub(r"(--[a-z-]+) (?!--)", "\\1\0", line)  # a flag and its value on one line
+    shown = textwrap.wrap(bound, 94, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n      ".join(shown).replace("\0", " "), flush=True)
     _, name, *arguments = shlex.split(line)
     start = time.perf_counter()
     with log.open("a", encoding="utf-8") as file:
@@ -135,9 +137,7 @@ def notes(folder: Path) -> str:
     ]
     if read_report(folder / "emp-wanda").warnings:
         report = folder / "emp-wanda" / REPORT_NAME
-        parts.append(
-            f"The paper's count leaves some rows next to nothing; {report} has the warning"
-        )
+        parts.append(f"the paper's count leaves some rows next to nothing: see {report}")
     return "\n".join(parts)
 
 
