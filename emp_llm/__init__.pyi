@@ -164,12 +164,12 @@ def calibrate(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
         dtype: Dtype of forward passes.
@@ -297,7 +297,7 @@ def export(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Exported:
-    """Write a checkpoint as one GGUF file, which llama.cpp and programs made of it run.
+    """Write a checkpoint as one GGUF file, for llama.cpp and programs built on it.
 
     The file holds the weights, tokenizer, chat template and the report of the pruning. A model with
     fewer heads, neurons, experts or layers is smaller and faster there; zeros are stored as other
@@ -337,7 +337,7 @@ def generate(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Generation:
-    """Continue a text with a pruned model, and tell how fast and in how much memory.
+    """Continue a text with a pruned model, and show the speed and the memory.
 
     The pruned layers compute from a bitmask and the weights that are not zero. The model is a
     pruned checkpoint, or a folder of emp-llm pack, whose files are mapped into memory.
@@ -472,7 +472,7 @@ def measure(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
@@ -488,8 +488,8 @@ def measure(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -562,7 +562,7 @@ def plan(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> PlanSummary:
-    """Plan a study of models x methods as a file: one job a line, with its command and the jobs
+    """Plan a study of models and methods as a file: one job per line, with its command and the jobs
     that come first.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
@@ -672,8 +672,8 @@ def prune(
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the
-    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
-    masks are applied to the original weights.
+    evaluation, and the first writes the checkpoint. --load-in-8bit and --load-in-4bit quantise the
+    calibration pass alone; the original weights are pruned.
 
     Returns the report that is also written as emp_report.json, with the result of a push as `push`;
     for a dry run, the plan and its need of memory and disk.
@@ -698,7 +698,7 @@ def prune(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+        shares: Sparsity of each block: uniform; owl: lower where more scores are outliers; cost:
             lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
@@ -715,7 +715,7 @@ def prune(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
@@ -737,8 +737,8 @@ def prune(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -925,13 +925,13 @@ def rotate(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Rotated:
-    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so
+    """Rotate the basis of a dense model: it computes the same, but fewer weights matter, so that
     pruning costs less.
 
     The weights of the RMSNorms are folded into the layers that read them. Then the residual stream
-    and the values of each head are turned, so that N_eff of the scores is least. The result is an
-    ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a beta of 1
-    removes more than it can lose.
+    and the values of each head are rotated to the basis with the smallest N_eff of the scores. The
+    result is an ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a
+    beta of 1 removes too much.
 
     Needs the model in memory in float32. Refused where the function would change: other norms than
     RMSNorm, norms behind a layer, towers for images.
@@ -967,9 +967,9 @@ def run(
 ) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
-    Jobs that are done are left out. Killed and started again, the same command resumes where it
-    stopped; so it does after a job failed. The outputs, states and logs are those of a study on a
-    cluster. With --only, a scheduler's task runs one job.
+    Jobs that are done are left out. The same command resumes a study that was killed, or in which
+    a job failed. The outputs, states and logs are those of a study on a cluster. With --only, a
+    scheduler's task runs one job.
 
     Returns the ids of the jobs that are done, and the states of those that failed.
 
@@ -1015,9 +1015,9 @@ def submit(
     """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
     their dependencies.
 
-    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again,
-    and resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
-    never a job twice.
+    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again;
+    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed,
+    and never a job twice.
 
     Returns the arrays and their numbers.
 
@@ -1102,7 +1102,7 @@ def sweep(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         group: Weights that compete with each other: of a row, a matrix, or all targets.
@@ -1112,7 +1112,7 @@ def sweep(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform; owl: lower where more scores are outliers; cost:
+        shares: Sparsity of each block: uniform; owl: lower where more scores are outliers; cost:
             lower where a block costs more alone, on held-out text; default: uniform.
         owl_lambda: Largest distance of a block's sparsity from --sparsity; default: 0.08.
         owl_m: Scores above this multiple of their block's mean are outliers; default: 5.
@@ -1129,8 +1129,8 @@ def sweep(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.

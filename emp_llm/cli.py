@@ -124,7 +124,10 @@ EXAMPLES = {
     "rotate": (f"rotate {_DEMO} --output rotated", f"rotate {_DEMO} --pattern 2:4"),
     "run": ("run study", "run study --workers 2"),
     "status": ("status study", "status study --lines 20"),
-    "submit": ("submit study --dry-run", "submit study --site site.toml"),
+    "submit": (
+        "submit study --site scripts/slurm/gpu-modules.toml --dry-run",
+        "submit study --site site.toml",
+    ),
     "sweep": (
         f"sweep {_DEMO} --suite demo --betas 0.75,1,1.25 --output betas",
         f"sweep {_DEMO} --suite demo --methods wanda --sparsities 0.3,0.5 --output points",

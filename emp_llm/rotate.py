@@ -47,13 +47,13 @@ def rotate(
     output: Annotated[Path | None, Opt("Folder to write; default: MODEL-rotated.")] = None,
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False,
 ) -> Rotated:
-    """Turn the basis of a dense model: it computes the same, and its weights matter less evenly, so
+    """Rotate the basis of a dense model: it computes the same, but fewer weights matter, so that
     pruning costs less.
 
     The weights of the RMSNorms are folded into the layers that read them. Then the residual stream
-    and the values of each head are turned, so that N_eff of the scores is least. The result is an
-    ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a beta of 1
-    removes more than it can lose.
+    and the values of each head are rotated to the basis with the smallest N_eff of the scores. The
+    result is an ordinary checkpoint of the same class. Prune it with --sparsity or --pattern; a
+    beta of 1 removes too much.
 
     Needs the model in memory in float32. Refused where the function would change: other norms than
     RMSNorm, norms behind a layer, towers for images.

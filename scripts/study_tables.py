@@ -34,13 +34,13 @@ _DRAWN = {
     ("wanda", "equal"): "Wanda, refit",
     ("emp-admm", "equal"): "emp-admm, refit",
 }
-_FRONT = ("wiki-llama-5m", "all-linear")  # the model and the layers of README's picture
+_FRONT = ("wiki-llama-5m", "all-linear")  # the model and the layers of front.svg
 _ENOUGH = 3  # points of a column of which the best is marked
 
 
 def write_tables(folder: Path, results: list[Path]) -> None:
-    """Write `tables.md`, one figure for each model, and the picture of README, `front.svg`, into a
-    folder.
+    """Write `tables.md`, a figure of each model's MLP, and `front.svg`, of all linear layers,
+    into a folder.
 
     Args:
         folder: created if missing.
@@ -73,8 +73,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
         _draw(folder / f"{_slug(model)}.svg", title, points, "mlp", dense, _DRAWN, log=True)
         if model == _FRONT[0]:
             title = "A Llama of 5 M weights on WikiText-2, all its linear layers pruned"
-            lines = {("wanda", ""): "Wanda", ("emp-admm", "equal"): "emp-llm"}
-            _draw(folder / "front.svg", title, points, _FRONT[1], dense, lines, log=False)
+            _draw(folder / "front.svg", title, points, _FRONT[1], dense, _DRAWN, log=False)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

@@ -316,7 +316,7 @@ def test_a_prune_by_beta_warns(
         prune(model, output=tmp_path / str(number), **given | how)
         said.append(
             any(
-                "is rotated, and beta removes more" in record.getMessage()
+                "is rotated, where beta = 1 removes too much" in record.getMessage()
                 for record in caplog.records
             )
         )

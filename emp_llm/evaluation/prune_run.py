@@ -65,7 +65,7 @@ _LEAST = 6  # held-out sequences, to decide and to judge
 
 
 @dataclass(frozen=True)
-class Judged:
+class LossSearch:
     """What a run that keeps to a budget needs beside its options.
 
     Attributes:
@@ -102,7 +102,7 @@ class PruneRun:
     source: LocalModel
     path: Path
     norms: "Activations | None"
-    judged: Judged | None
+    judged: LossSearch | None
     suite: "Suite | None"
     models: OneModel
     stopwatch: Stopwatch
@@ -117,7 +117,7 @@ class PruneRun:
         recipe: Recipe,
         options: PruneOptions,
         given: GivenOptions,
-        judged: Judged | None = None,
+        judged: LossSearch | None = None,
     ) -> "PruneRun":
         """The run that checked options ask for.
 
@@ -300,6 +300,11 @@ class PruneRun:
         resumes = self.calibrates and options.resumable_calibration and by_blocks
         fits = update is not None and not units
         notes = self_notes(options.text_name) if self.reads_text else []
+        if options.loss is not None:
+            notes.append(
+                f"how many go: found by the run, which measures the loss of held-out text at some "
+                f"sparsities (--loss {options.loss})"
+            )
         if heal is not None:
             corpora = self._corpora()
             length = max(corpus.seqlen or 0 for corpus in corpora)
@@ -333,7 +338,7 @@ class PruneRun:
         return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
     def check(self) -> None:
-        """Read what the run needs, so that what is wrong with it is said before a model runs.
+        """Fail early: read the text and the suite before loading a model.
 
         Raises:
             UserError: the output may not be written, or holds other work; or the text or the data

@@ -37,7 +37,7 @@ _SMALL = 1 << 24
 
 
 @dataclass(frozen=True)
-class Counts:
+class KeptCounts:
     """How many weights stay in each group.
 
     Attributes:
@@ -108,7 +108,7 @@ class Pruner:
     def __init__(
         self,
         scores: Scores,
-        counts: Counts,
+        counts: KeptCounts,
         device: str = "cpu",
         chunk_weights: int = CHUNK_WEIGHTS,
         reference: bool = False,

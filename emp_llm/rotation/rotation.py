@@ -126,8 +126,8 @@ def rotate_model(
     batch_size: int = 4,
     seed: int = 0,
 ) -> RotationRecord:
-    """Turn the basis of a dense model in memory, in place. It computes the same and loses less when
-    it is pruned. A process of several turns its model alone, as for `prune_model`.
+    """Rotate the basis of a dense model in memory, in place. It computes the same and loses less
+    when it is pruned. Each of several processes rotates its model alone, as for `prune_model`.
 
     Args:
         model: a decoder of transformers with an RMSNorm in front of each attention, MLP and head,
