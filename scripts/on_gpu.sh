@@ -171,7 +171,7 @@ shards() {
     echo "refit|tests/test_cuda.py|refit or searches or healing or rotation"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|products or any_mask"
-    echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask and not compiles"
+    echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask"
     echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model"
 }
 
@@ -242,7 +242,10 @@ if [ -n "${WITNESS:-}" ]; then
     exit $failed
 fi
 [ -n "$DRY_RUN" ] || table
-if [ "$DEVICE" = cuda ]; then
+if [ "$DEVICE" = cuda ] && [ -n "$DRY_RUN" ]; then
+    roads 180
+    tests 190
+elif [ "$DEVICE" = cuda ]; then
     (tests 190; exit $failed) &
     roads 180
     wait $! || failed=1
