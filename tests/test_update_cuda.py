@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from kernel_cases import DTYPES, weights
 from test_solvers import inputs_of, layer, moments, slow_sparsegpt
 
+from emp_llm.selection.reference import keep_mask, order_keys, row_cuts
 from emp_llm.update import sparsegpt as module
 from emp_llm.update.sparsegpt import sparsegpt
 
 pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.
 update = pytest.importorskip("emp_llm.update.cuda_kernel")
+selection = pytest.importorskip("emp_llm.selection.cuda_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -71,3 +74,20 @@ def test_a_block_with_equal_scores_and_many_rows(pattern: tuple[int, int] | None
         results.append([each.cpu() for each in (values, kept, errors)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuts_of_rows_are_those_of_a_sort(dtype: torch.dtype) -> None:
+    """None, all or any number of the keys are kept."""
+    for number, kind in enumerate(("ties", "zeros", "subnormal", "huge")):
+        columns = (1500, 100, 2, 1)[number]
+        keys = order_keys(weights(kind, (4, columns), dtype, number))
+        counts = torch.randint(columns + 1, (2, 4), generator=torch.Generator().manual_seed(number))
+        counts[0, :2] = torch.tensor([0, columns])
+        found = selection.cuts_of_rows(keys.to(DEVICE), counts.to(DEVICE))
+        mask = selection.masks_of_rows(keys.to(DEVICE), counts[0].to(DEVICE))
+        assert torch.equal(mask.cpu(), keep_mask(keys, row_cuts(keys, counts[0])[0])), kind
+        for key, ties, cut in zip(*found, row_cuts(keys, *counts), strict=True):
+            assert key.dtype == cut.key.dtype
+            assert torch.equal(key.cpu(), cut.key[:, 0]), kind
+            assert torch.equal(ties.cpu(), cut.ties[:, 0]), kind

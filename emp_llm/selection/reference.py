@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import runs_triton
 from emp_llm.selection.rule import (
     LANES,
     RELATIVE_TOLERANCE,
@@ -312,9 +313,15 @@ def row_cuts(keys: Tensor, *counts: Tensor) -> list[Cut]:
             of columns.
 
     Returns:
-        One cut of `rows` groups for each of the counts. The rows are sorted once.
+        One cut of `rows` groups for each of the counts. The rows are sorted once; on a GPU, a
+        kernel finds the cuts of those that fit into its registers.
     """
     columns = keys.shape[1]
+    if _has_kernel(keys):
+        from emp_llm.selection.cuda_kernel import cuts_of_rows
+
+        found = cuts_of_rows(keys, torch.stack(counts))
+        return [Cut(key[:, None], ties[:, None]) for key, ties in zip(*found, strict=True)]
     ordered = _sorted(keys)
     cuts = []
     for count in counts:
@@ -332,8 +339,9 @@ def keep_mask(keys: Tensor, cut: Cut) -> Tensor:
     all.
     """
     tied = keys == cut.key
-    # Seldom are there more than may stay; to count them along the row takes ten times as long.
-    if not bool((tied.sum(1, keepdim=True) <= cut.ties).all()):
+    # Seldom are there more than may stay; to count them along the row takes ten times as long. On a
+    # GPU, waiting for an answer takes longer.
+    if keys.is_cuda or not bool((tied.sum(1, keepdim=True) <= cut.ties).all()):
         counter = torch.int32 if keys.shape[1] < 2**31 else torch.int64
         tied &= tied.cumsum(1, dtype=counter) <= cut.ties
     return tied.logical_or_(keys > cut.key)
@@ -351,8 +359,25 @@ def largest_mask(scores: Tensor, counts: Tensor) -> Tensor:
         column.
     """
     keys = order_keys(scores)
+    if _has_kernel(keys):
+        from emp_llm.selection.cuda_kernel import masks_of_rows
+
+        return masks_of_rows(keys, counts)
+    if keys.is_cuda:  # in a few launches
+        order = keys.argsort(dim=1, descending=True, stable=True)
+        places = torch.arange(keys.shape[1], device=keys.device)
+        return torch.empty_like(keys, dtype=torch.bool).scatter_(1, order, places < counts[:, None])
     (cut,) = row_cuts(keys, counts)
     return keep_mask(keys, cut)
+
+
+def _has_kernel(keys: Tensor) -> bool:
+    """Whether a kernel finds the cuts of these rows on their GPU."""
+    if not keys.numel() or keys.element_size() == 8 or not runs_triton(keys.device):
+        return False
+    from emp_llm.selection.cuda_kernel import LONGEST
+
+    return keys.shape[1] <= LONGEST
 
 
 def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
