@@ -163,14 +163,14 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
             break
         if 2 * left <= len(moving):  # a few rows take most of the steps
             solution[rows] = change
-            rows, mask, least, objective = (
-                values[moving] for values in (rows, mask, least, objective)
+            places = moving.nonzero()[:, 0]  # a GPU would look for them again for each tensor
+            rows, mask, least, objective, moving = (
+                values[places] for values in (rows, mask, least, objective, moving)
             )
             change, residual, direction, descent = (
-                values[moving] for values in (change, residual, direction, descent)
+                values[places] for values in (change, residual, direction, descent)
             )
             product = torch.empty_like(residual)
-            moving = moving[moving]
         add_product(direction, system, product.zero_()).mul_(mask)
         curvature = torch.linalg.vecdot(direction, product)
         length = torch.where(moving & (curvature > 0), descent / curvature, 0)
