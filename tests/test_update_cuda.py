@@ -6,6 +6,7 @@ from kernel_cases import DTYPES, weights
 from test_solvers import inputs_of, layer, moments, slow_sparsegpt
 
 from emp_llm.selection.reference import keep_mask, order_keys, row_cuts
+from emp_llm.update import least_squares
 from emp_llm.update import sparsegpt as module
 from emp_llm.update.sparsegpt import sparsegpt
 
@@ -91,3 +92,46 @@ def test_cuts_of_rows_are_those_of_a_sort(dtype: torch.dtype) -> None:
             assert key.dtype == cut.key.dtype
             assert torch.equal(key.cpu(), cut.key[:, 0]), kind
             assert torch.equal(ties.cpu(), cut.ties[:, 0]), kind
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: products of bfloat16 with sums in float32."""
+    if DEVICE == "cuda":
+        return
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+    monkeypatch.setattr(least_squares, "_multiplies_bfloat16", lambda device: True)
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize(("parts", "close"), [(3, 1e-6), (2, 3e-5)])
+def test_products_of_parts(parts: int, close: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(90, 90, generator=generator) for _ in range(2))
+    left[3] *= 1e20
+    factors = [least_squares._in_bfloat16(each.to(DEVICE), parts) for each in (left, right)]
+    assert [each.dtype for each in factors[0]] == [torch.bfloat16] * parts
+    start = torch.ones(90, 90)
+    found = least_squares._add_product_on_gpu(*factors, start.to(DEVICE, copy=True)).cpu()
+    exact = left.double() @ right.double() + 1
+    sizes = left.double().norm(dim=1)[:, None] * right.double().norm(dim=0)
+    assert float(((found - exact) / sizes).abs().max()) < close
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_moments_on_a_gpu(dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one side has float32, as the wanted outputs of a block have."""
+    monkeypatch.setattr(least_squares, "_GPU_TOKENS", 100)
+    monkeypatch.setattr(least_squares, "_GPU_PANEL", 30)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(230, 70, generator=generator).to(dtype).to(DEVICE)
+    y = torch.randn(230, 40, generator=generator).to(torch.float32 if wide else dtype).to(DEVICE)
+    add = least_squares._add_moments_on_gpu
+    gram = least_squares.symmetric(add(x, x, add(x, x, None))).cpu()
+    cross = add(y, x, None).cpu()
+    x, y = x.cpu().double(), y.cpu().double()
+    torch.testing.assert_close(gram.double() / 2, x.T @ x, rtol=0, atol=1e-4)
+    torch.testing.assert_close(cross.double(), y.T @ x, rtol=0, atol=1e-4)
