@@ -36,6 +36,7 @@ from emp_llm.selection.rule import (
 # Numbers converted to float64 at a time: they stay in a core's cache, and are too few for torch to
 # use several threads.
 _PIECE = 1 << 15
+_GPU_PIECE = 1 << 24  # as many for each launch
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = {1: torch.int8} | _KEY_DTYPES
 _RADIX_BITS = 16
@@ -63,7 +64,8 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
     width = min(LANES, 1 << max(columns - 1, 0).bit_length())
     terms = terms or (lambda s: s,)
     lanes = [torch.zeros(count, width, dtype=torch.float64, device=rows.device) for _ in terms]
-    step = max(_PIECE // max(count, 1) // LANES, 1) * LANES
+    piece_size = _GPU_PIECE if rows.is_cuda else _PIECE
+    step = max(piece_size // max(count, 1) // LANES, 1) * LANES
     for start in range(0, columns, step):
         piece = rows[:, start : start + step].double()
         for lane, term in zip(lanes, terms, strict=True):
