@@ -172,6 +172,7 @@ shards() {
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|products or any_mask"
     echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask and not compiles"
+    echo "kernels of updates|tests/test_update_cuda.py|sparsegpt or block or cuts or moments or products"
     echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model"
 }
 
