@@ -56,9 +56,15 @@ def test_sparsegpt_agrees_with_a_slow_one(
     assert not bool(found.weight[~found.mask].any())
 
 
-@pytest.mark.parametrize("pattern", [None, (2, 4), (7, 11)], ids=str)
-def test_a_block_with_equal_scores_and_many_rows(pattern: tuple[int, int] | None) -> None:
-    """The kernel gives what the loop gives, also in a slice of a matrix."""
+@pytest.mark.parametrize(
+    ("pattern", "transposed"), [(None, False), (None, True), ((2, 4), True), ((7, 11), False)]
+)
+def test_a_block_with_equal_scores_and_many_rows(
+    pattern: tuple[int, int] | None, transposed: bool
+) -> None:
+    """The kernel gives what the loop gives, in a slice of a matrix, whose rows may be the columns
+    of the stored one.
+    """
     generator = torch.Generator().manual_seed(0)
     columns = 44
     weight = torch.randint(-3, 4, (70, 90), generator=generator).float()
@@ -71,6 +77,8 @@ def test_a_block_with_equal_scores_and_many_rows(pattern: tuple[int, int] | None
     for prune in (module._prune_block, update.prune_columns):
         device = DEVICE if prune is update.prune_columns else "cpu"
         values, kept = weight.to(device, copy=True), mask.to(device, copy=True)
+        if transposed:
+            values, kept = values.T.contiguous().T, kept.T.contiguous().T
         errors = prune(values[:, here], kept[:, here], factor.to(device), pattern)
         results.append([each.cpu() for each in (values, kept, errors)])
     for one, other in zip(*results, strict=True):
