@@ -161,12 +161,12 @@ def calibrate(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
         dtype: Dtype of forward passes.
@@ -294,7 +294,7 @@ def export(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Exported:
-    """Write a checkpoint as one GGUF file, which llama.cpp and programs made of it run.
+    """Write a checkpoint as one GGUF file, for llama.cpp and programs built on it.
 
     The file holds the weights, tokenizer, chat template and the report of the pruning. A model with
     fewer heads, neurons, experts or layers is smaller and faster there; zeros are stored as other
@@ -334,7 +334,7 @@ def generate(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Generation:
-    """Continue a text with a pruned model, and tell how fast and in how much memory.
+    """Continue a text with a pruned model, and show the speed and the memory.
 
     The pruned layers compute from a bitmask and the weights that are not zero. The model is a
     pruned checkpoint, or a folder of emp-llm pack, whose files are mapped into memory.
@@ -469,7 +469,7 @@ def measure(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
@@ -485,8 +485,8 @@ def measure(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -559,7 +559,7 @@ def plan(
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> PlanSummary:
-    """Plan a study of models x methods as a file: one job a line, with its command and the jobs
+    """Plan a study of models and methods as a file: one job per line, with its command and the jobs
     that come first.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No
@@ -666,8 +666,8 @@ def prune(
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the
-    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
-    masks are applied to the original weights.
+    evaluation, and the first writes the checkpoint. --load-in-8bit and --load-in-4bit quantise the
+    calibration pass alone; the original weights are pruned.
 
     Returns the report that is also written as emp_report.json, with the result of a push as `push`;
     for a dry run, the plan and its need of memory and disk.
@@ -692,7 +692,7 @@ def prune(
         score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
         count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
             default: own.
-        shares: Sparsity of the blocks: uniform; cost: lower where a block costs more alone, on
+        shares: Sparsity of each block: uniform; cost: lower where a block costs more alone, on
             held-out text; default: uniform.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
         refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
@@ -707,7 +707,7 @@ def prune(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         structure: Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder
@@ -727,8 +727,8 @@ def prune(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -904,9 +904,9 @@ def run(
 ) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
-    Jobs that are done are left out. Killed and started again, the same command resumes where it
-    stopped; so it does after a job failed. The outputs, states and logs are those of a study on a
-    cluster. With --only, a scheduler's task runs one job.
+    Jobs that are done are left out. The same command resumes a study that was killed, or in which
+    a job failed. The outputs, states and logs are those of a study on a cluster. With --only, a
+    scheduler's task runs one job.
 
     Returns the ids of the jobs that are done, and the states of those that failed.
 
@@ -952,9 +952,9 @@ def submit(
     """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
     their dependencies.
 
-    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again,
-    and resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
-    never a job twice.
+    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again;
+    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed,
+    and never a job twice.
 
     Returns the arrays and their numbers.
 
@@ -1036,7 +1036,7 @@ def sweep(
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
-        blocks: Name of the list of decoder blocks; default: detected.
+        blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
         group: Weights that compete with each other: of a row, a matrix, or all targets.
@@ -1059,8 +1059,8 @@ def sweep(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save sums, and by blocks hidden states, to disk now and then, so that
-            an interrupted run can resume.
+        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
+            then, so that an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -1179,6 +1179,7 @@ def verify(
     blocks: str | None = ...,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
+    all_rows: bool = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> Findings:
@@ -1202,6 +1203,8 @@ def verify(
         blocks: Name of the list of decoder blocks; default: the run's.
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
+        all_rows: Decide the masks of all rows by the slow reference; default: of one row in
+            sixteen, and the others by the compiled kernel.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """

@@ -123,7 +123,10 @@ EXAMPLES = {
     "report": ("report pruned", "report betas measures.json --output report"),
     "run": ("run study", "run study --workers 2"),
     "status": ("status study", "status study --lines 20"),
-    "submit": ("submit study --dry-run", "submit study --site site.toml"),
+    "submit": (
+        "submit study --site scripts/slurm/gpu-modules.toml --dry-run",
+        "submit study --site site.toml",
+    ),
     "sweep": (
         f"sweep {_DEMO} --suite demo --betas 0.75,1,1.25 --output betas",
         f"sweep {_DEMO} --suite demo --methods wanda --sparsities 0.3,0.5 --output points",

@@ -50,7 +50,7 @@ def export(
     revision: Annotated[str | None, Opt("Branch, tag or commit of a model from the Hub.")] = None,
     overwrite: Annotated[bool, Opt("Replace an existing file at the output.")] = False,
 ) -> Exported:
-    """Write a checkpoint as one GGUF file, which llama.cpp and programs made of it run.
+    """Write a checkpoint as one GGUF file, for llama.cpp and programs built on it.
 
     The file holds the weights, tokenizer, chat template and the report of the pruning. A model with
     fewer heads, neurons, experts or layers is smaller and faster there; zeros are stored as other

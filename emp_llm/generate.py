@@ -149,7 +149,7 @@ class Generation:
 
 @command
 def generate(options: GenerateOptions) -> Generation:
-    """Continue a text with a pruned model, and tell how fast and in how much memory.
+    """Continue a text with a pruned model, and show the speed and the memory.
 
     The pruned layers compute from a bitmask and the weights that are not zero. The model is a
     pruned checkpoint, or a folder of emp-llm pack, whose files are mapped into memory.

@@ -73,7 +73,7 @@ def heal(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import check_healable
+    from emp_llm.healing.checks import check_healable, sequences_for
     from emp_llm.healing.memory import plan_healing
     from emp_llm.healing.training import heal_folder, healing_warnings
     from emp_llm.hub.local_model import find_model
@@ -110,16 +110,17 @@ def heal(
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
-    data = calibration_data(options, architecture, models)
+    how = recipe.tree.heal or Heal()
+    wanted = sequences_for(how.steps)
+    data = calibration_data(options, architecture, models, training=wanted)
     targets = architecture.targets_of(recipe.tree.targets)
     check_healable(dense.config, data, targets)
     models.free()
-    how = recipe.tree.heal or Heal()
     signature = {
         "heals": pruned.states,
         "recipe": recipe.as_dict(),
     }
-    signature |= calibration_signature(data, options.batch_size, options.execution) | {
+    signature |= calibration_signature(data.for_training, options.batch_size, options.execution) | {
         "dtype": options.dtype,
         "device_map": options.device_map,
         "seed": options.seed,  # of the order of the sequences

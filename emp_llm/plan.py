@@ -25,7 +25,7 @@ class PlanSummary:
 
 @command
 def plan(options: PlanOptions) -> PlanSummary:
-    """Plan a study of models x methods as a file: one job a line, with its command and the jobs
+    """Plan a study of models and methods as a file: one job per line, with its command and the jobs
     that come first.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. No

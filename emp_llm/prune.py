@@ -19,7 +19,7 @@ from emp_llm.records.run_report import RunReport
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.evaluation.prune_run import Judged, PruneRun
+    from emp_llm.evaluation.prune_run import LossSearch, PruneRun
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.pruning.masks import Pruner
@@ -37,8 +37,8 @@ def prune(
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the
-    evaluation, and the first writes the checkpoint. Quantisation is for the calibration pass; the
-    masks are applied to the original weights.
+    evaluation, and the first writes the checkpoint. --load-in-8bit and --load-in-4bit quantise the
+    calibration pass alone; the original weights are pruned.
 
     Returns the report that is also written as emp_report.json, with the result of a push as `push`;
     for a dry run, the plan and its need of memory and disk.
@@ -73,11 +73,13 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
 
         return plan_units(planned, recipe.structure)
     _, scores = _choose_weights(planned)
-    return with_curve(planned.plan(), scores, options.propagate, planned.source.hollow)
+    if options.loss is not None:
+        return planned.plan()
+    return with_curve(planned.plan(), scores, options.propagate, planned.source.headers_only)
 
 
 def _pruned(
-    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "Judged | None" = None
+    recipe: Recipe, options: PruneOptions, given: GivenOptions, judged: "LossSearch | None" = None
 ) -> RunReport:
     """Prune by options that are checked.
 

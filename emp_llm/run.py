@@ -65,9 +65,9 @@ def run(
 ) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
-    Jobs that are done are left out. Killed and started again, the same command resumes where it
-    stopped; so it does after a job failed. The outputs, states and logs are those of a study on a
-    cluster. With --only, a scheduler's task runs one job.
+    Jobs that are done are left out. The same command resumes a study that was killed, or in which
+    a job failed. The outputs, states and logs are those of a study on a cluster. With --only, a
+    scheduler's task runs one job.
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """

@@ -94,9 +94,9 @@ def submit(
     """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with
     their dependencies.
 
-    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again,
-    and resumes. The scripts are written to STUDY/slurm. The same command submits what failed, and
-    never a job twice.
+    Jobs with equal needs share an array. Before its time limit a job is stopped and queued again;
+    it then resumes. The scripts are written to STUDY/slurm. The same command submits what failed,
+    and never a job twice.
 
     Returns the arrays and their numbers.
     """

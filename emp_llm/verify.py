@@ -48,6 +48,13 @@ class VerifyOptions:
     ] = None
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
     trust_remote_code: TrustRemoteCode = False
+    all_rows: Annotated[
+        bool,
+        Opt(
+            "Decide the masks of all rows by the slow reference; default: of one row in sixteen, "
+            "and the others by the compiled kernel."
+        ),
+    ] = False
 
 
 @command
@@ -66,10 +73,11 @@ def verify(options: VerifyOptions) -> "Findings":
     from emp_llm.pruning.verification import Findings, check_files
     from emp_llm.pruning.writing import read_manifest
 
-    for name in ("activations", "criterion", "scores", "blocks", "revision"):
-        if getattr(options, name) is not None and options.source is None:
+    for name in ("activations", "criterion", "scores", "blocks", "revision", "all_rows"):
+        if getattr(options, name) not in (None, False) and options.source is None:
+            flag = name.replace("_", "-")
             raise UserError(
-                f"--{name} is for a comparison with the dense model; name that with --source."
+                f"--{flag} is for a comparison with the dense model; name that with --source."
             )
     if options.criterion is not None and options.scores is not None:
         raise UserError("--criterion and --scores both define the scores; give only one.")
@@ -154,7 +162,7 @@ def _check_against(
                     "activations, and it names none."
                 )
             scores = scores.with_activations(norms)
-        check.check_masks(tensors, scores, findings)
+        check.check_masks(tensors, scores, findings, options.all_rows)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:

@@ -171,7 +171,8 @@ shards() {
     echo "refit|tests/test_cuda.py|refit or searches or healing"
     echo "effective masks, heads|tests/test_cuda.py|effective or heads_and_neurons"
     echo "runtime kernel|tests/test_runtime_cuda.py|products or any_mask"
-    echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask and not compiles"
+    echo "runtime rows|tests/test_runtime_cuda.py|not products and not any_mask"
+    echo "kernels of updates|tests/test_update_cuda.py|sparsegpt or block or cuts or moments or products"
     echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model"
 }
 
@@ -242,7 +243,10 @@ if [ -n "${WITNESS:-}" ]; then
     exit $failed
 fi
 [ -n "$DRY_RUN" ] || table
-if [ "$DEVICE" = cuda ]; then
+if [ "$DEVICE" = cuda ] && [ -n "$DRY_RUN" ]; then
+    roads 180
+    tests 190
+elif [ "$DEVICE" = cuda ]; then
     (tests 190; exit $failed) &
     roads 180
     wait $! || failed=1
@@ -251,6 +255,7 @@ else
     echo "== tests: not without a GPU; python -m pytest runs the kernels in Triton's interpreter"
 fi
 bench commands 250 0
+bench parts 90 0
 bench masks 90 0
 SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
 # shellcheck disable=SC2086

@@ -348,7 +348,7 @@ def draw(points: dict[str, dict[str, Any]], path: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     plots[0].invert_yaxis()
-    figure.supxlabel("increase of WikiText-2's perplexity, SmolLM2-135M", fontsize=9)
+    figure.supxlabel("increase of WikiText-2's perplexity in %, SmolLM2-135M", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -74,8 +74,7 @@ def write_tables(folder: Path, results: list[Path]) -> None:
             _draw(folder / "the-demo-model.svg", title, points, "mlp", dense, _DRAWN, log=True)
         if model == _ALL_LINEAR:
             title = "A Llama of 5 M weights on WikiText-2, all its linear layers pruned"
-            lines = {("wanda", ""): "Wanda", ("emp-admm", "equal"): "emp-llm"}
-            _draw(folder / "front.svg", title, points, "all-linear", dense, lines, log=False)
+            _draw(folder / "front.svg", title, points, "all-linear", dense, _DRAWN, log=False)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

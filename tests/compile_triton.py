@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from emp_llm.runtime import cuda_kernel
 from emp_llm.runtime.packed_rows import pack_rows
+from emp_llm.selection.cuda_kernel import LONGEST, cuts_of_rows, masks_of_rows
 from emp_llm.update.cuda_kernel import prune_columns
 
 LAUNCH = JITFunction.run
@@ -78,3 +79,8 @@ if __name__ == "__main__":
             (ptx,) = compiled_by(capability, prune)
             check(ptx)
             assert "div.rn.f32" in ptx, "scores are those of the reference"
+        for dtype, columns in ((torch.int16, 4096), (torch.int32, LONGEST)):
+            keys = torch.zeros(8, columns, dtype=dtype)
+            counts = torch.ones(2, 8, dtype=torch.int64)
+            check(*compiled_by(capability, partial(cuts_of_rows, keys, counts)))
+            check(*compiled_by(capability, partial(masks_of_rows, keys, counts[0])))

@@ -93,7 +93,7 @@ def test_options_and_links_exist(page: Path) -> None:
 
 
 def test_readme_is_a_front_door() -> None:
-    """At most 1,100 words, and one spelling of the commands, but for the sentence on the other."""
+    """At most 1,100 words, and one spelling of the commands but for one sentence."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 1100
     assert text.count("python -m emp_llm.") == 1

@@ -252,12 +252,14 @@ def test_a_pruned_model_says_where_it_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["heads", "neurons", "both"])
-def per_layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model whose layers have their own numbers of heads or neurons."""
+def per_layer(
+    short_demo: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model whose layers have their own numbers of heads or neurons."""
     options = {"heads": {"sparsity": 0.3}, "both": {"sparsity": 0.4}}.get(request.param, {})
     folder = tmp_path_factory.mktemp("own") / request.param
     prune(
-        model=DEMO,
+        model=short_demo,
         output=folder,
         structure=request.param,
         per_layer=True,
@@ -297,7 +299,7 @@ def test_own_widths_of_each_layer(per_layer: Path, command: Run, tmp_path: Path)
         )
         if field in widths["0"]
     )
-    wanted = [widths[str(layer)][field] for layer in range(6)]
+    wanted = [widths[str(layer)][field] for layer in range(3)]
     assert fields[f"deci.{name}"].contents() == wanted
 
 
@@ -317,12 +319,12 @@ def test_llama_cpp_computes_layers_of_their_own_widths(per_layer: Path, tmp_path
     torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
 
 
-def test_layers_of_their_own_widths_heal(tmp_path: Path) -> None:
+def test_layers_of_their_own_widths_heal(short_demo: Path, tmp_path: Path) -> None:
     pruned = tmp_path / "pruned"
     text = {"calibration": "demo", "samples": 16, "seqlen": 32}
     options = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8, "refit": True}
-    prune(model=DEMO, output=pruned, per_layer=True, **options, **text)
-    report = heal(pruned, dense=DEMO, output=tmp_path / "healed", heal_steps=2, **text)
+    prune(model=short_demo, output=pruned, per_layer=True, **options, **text)
+    report = heal(pruned, dense=short_demo, output=tmp_path / "healed", heal_steps=2, **text)
     assert report.healing is not None
     assert report.healing.steps == 2
 

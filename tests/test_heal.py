@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ from emp_llm import (
     prune_model,
     recipe_of,
 )
+from emp_llm.calibration.data import read_text
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
@@ -58,7 +59,10 @@ from emp_llm.heal import heal
 from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
+from emp_llm.healing.checks import sequences_for, set_aside
+from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
+from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
@@ -156,8 +160,8 @@ def test_zeros_stay_and_kept_weights_move(
     assert report.healing.best > 0
     assert curve[report.healing.best] == min(curve.values()) < curve[0]
     # The written weights are those of the best step: their divergence is the one in the curve.
-    tokens = healing_tokens(models(family), given)
-    held = tokens[-1:]
+    tokens = healing_tokens(models(family), given, STEPS)
+    held = tokens[-set_aside(len(tokens)) :]
     loaded = [
         AutoModelForCausalLM.from_pretrained(folder) for folder in (models(family), healed, plain)
     ]
@@ -181,15 +185,48 @@ def test_zeros_stay_and_kept_weights_move(
     assert verify(healed, source=str(models(family))).differences == []
 
 
-def healing_tokens(model: Path, given: dict[str, Any]) -> torch.Tensor:
-    from emp_llm.calibration.data import read_text
-    from emp_llm.models.loading import load_tokenizer
-    from emp_llm.options.calibration import CalibrationOptions
-
+def healing_tokens(model: Path, given: dict[str, Any], steps: int) -> torch.Tensor:
+    """What a healing of so many steps trains on, and chooses by."""
     how = CalibrationOptions(
         calibration=given["calibration"], samples=given["samples"], seqlen=given["seqlen"]
     )
-    return read_text(how, load_tokenizer(model), None).tokens
+    wanted = sequences_for(steps)
+    return read_text(how, load_tokenizer(model), None, training=wanted).for_training.tokens
+
+
+def test_a_training_reads_new_text(
+    models: Models,
+    given: dict[str, Any],
+    short: dict[str, Any],
+    whole: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As many sequences as its steps visit, and none of those by which the run is judged. Where the
+    text ends, it says how often each is read.
+    """
+    report = read_record(whole / "out" / "emp_report.json", RunReport)
+    assert report.healing is not None
+    assert report.healing.origin is not None
+    assert report.healing.origin.text is not None
+    assert report.healing.origin.text.samples == sequences_for(STEPS)
+    assert report.calibration is not None
+    assert report.calibration.text is not None
+    assert report.calibration.text.samples == given["samples"]
+    tokenizer = load_tokenizer(models("llama"))
+    options = CalibrationOptions(**{name: given[name] for name in ("calibration", "seqlen")})
+    options = replace(options, samples=10)
+    text = read_text(options, tokenizer, None, training=30)
+    every = read_text(replace(options, samples=38), tokenizer, None).tokens
+    assert text.further is not None
+    assert torch.equal(text.tokens, every[:10])
+    assert torch.equal(text.further, every[10:18])
+    assert torch.equal(text.for_training.tokens, torch.cat([every[:10], every[18:38]]))
+    few = tmp_path / "few.txt"
+    few.write_text(Path(given["calibration"]).read_text()[:500])
+    with caplog.at_level("INFO"):
+        prune(models("llama"), output=tmp_path / "out", **short | {"calibration": str(few)})
+    assert re.search(r"trains on \d+ sequences, each \d\.\d times", caplog.text)
 
 
 @pytest.mark.parametrize("separable", [True, False])
@@ -804,7 +841,7 @@ def test_norms_heal_in_bfloat16_too(
     """torch's layer_norm takes no weight of another dtype than its input's."""
     for module in (healing, memory):
         monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
-    how = given | {"method": "magnitude", "heal_weights": "all", "heal_steps": 1}
+    how = given | {"method": "magnitude", "heal_weights": "all"}
     plain, healed, _ = pruned_and_healed(models(family), tmp_path, **how)
     after = weights_of(healed)
     norms = {name: weight for name, weight in weights_of(plain).items() if weight.dim() == 1}
@@ -910,11 +947,13 @@ def test_a_loss_that_is_not_finite(
     again.
     """
     compute = healing._Healer._logits
-    factors = chain([1.0], repeat(float("nan")))
+    began = False
 
     def diverge(self: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal began
         logits, wanted = compute(self, numbers)
-        return (logits if logits.requires_grad else logits * next(factors)), wanted
+        began |= logits.requires_grad
+        return (logits * math.nan if began and not logits.requires_grad else logits), wanted
 
     monkeypatch.setattr(healing._Healer, "_logits", diverge)
     plain, healed, _ = pruned_and_healed(
@@ -962,7 +1001,7 @@ def test_the_rate_follows_from_the_size(width: int, blocks: int, rate: float) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) -> None:
-    tokens = healing_tokens(models("llama"), given)
+    tokens = healing_tokens(models("llama"), given, STEPS)
     dense = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype=dtype)
     report = prune_model(model, recipe_of(method="wanda"), tokens)
@@ -990,7 +1029,7 @@ def test_in_memory(models: Models, given: dict[str, Any], dtype: torch.dtype) ->
 def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
     """The model stays as it was."""
     recipe = recipe_of(method="wanda", heal=True)
-    tokens = healing_tokens(models("llama"), given)
+    tokens = healing_tokens(models("llama"), given, STEPS)
     model = AutoModelForCausalLM.from_pretrained(models("llama"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for match, data in {

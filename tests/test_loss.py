@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -220,8 +221,9 @@ def test_a_disk_that_is_full(
     pruned(short_demo, tmp_path, **how)
 
 
-def test_patterns(short_demo: Path, tmp_path: Path) -> None:
-    report, loss = pruned(short_demo, tmp_path, loss="6%", method="wanda", pattern="2:4")
+def test_patterns(tmp_path: Path) -> None:
+    how = {"method": "wanda", "pattern": "2:4", "seqlen": 128}
+    report, loss = pruned(DEMO, tmp_path, loss="6%", **how)
     assert report.recipe.pattern == "3:4"
     assert loss.sparsity == 0.25
     assert report.targets.sparsity_of_targets == 0.25
@@ -325,7 +327,8 @@ def test_the_lines_of_the_command(short_demo: Path, tmp_path: Path, command: Any
     line += ["--output", tmp_path / "out", "--quiet"]
     found = command(*line, "--method", "wanda", "--loss", "10%")
     assert "held-out tokens" in found.stdout
-    assert "--loss 10% removes" in found.stdout
+    assert re.search(r"(?m)^removed +masks alone$", found.stdout)
+    assert re.search(r"chosen: [\d.]+ %, the most with rise \+ error <= 10 %", found.stdout)
     assert found.stdout.splitlines()[-1].startswith("held-out text, 8 x 64 tokens: perplexity")
     (tmp_path / "worst.py").write_text(
         "def worst(weights, inputs):\n    return 1 / (weights.float().abs() + 1e-9)\n"
@@ -353,6 +356,19 @@ def test_too_little_for_a_single_unit(short_demo: Path, tmp_path: Path, command:
 
 
 @pytest.mark.parametrize(
+    "how", [{"method": "wanda"}, {"method": "emp-admm", "refit": True}, {"structure": "neurons"}]
+)
+def test_a_dry_run_plans_without_counts(tmp_path: Path, how: dict[str, Any]) -> None:
+    """How many weights go is not known before the search."""
+    plan = prune(DEMO, output=tmp_path / "out", dry_run=True, **(TEXT | {"loss": "2%"} | how))
+    assert plan.curve == []
+    assert plan.no_curve == ""
+    (note,) = [note for note in plan.notes if "--loss 2%" in note]
+    assert "found by the run" in note
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("how", "said"),
     [
         ({"loss": "0"}, "nothing can be removed"),
@@ -365,7 +381,6 @@ def test_too_little_for_a_single_unit(short_demo: Path, tmp_path: Path, command:
         ({"match": "out", "method": "wanda"}, "leave out --match"),
         ({"parameters": "1B"}, "--loss and --parameters"),
         ({"structure": "neurons", "method": "magnitude", "calibration": None}, "reads none"),
-        ({"dry_run": True}, "--dry-run measures nothing"),
         ({"evaluate": "demo"}, "emp-llm evaluate"),
         ({"push_to_hub": "a/b"}, "emp-llm push"),
         ({"load_in_8bit": True}, "--load-in-8bit"),

@@ -60,7 +60,7 @@ def test_every_file_and_option_exists(
     named = set(re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", shown + script))
     assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_runtime_cuda.py"} <= named
     kinds = re.findall(r"^== (road|tests|timing)", shown, re.MULTILINE)
-    assert list(dict.fromkeys(kinds)) == ["road", "tests", "timing"]
+    assert list(dict.fromkeys(kinds)) == ["tests", "road", "timing"]
     roads = [line.split(" -m emp_llm ")[1] for line in shown.splitlines() if "-m emp_llm " in line]
     assert len(roads) == 7
     for name, *words in (line.split() for line in roads):
@@ -95,9 +95,11 @@ def test_every_file_and_option_exists(
     # Every test is in one group. Names stand in for pytest's own collection, which takes seconds
     # for each of the groups.
     groups = [line.split(" -k ") for line in shown.splitlines() if " -m pytest " in line]
-    for file in ("tests/test_cuda.py", "tests/test_runtime_cuda.py"):
+    for file in ("tests/test_cuda.py", "tests/test_runtime_cuda.py", "tests/test_update_cuda.py"):
         expressions = [expression.strip() for start, expression in groups if start.endswith(file)]
         for test in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE):
+            if "compiles" in test:  # needs no GPU
+                continue
             for case in (
                 [f"{test}[emp-wanda]", f"{test}[magnitude]"]
                 if test.startswith("test_checkpoints")
@@ -147,19 +149,19 @@ def test_the_table_has_every_row(
     command: Run,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On the CPU, with a tiny model; the prunes run within this process. A failure has a row,
+    """On the CPU, with a tiny model; the commands run within this process. A failure has a row,
     and does not stop the others.
     """
 
-    def prune_here(line: list[str]) -> int:
-        assert line[:3] == [sys.executable, "-m", "emp_llm.prune"]
-        command("prune", *line[3:])
+    def run_here(line: list[str]) -> int:
+        assert line[:2] == [sys.executable, "-m"]
+        command(*(["prune"] if line[2] == "emp_llm.prune" else []), *line[3:])
         return 10**9
 
     def fail(*_: object) -> None:
         raise RuntimeError("no kernel image\nand more")
 
-    monkeypatch.setattr(bench_gpu, "run_and_watch", prune_here)
+    monkeypatch.setattr(bench_gpu, "run_and_watch", run_here)
     line = ["--device", "cpu", "--size", "tiny", "--output", str(tmp_path / "gpu.md")]
     more = [
         "--seconds",
@@ -181,7 +183,13 @@ def test_the_table_has_every_row(
     counts = {
         section: len([row for row in rows if row[0] == section]) for section in bench_gpu.SECTIONS
     }
-    assert counts == {"masks": 2 * (1 + 3 * 5), "calibration": 7, "prune": 4}
+    assert counts == {
+        "commands": 5,
+        "parts": 15,
+        "masks": 2 * (1 + 3 * 5),
+        "calibration": 7,
+        "prune": 4,
+    }
     assert "`bash scripts/on_gpu.sh`" in page
     assert f"torch {torch.__version__.partition('+')[0]}" in page
     assert all(row[5] == "1.00 GB" for row in rows if row[0] == "prune" and "emp-" in row[1])

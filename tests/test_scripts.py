@@ -7,10 +7,13 @@ import lzma
 import math
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import bench_helpers
 import bench_peers
@@ -273,16 +276,24 @@ def test_a_peer_that_does_not_install(
 ) -> None:
     """Its row says so, and the others run. A later bench tries it again."""
     (tmp_path / "datasets").mkdir()
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    tried: list[str] = []
+
+    def without_an_index(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        tried.append(words[2])
+        return subprocess.CompletedProcess(
+            words, int(words[2] == "pip"), "", "\nnothing is found\n"
+        )
+
+    monkeypatch.setattr(bench_peers, "subprocess", SimpleNamespace(run=without_an_index))
     monkeypatch.setattr(bench_peers, "OURS", {"wanda": "--method magnitude --bogus"})
     given = [str(tmp_path), "--model", str(SCRIPTS / "demo" / "model"), "--shared", str(tmp_path)]
     command = [*given, "--repeats", "1", "--rows", "wanda", "--write", str(tmp_path / "page")]
     assert run(monkeypatch, "bench_peers", *command) == 0
     table = (tmp_path / "page" / "peers.md").read_text()
-    assert "| llm-compressor | does not install: " in table
+    assert "| llm-compressor | does not install: nothing is found" in table
     assert "| emp-llm | ended with 2: " in table
     runs = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [one["row"][2] for one in runs] == ["ours", "papers", "llm-compressor"]
     assert run(monkeypatch, "bench_peers", *command) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
+    assert tried == ["venv", "pip"] * 2

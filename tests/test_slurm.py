@@ -143,6 +143,7 @@ def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -
         ('partiton = "gpu"', "unknown field partiton"),
         ("max_hours = 0.05", "signal_seconds 180 must be less than max_hours, 180 seconds"),
         ("[needs.calibrate]\nprocesses = 2", "unknown field processes"),
+        ("[needs.prun]\ngpus = 2", r"toml: needs: unknown key 'prun'"),
         ('gpus = "--gres=gpu"', "gpus must be an option with {gpus}"),
         ('cache = "$NOT_SET_HERE/hf"', "cache $NOT_SET_HERE/hf must be an absolute path"),
         ("cpus = 0", "cpus: expected int >= 1"),

@@ -23,6 +23,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import masks, verification
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
@@ -63,6 +64,37 @@ def test_sound(
     sizes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert 0 < found.checked["other bytes"] < sizes
     assert oracle.digest(tmp_path) == before, "only reading"
+
+
+def test_a_share_of_the_rows_by_the_reference(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel decides the others, and a weight is wrong wherever it is."""
+    source = models("llama")
+    columns = oracle.tensors(source)[f"{DOWN}.weight"].shape[1]
+    out = tmp_path / "out"
+    prune(model=source, output=out, method="magnitude", sparsity=0.5, targets="down_proj")
+    monkeypatch.setattr(masks, "_SMALL", 0)
+    monkeypatch.setattr(verification, "_CHUNK_WEIGHTS", 2 * columns)
+    found = verify(out, source=str(source))
+    assert found.differences == []
+    ((words, rows),) = ((w, n) for w, n in found.checked.items() if "by the reference" in w)
+    total = int(words.split()[1])
+    assert 0 < rows <= total // 4
+    found = verify(out, source=str(source), all_rows=True)
+    assert (found.differences, list(found.checked)[-1]) == ([], "targets")
+    tensor = oracle.tensors(out)[f"{DOWN}.weight"]
+    for row in (0, 3):  # of the first chunk, and of the next one
+        damaged = tmp_path / str(row)
+        shutil.copytree(out, damaged)
+        shard = damaged / tensor.shard.name
+        raw = bytearray(shard.read_bytes())
+        place = tensor.start + 2 * row * columns
+        raw[place : place + 2 * columns] = b"\x80\x3f" * columns
+        shard.write_bytes(raw)
+        rehash(damaged)
+        (difference,) = verify(damaged, source=str(source)).differences
+        assert re.match(rf"{DOWN}: \d+ weights not as the recipe decides", difference)
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,15 @@ class CalibrationText:
         seed: the seed of shuffled and generated texts; None for others.
         further: the sequences of the text that follow those, in its shape; none where the text
             ends, or is generated.
+        more: the sequences that follow the further ones, of each corpus, on which a healing may
+            train.
     """
 
     corpora: list[Corpus]
     tokens: Tensor
     seed: int | None
     further: Tensor | None = None
+    more: tuple[Tensor, ...] = ()
 
     @property
     def number(self) -> int:
@@ -95,10 +98,24 @@ class CalibrationText:
         """The text that the model itself wrote, as JSON lines of token ids, a sequence each;
         empty if there is none.
         """
-        numbers = [corpus.samples or 0 for corpus in self.corpora]
-        texts = zip(self.corpora, torch.split(self.tokens, numbers), strict=True)
+        texts = zip(self.corpora, self._of_corpora(), strict=True)
         rows = [row for corpus, tokens in texts if corpus.generate for row in tokens.tolist()]
         return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
+
+    @property
+    def for_training(self) -> "CalibrationText":
+        """This text with `more` of each corpus."""
+        if not self.more:
+            return self
+        longer = [torch.cat(both) for both in zip(self._of_corpora(), self.more, strict=True)]
+        corpora = [
+            msgspec.structs.replace(corpus, samples=len(ids))
+            for corpus, ids in zip(self.corpora, longer, strict=True)
+        ]
+        return replace(self, corpora=corpora, tokens=torch.cat(longer), more=())
+
+    def _of_corpora(self) -> tuple[Tensor, ...]:
+        return torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora])
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,7 @@ def calibration_data(
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
     further: int = FURTHER,
+    training: int = 0,
 ) -> CalibrationText:
     """Read and tokenise calibration data, so that problems with it are reported before a model is
     loaded.
@@ -136,6 +154,7 @@ def calibration_data(
         propagate: the inputs of each block.
         quantization: the form in which the model is loaded; None: that of the checkpoint.
         further: number of sequences to read after those of the calibration.
+        training: number of sequences that a healing needs, if the text has so many.
 
     Raises:
         UserError: the data cannot be read or is too short, or the model cannot be calibrated on it
@@ -154,7 +173,7 @@ def calibration_data(
         )
     writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
     tokenizer = load_tokenizer(folder, models.trust_remote_code)
-    return read_text(options, tokenizer, config, writer, further)
+    return read_text(options, tokenizer, config, writer, further, training)
 
 
 def read_text(
@@ -163,6 +182,7 @@ def read_text(
     config: Any,
     writer: TextWriter | None = None,
     further: int = FURTHER,
+    training: int = 0,
 ) -> CalibrationText:
     """The text that options name, as tokens.
 
@@ -173,6 +193,7 @@ def read_text(
             token. None: unknown.
         writer: writes the texts of the model itself; None: there are none.
         further: number of sequences to read after those that options name.
+        training: number of sequences that a healing needs, if the text has so many.
 
     Raises:
         UserError: a text cannot be read or is too short, or a token is beyond the vocabulary.
@@ -183,15 +204,20 @@ def read_text(
             options.text_name, max_context(config), options.samples, options.seqlen
         )
     ]
-    more = max(1, further // len(corpora))
+    judging = max(1, further // len(corpora))
+    lacking = max(0, training - sum(corpus.samples or 0 for corpus in corpora))
+    learned = math.ceil(lacking / len(corpora))
     tokens = []
     rest = []
+    more = []
     for corpus in corpora:
-        ids = token_ids(corpus, tokenizer, options.seed, writer, more)
-        tokens.append(ids[: corpus.samples])
-        rest.append(ids[corpus.samples :])
+        ids = token_ids(corpus, tokenizer, options.seed, writer, judging + learned)
+        samples = corpus.samples or len(ids)
+        tokens.append(ids[:samples])
+        rest.append(ids[samples : samples + judging])
+        more.append(ids[samples + judging :])
     following = torch.cat(rest)
-    for ids in (*tokens, following):
+    for ids in (*tokens, following, *more):
         check_ids(ids, config, f"--calibration {options.text_name}")
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
     return CalibrationText(
@@ -199,6 +225,7 @@ def read_text(
         torch.cat(tokens),
         seed=options.seed if seeded else None,
         further=following if len(following) else None,
+        more=tuple(more) if any(map(len, more)) else (),
     )
 
 
@@ -496,7 +523,7 @@ def _random(seed: int, number: int) -> torch.Generator:
 
 
 def data_in_memory(
-    data: Any, tokenizer: Any, options: CalibrationOptions, config: Any
+    data: Any, tokenizer: Any, options: CalibrationOptions, config: Any, training: int = 0
 ) -> CalibrationText | None:
     """Calibration data as a user has it in Python.
 
@@ -506,6 +533,8 @@ def data_in_memory(
         tokenizer: the model's, its processor, or its folder; None is for token ids.
         options: samples, seqlen and seed.
         config: the model's, as for `read_text`.
+        training: as for `read_text`, of a named text. Texts in memory are taken whole, unless
+            options give a number of samples.
 
     Returns:
         The text; None for batches, such as a DataLoader.
@@ -517,7 +546,7 @@ def data_in_memory(
     check_values(options)
     if isinstance(data, str | Path):
         named = replace(options, calibration=str(data))
-        return read_text(named, _tokenizer(tokenizer), config)
+        return read_text(named, _tokenizer(tokenizer), config, training=training)
     context = max_context(config)
     if isinstance(data, Tensor):
         return _text_of_ids(data, options, config)

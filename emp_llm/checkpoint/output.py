@@ -385,8 +385,8 @@ class OutputFolder:
                 self._remove()
 
     def check_space(self, needed: int) -> None:
-        """Raise UserError if the disk has no room for so many bytes, less those that the work
-        takes already.
+        """Raise UserError if the disk has no room for `needed` bytes, counting what the
+        unfinished run already holds.
         """
         with contextlib.suppress(OSError):  # an unfinished run may have written a part already
             needed -= bytes_on_disk(self.work)
@@ -399,7 +399,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def check_space(path: Path, needed: int) -> None:
-    """Raise UserError if the disk of an output has no room for so many bytes."""
+    """Raise UserError if the disk of an output has no room for `needed` bytes."""
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:

@@ -47,7 +47,7 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
-from emp_llm.evaluation.prune_run import Judged, PruneRun
+from emp_llm.evaluation.prune_run import LossSearch, PruneRun
 from emp_llm.healing.checks import check_healable
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
@@ -122,7 +122,7 @@ class LossBudget:
         return cls(f"--loss {text}", nats)
 
 
-Run = Callable[[Recipe, PruneOptions, GivenOptions, Judged], RunReport]
+Run = Callable[[Recipe, PruneOptions, GivenOptions, LossSearch], RunReport]
 
 
 def prune_to_loss(
@@ -648,7 +648,7 @@ class _Search:
         models.free()
         return self._curve.point(record, sparsity, whole=True)
 
-    def _judged(self, sparsity: float) -> Judged:
+    def _judged(self, sparsity: float) -> LossSearch:
         """What the run at a sparsity needs."""
         record = LossRecord(
             flag=self._budget.flag,
@@ -662,7 +662,7 @@ class _Search:
             ),
         )
         norms = self._norms if self._pruning.recipe.needs_activations else None
-        return Judged(self._judges, norms, record)
+        return LossSearch(self._judges, norms, record)
 
 
 def _by_sparsity(point: LossPoint) -> tuple[float, bool]:

@@ -23,6 +23,7 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.checks import sequences_for
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Architecture, Target
@@ -64,7 +65,7 @@ _LEAST = 6  # held-out sequences, to decide and to judge
 
 
 @dataclass(frozen=True)
-class Judged:
+class LossSearch:
     """What a run that keeps to a budget needs beside its options.
 
     Attributes:
@@ -101,7 +102,7 @@ class PruneRun:
     source: LocalModel
     path: Path
     norms: "Activations | None"
-    judged: Judged | None
+    judged: LossSearch | None
     suite: "Suite | None"
     models: OneModel
     stopwatch: Stopwatch
@@ -116,7 +117,7 @@ class PruneRun:
         recipe: Recipe,
         options: PruneOptions,
         given: GivenOptions,
-        judged: Judged | None = None,
+        judged: LossSearch | None = None,
     ) -> "PruneRun":
         """The run that checked options ask for.
 
@@ -201,6 +202,7 @@ class PruneRun:
             self.options.propagate,
             self.quantization,
             further=HELD_OUT if self.by_cost or self.options.loss else FURTHER,
+            training=0 if self.recipe.heal is None else sequences_for(self.recipe.heal.steps),
         )
 
     @cached_property
@@ -256,6 +258,7 @@ class PruneRun:
             made_of |= {"dtype": options.dtype, "device_map": options.device_map}
             if self.recipe.heal is not None:
                 made_of["seed"] = options.seed  # of the order of the sequences
+                made_of["training"] = self.text.for_training.signature
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
     @cached_property
@@ -297,6 +300,11 @@ class PruneRun:
         resumes = self.calibrates and options.resumable_calibration and by_blocks
         fits = update is not None and not units
         notes = self_notes(options.text_name) if self.reads_text else []
+        if options.loss is not None:
+            notes.append(
+                f"how many go: found by the run, which measures the loss of held-out text at some "
+                f"sparsities (--loss {options.loss})"
+            )
         if heal is not None:
             corpora = self._corpora()
             length = max(corpus.seqlen or 0 for corpus in corpora)
@@ -330,7 +338,7 @@ class PruneRun:
         return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
     def check(self) -> None:
-        """Read what the run needs, so that what is wrong with it is said before a model runs.
+        """Fail early: read the text and the suite before loading a model.
 
         Raises:
             UserError: the output may not be written, or holds other work; or the text or the data

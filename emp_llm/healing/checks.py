@@ -7,12 +7,13 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Heal
-from emp_llm.walk.checks import check_update
+from emp_llm.walk.checks import check_update, held_out
 
 if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
 
 SEQUENCES = 4  # of a step
+_SET_ASIDE = 16  # sequences that choose the step, at most
 POSITIONS = 32  # of a sequence whose probabilities are in memory in float32 at a time
 # Of a weight on disk, at most: the best, the last and the next checkpoint, each with its value and
 # two moments in bfloat16.
@@ -44,6 +45,18 @@ def check_healable(
             f"are needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, "
             "or a lower --seqlen."
         )
+
+
+def set_aside(sequences: int) -> int:
+    """How many sequences of a text choose the step, and are not trained on: one of sixteen, and at
+    most 16.
+    """
+    return min(_SET_ASIDE, held_out(sequences))
+
+
+def sequences_for(steps: int) -> int:
+    """The sequences of a text with which no step reads one twice."""
+    return SEQUENCES * steps + _SET_ASIDE
 
 
 def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:

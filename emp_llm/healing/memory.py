@@ -20,7 +20,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.placement import indexed, parse_device_map
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Heal, Recipe
-from emp_llm.walk.checks import check_apart
+from emp_llm.walk.checks import check_blocks_separable
 
 if TYPE_CHECKING:
     import torch
@@ -370,7 +370,9 @@ def _by_blocks(
     if heal.weights == "all" or smaller:
         flag = "--structure" if smaller else "--heal-weights all"
         raise UserError(f"{problem}; {flag} needs the whole model. Use devices with more memory.")
-    check_apart(checkpoint.config, f"{problem}. The other way", "Use devices with more memory")
+    check_blocks_separable(
+        checkpoint.config, f"{problem}. The other way", "Use devices with more memory"
+    )
     device = next(iter(free))
     room = min(free.values())
     for at_once in numbers:

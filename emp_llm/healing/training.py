@@ -46,7 +46,14 @@ from emp_llm.common.progress import progress_bar, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.adam import Adam
 from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
-from emp_llm.healing.checks import POSITIONS, SEQUENCES, check_healable, healing_bytes
+from emp_llm.healing.checks import (
+    POSITIONS,
+    SEQUENCES,
+    check_healable,
+    healing_bytes,
+    sequences_for,
+    set_aside,
+)
 from emp_llm.healing.memory import (
     HealingPlan,
     Sizes,
@@ -73,7 +80,7 @@ from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
-from emp_llm.walk.checks import held_out, updatable
+from emp_llm.walk.checks import updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
@@ -140,7 +147,8 @@ def heal_model(
             "as the other."
         )
     options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text = text_to_heal(data, tokenizer, options, model, dense)
+    text = text_to_heal(data, tokenizer, options, model, dense, steps=steps).for_training
+    logger.info("healing %s.", how_often(len(text.tokens), steps))
     check_agreement({"ids": text.signature, "steps": steps, "seed": seed})
     zeros = find_masks(masks, model)
     moving = list(zeros)
@@ -180,10 +188,15 @@ def heal_model(
 
 
 def text_to_heal(
-    data: Any, tokenizer: Any, options: CalibrationOptions, *models: PreTrainedModel
+    data: Any,
+    tokenizer: Any,
+    options: CalibrationOptions,
+    *models: PreTrainedModel,
+    steps: int,
 ) -> CalibrationText:
     """The text for models in memory; UserError if one of them cannot be healed by it."""
-    text = data_in_memory(data, tokenizer, options, models[0].config)
+    training = sequences_for(steps)
+    text = data_in_memory(data, tokenizer, options, models[0].config, training)
     if text is None:
         raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict(), text)
@@ -247,7 +260,8 @@ def heal_folder(
         dense: folder of the dense model.
         recipe: which layers were pruned.
         heal: which layers heal, and for how many steps.
-        data: the text.
+        data: the text. Block by block, the calibration's part of it trains, of which all hidden
+            states are kept; the whole model trains on all of it.
         about: the dense model, from `model_origin`.
         plan: whole or by blocks, and where; from `plan_healing`.
         dtype, trust_remote_code: of `load_model`.
@@ -266,9 +280,13 @@ def heal_folder(
     )
     targets = updatable(chosen)
     by_blocks = plan.by == "blocks"
+    if not by_blocks:
+        data = data.for_training
     out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks))
     out.note(healing_plan=asdict(plan))
     logger.info("healing %s.", plan.words())
+    if not by_blocks:
+        logger.info("healing %s.", how_often(len(data.tokens), heal.steps))
     device = torch.device(plan.device)
     if dtype == "auto" and not has_bfloat16(device):
         dtype = "float32"
@@ -483,12 +501,22 @@ def order_of(sequences: int, steps: int, seed: int) -> list[int]:
     """The numbers of the training sequences in the order of their visits, four for each step: all
     of them in one random order after another.
     """
-    training = sequences - held_out(sequences)
+    training = sequences - set_aside(sequences)
     generator = torch.Generator().manual_seed(seed)
     visits: list[int] = []
     while len(visits) < steps * SEQUENCES:
         visits += torch.randperm(training, generator=generator).tolist()
     return visits[: steps * SEQUENCES]
+
+
+def how_often(sequences: int, steps: int) -> str:
+    """How often a training reads each sequence of its text, in words."""
+    training = sequences - set_aside(sequences)
+    times = steps * SEQUENCES / training
+    words = f"trains on {count_of(min(training, steps * SEQUENCES), 'sequence')}"
+    if times <= 1:
+        return f"{words}, each once"
+    return f"{words}, each {times:.1f} times: the text has no more, and new text heals better"
 
 
 def _visited(numbers: Sequence[int]) -> list[int]:
@@ -555,7 +583,7 @@ class _Healer:
     def measure(self) -> Measure:
         """The divergence and the perplexities of the held-out sequences, on all ranks."""
         length = self._tokens.shape[1]
-        first = len(self._tokens) - held_out(len(self._tokens))
+        first = len(self._tokens) - set_aside(len(self._tokens))
         rows: list[tuple[int, float, float, float]] = []
         for number in ranks().assigned(range(first, len(self._tokens))):
             logits, wanted = self._logits([number])
@@ -676,7 +704,7 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         """
         if not progress.has_ended(steps):
             sequences = len(tokens)
-            held = held_out(sequences)
+            held = set_aside(sequences)
             own = ranks().assigned(range(sequences - held, sequences))
             self._keep("held out", list(own))
             self.look_ahead(order_of(sequences, steps, seed), progress.step)

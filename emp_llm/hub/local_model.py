@@ -17,13 +17,13 @@ class LocalModel:
         name: as the user gave it.
         folder: with its files.
         revision: its commit on the Hub; None for a folder that the user named.
-        hollow: the folder has the headers of the shards, and holes in place of the weights.
+        headers_only: the folder has the headers of the shards, and holes in place of the weights.
     """
 
     name: str
     folder: Path
     revision: str | None
-    hollow: bool = False
+    headers_only: bool = False
 
     @property
     def short_name(self) -> str:
@@ -41,8 +41,8 @@ def find_model(
 
     Args:
         name: a folder or a Hub id, which may end in @REVISION.
-        headers_suffice: do not download weights. The result is `hollow` if they are not in the
-            cache.
+        headers_suffice: do not download weights. The result is `headers_only` if they are not
+            in the cache.
 
     Raises:
         UserError: no such folder or repository, no access to it, no network, or no safetensors in
@@ -56,7 +56,7 @@ def find_model(
 
     headers = headers_of(name, revision, trust_remote_code) if headers_suffice else None
     if headers is not None:
-        return LocalModel(name, *headers, hollow=True)
+        return LocalModel(name, *headers, headers_only=True)
     folder = snapshot_of(name, revision, trust_remote_code)
     return LocalModel(name, folder, folder.name)
 

@@ -328,7 +328,8 @@ def _choose(model: nn.Module, recipe: Recipe, calibration: _Calibration) -> tupl
 
         _check_text(model, data, "heal=Heal()", "as a whole")
         check_update(targets, "--heal", "Leave out --heal")
-        text_to_heal(data, calibration.tokenizer, calibration.text, model)
+        steps = recipe.heal.steps
+        text_to_heal(data, calibration.tokenizer, calibration.text, model, steps=steps)
     config: Any = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
     return chosen, scores_of(chosen, recipe, config)
 

@@ -394,7 +394,7 @@ class Architecture:
 
     @property
     def further_blocks(self) -> dict[str, str]:
-        """The unused tensors whose names end like those of a decoder block -> the longest such end.
+        """Unused tensors that look like a decoder block's -> their name within it.
 
         They are of layers that predict a second token: model.layers.N behind the last one,
         mtp.layers.0, mtp.block, ...

@@ -6,7 +6,7 @@ for as many calls as needed; a thread loads the next block while this one comput
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,15 +82,17 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
         The bytes that were loaded for the block. Its weights are on its device until the next block
         is requested.
     """
+    streams: dict[torch.device, torch.cuda.Stream] = {}
     with ThreadPoolExecutor(1, "emp-llm-weights", initializer=without_team) as thread:
+
+        def load(some: Sequence[nn.Module]) -> list[Future[int]]:
+            return [thread.submit(_load_block, each, _stream_for(each, streams)) for each in some]
+
         try:
-            ahead = [thread.submit(_load_weights, block.modules()) for block in blocks[:1]]
+            ahead = load(blocks[:1])
             for number, block in enumerate(blocks, 1):
                 size = ahead.pop().result()
-                ahead += [
-                    thread.submit(_load_weights, following.modules())
-                    for following in blocks[number : number + 1]
-                ]
+                ahead = load(blocks[number : number + 1])
                 yield size
                 _unload_weights(block.modules())
                 trim_heap()
@@ -98,6 +100,32 @@ def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
             thread.shutdown()
             for block in blocks:
                 _unload_weights(block.modules())
+
+
+def _stream_for(
+    block: nn.Module, streams: dict[torch.device, torch.cuda.Stream]
+) -> torch.cuda.Stream | None:
+    """The stream that loads an offloaded block to a GPU; None for others. That of the computations
+    would copy the weights only after all work that it was given before.
+    """
+    device = execution_device(block)
+    if device.type != "cuda" or not is_offloaded(block):
+        return None
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # It may get the memory of the block before the last one, which is in use until then.
+    streams[device].wait_stream(torch.cuda.current_stream(device))
+    return streams[device]
+
+
+def _load_block(block: nn.Module, stream: torch.cuda.Stream | None) -> int:
+    """Load the weights of a block, by a stream of a GPU if there is one; returns their bytes."""
+    if stream is None:
+        return _load_weights(block.modules())
+    with torch.cuda.stream(stream):
+        size = _load_weights(block.modules())
+    stream.synchronize()
+    return size
 
 
 class OutsideModules:

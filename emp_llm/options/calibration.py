@@ -45,8 +45,8 @@ class CalibrationOptions:
     resumable_calibration: Annotated[
         bool,
         Opt(
-            "Save sums, and by blocks hidden states, to disk now and then, so that an interrupted "
-            "run can resume.",
+            "Save the sums (by blocks, also the hidden states) to disk now and then, so that an "
+            "interrupted run can resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True

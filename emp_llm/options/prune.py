@@ -209,7 +209,6 @@ def _check_loss(
         if name in given:
             raise UserError(f"--loss and --{name} both set the sparsity; give only one.")
     reasons = {
-        "dry_run": "measures, and --dry-run measures nothing. Leave out one of them.",
         "evaluate": "ends with its own check. Run emp-llm evaluate afterwards.",
         "push_to_hub": "ends before a push. Run emp-llm push afterwards.",
     }

@@ -67,7 +67,7 @@ class Magnitude(Score):
 
 
 @dataclass(frozen=True)
-class OfNorms(Score):
+class NormScore(Score):
     """Scores by the norms of the inputs.
 
     Attributes:
@@ -83,7 +83,7 @@ class OfNorms(Score):
 
 
 @dataclass(frozen=True)
-class Wanda(OfNorms):
+class Wanda(NormScore):
     """|W_ij| * ||X_j|| (Sun et al. 2023)."""
 
     name = "wanda"
@@ -91,7 +91,7 @@ class Wanda(OfNorms):
 
 
 @dataclass(frozen=True)
-class Ria(OfNorms):
+class Ria(NormScore):
     """Relative importance times the root of the norms (Zhang et al. 2024)."""
 
     name = "ria"
@@ -117,7 +117,7 @@ class Own(Score):
 
     Attributes:
         function: of (weight) or (weight, inputs); or its name: MODULE:FUNCTION, FILE.py:FUNCTION.
-        norms: the norms of the inputs that it is given: "plain" or "relative", as in `OfNorms`.
+        norms: the norms of the inputs that it is given: "plain" or "relative", as in `NormScore`.
         score_map: how signed scores become non-negative; None: they must not be negative.
         named: the name of the function, if `function` is a module or file alone.
         source: in records: the SHA-256 of the file. A recipe with it cannot score.
@@ -191,7 +191,7 @@ class Given(Score):
 
 
 @dataclass(frozen=True)
-class OfUnits(Score):
+class UnitScore(Score):
     """A criterion of heads, neurons, experts or layers, not of weights.
 
     Attributes:

@@ -23,8 +23,7 @@ from emp_llm.options.recipe import (
     Magnitude,
     Match,
     MatchBy,
-    OfNorms,
-    OfUnits,
+    NormScore,
     Own,
     Pattern,
     Recipe,
@@ -34,6 +33,7 @@ from emp_llm.options.recipe import (
     StructureRecipe,
     Targets,
     Tower,
+    UnitScore,
     parse_pattern,
 )
 from emp_llm.selection.rule import Group
@@ -154,7 +154,7 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     shares: Annotated[
         Literal["uniform", "cost"] | None,
         Opt(
-            "Sparsity of the blocks: uniform; cost: lower where a block costs more alone, on "
+            "Sparsity of each block: uniform; cost: lower where a block costs more alone, on "
             "held-out text; default: uniform."
         ),
     ] = None
@@ -200,9 +200,9 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tower: Annotated[
         Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
-    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = (
-        None
-    )
+    blocks: Annotated[
+        str | None, Opt("Name of the list of decoder blocks; detected by default.")
+    ] = None
     min_expert_tokens: Annotated[
         int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)
     ] = always(32)
@@ -312,8 +312,8 @@ class RecipeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return Own(self.criterion, norms, self.score_map, named, self.criterion_source)
         score = _score_class(self.name)
         if score is None:
-            return OfUnits(self.name)
-        return score(norms) if issubclass(score, OfNorms) else score()
+            return UnitScore(self.name)
+        return score(norms) if issubclass(score, NormScore) else score()
 
     def _counts(self) -> Counts:
         if self.adaptive:

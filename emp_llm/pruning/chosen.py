@@ -15,7 +15,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import check_groups, matched
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.run_report import TargetsRecord
-from emp_llm.walk.checks import check_apart, check_update
+from emp_llm.walk.checks import check_blocks_separable, check_update
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def scores_of(chosen: Chosen, recipe: Recipe, config: Mapping[str, Any]) -> Scor
     check_groups(recipe, targets)
     if recipe.update is not None:
         check_update(targets, recipe.update_flag, recipe.without_update)
-        check_apart(config, recipe.update_flag, recipe.without_update)
+        check_blocks_separable(config, recipe.update_flag, recipe.without_update)
     return Scores(chosen.checkpoint, targets, recipe)
 
 

@@ -18,7 +18,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Magnitude, Match, Pattern, Recipe, Share
-from emp_llm.pruning.masks import Counts, Pruner
+from emp_llm.pruning.masks import KeptCounts, Pruner
 from emp_llm.pruning.outcome import (
     Outcomes,
     matrix_records,
@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 Numbers = dict[float, list[GroupNumbers]]
 
 
-def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None = None) -> Counts:
+def counts_of(
+    scores: Scores, known: Numbers | None = None, group: Group | None = None
+) -> KeptCounts:
     """How many weights of each group a recipe keeps.
 
     Weights are read for a requested sparsity of an emp method and for counts by magnitudes (once),
@@ -68,7 +70,7 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     group = group or recipe.group
     check_groups(recipe, targets, group)
     if recipe.rule is not None:
-        return Counts(group, recipe.rule)
+        return KeptCounts(group, recipe.rule)
     asked = recipe.counts
     if isinstance(asked, Effective):
         return _effective_counts(scores, asked, {} if known is None else known)
@@ -78,7 +80,7 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
         sizes = {target.name: _group_sizes(target, group) for target in targets}
         if group == "all":
             sizes = {"": np.array([sum(target.matrix.numel for target in targets)])}
-        return Counts(
+        return KeptCounts(
             group,
             None,
             {name: uniform_counts(size, asked.sparsity) for name, size in sizes.items()},
@@ -170,14 +172,14 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
 # Effective numbers.
 
 
-def _effective_counts(scores: Scores, asked: Effective, known: Numbers) -> Counts:
+def _effective_counts(scores: Scores, asked: Effective, known: Numbers) -> KeptCounts:
     """The counts of an emp method without a rule: by a sparsity's beta, or by the numbers of the
     magnitudes.
     """
     recipe = scores.recipe
     if not recipe.counts_by_magnitude:
         beta = _beta_of(asked, effective_numbers(scores))
-        return Counts(recipe.group, KeepRule(beta=beta, order=asked.order))
+        return KeptCounts(recipe.group, KeepRule(beta=beta, order=asked.order))
     if asked.order not in known:
         known[asked.order] = effective_numbers(magnitudes_of(scores))
     numbers = known[asked.order]
@@ -194,7 +196,7 @@ def magnitudes_of(scores: Scores) -> Scores:
 
 def counts_by_numbers(
     targets: Sequence[Target], group: Group, groups: Sequence[GroupNumbers], beta: float
-) -> Counts:
+) -> KeptCounts:
     """The counts by given effective numbers, such as those of the magnitudes.
 
     Args:
@@ -205,7 +207,7 @@ def counts_by_numbers(
         name: counts_at(n_eff, total, beta, size).astype(np.int64)
         for name, (n_eff, total, size) in zip(names, groups, strict=True)
     }
-    return Counts(
+    return KeptCounts(
         group,
         None,
         kept,
@@ -248,7 +250,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
     """
     order = _order_of(scores.recipe)
     group = scores.recipe.group
-    pruner = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order)))
+    pruner = Pruner(scores, KeptCounts(group, KeepRule(beta=1.0, order=order)))
     groups = []
     with scores.reading("effective numbers") as (files, bar):
         if group == "row":  # the kernels compute N_eff
@@ -332,7 +334,7 @@ def _kept_in_bfloat16(scores: Scores, betas: Sequence[float]) -> list[int]:
     from emp_llm.selection.reference import select_rows
 
     kept = [0] * len(betas)
-    pruner = Pruner(scores, Counts("row", scores.recipe.rule))
+    pruner = Pruner(scores, KeptCounts("row", scores.recipe.rule))
     with scores.reading("effective numbers") as (files, bar):
         for rows_scores in pruner.scored(scores.targets, files):
             for place, beta in enumerate(betas):
@@ -377,7 +379,9 @@ def _group_sizes(target: Target, group: Group) -> NDArray[np.int64]:
     )
 
 
-def _spread(targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, int]]) -> Counts:
+def _spread(
+    targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, int]]
+) -> KeptCounts:
     """Removed weights spread evenly over the groups of consecutive spans of all target weights.
 
     Args:
@@ -391,7 +395,7 @@ def _spread(targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, 
     try:
         if group == "all":
             ((removed, total),) = spans
-            return Counts(group, None, {"": spread_counts(np.array([total]), removed, total)})
+            return KeptCounts(group, None, {"": spread_counts(np.array([total]), removed, total)})
         for target in targets:
             if before == total:
                 removed, total = next(rest)
@@ -400,4 +404,4 @@ def _spread(targets: Sequence[Target], group: Group, spans: Sequence[tuple[int, 
             before += target.matrix.numel
     except ValueError as error:
         raise UserError(f"--match: {error}.") from error
-    return Counts(group, None, kept)
+    return KeptCounts(group, None, kept)

@@ -84,14 +84,14 @@ def planned_layers(targets: Sequence[Target]) -> dict[str, PlannedLayers]:
     return layers
 
 
-def with_curve(plan: DryRun, scores: Scores, propagate: str, hollow: bool) -> DryRun:
+def with_curve(plan: DryRun, scores: Scores, propagate: str, headers_only: bool) -> DryRun:
     """The plan with what a method would remove at its beta and at others. Of an emp method whose
     counts need no calibration, the targets are read.
 
     Args:
         scores: of the targets, with norms from a file if the user gave one.
         propagate: the inputs of each block.
-        hollow: the weights are not here.
+        headers_only: the weights are not here.
     """
     recipe = scores.recipe
     counts = recipe.counts
@@ -100,7 +100,7 @@ def with_curve(plan: DryRun, scores: Scores, propagate: str, hollow: bool) -> Dr
     name = f"{recipe.method}, order {counts.order:g}, group {recipe.group}"
     name += ", counts by |W|" if recipe.counts_by_magnitude else ""
     unscored = recipe.needs_activations and not scores.inputs and not recipe.counts_by_magnitude
-    if unscored or hollow:
+    if unscored or headers_only:
         return replace(plan, recipe=name, no_curve=_why_no_curve(propagate, unscored))
     curve = []
     if ranks().main:

@@ -37,7 +37,7 @@ _SMALL = 1 << 24
 
 
 @dataclass(frozen=True)
-class Counts:
+class KeptCounts:
     """How many weights stay in each group.
 
     Attributes:
@@ -102,16 +102,17 @@ class Pruner:
         counts: how many weights of each group stay.
         device: that decides: "cpu", or "cuda" for the reference on a GPU, with the same bits.
         chunk_weights: weights in memory at a time; the masks do not depend on it.
-        reference: the reference decides, not a kernel, with the same bits.
+        reference: the reference decides the first of every so many chunks of a target, not the
+            kernel, with the same bits. 1: it decides all; 0: none.
     """
 
     def __init__(
         self,
         scores: Scores,
-        counts: Counts,
+        counts: KeptCounts,
         device: str = "cpu",
         chunk_weights: int = CHUNK_WEIGHTS,
-        reference: bool = False,
+        reference: int = 0,
     ) -> None:
         self.scores = scores
         self.counts = counts
@@ -119,7 +120,7 @@ class Pruner:
         self.checkpoint = scores.checkpoint
         self._device = device
         few = sum(target.matrix.numel for target in scores.targets) <= _SMALL
-        self._reference = reference or few or device != "cpu"
+        self._reference = 1 if few or device != "cpu" else reference
         self._chunk_weights = chunk_weights
 
     def read(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
@@ -303,6 +304,17 @@ class Pruner:
         n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.sums.number()[0]
         return float(n_eff), selector.effective_mass()
 
+    def by_reference(self, target: Target, first: int) -> bool:
+        """Whether the reference decides the chunk that begins with a row, for a group of rows."""
+        plain = self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
+        if self._reference == 1 or self.counts.group != "row" or not plain:
+            return True
+        chunk = first // max(1, self._chunk_weights // max(1, target.matrix.columns))
+        if self._reference and chunk % self._reference == 0:
+            return True
+        dtype = "F32" if target.matrix.scales is not None else target.matrix.stored.dtype
+        return not words_supported(dtype, self.counts.rule_of(target))
+
     def _prune(
         self, target: Target, first: int, words: Words, selector: "GroupSelector | None"
     ) -> RowFigures:
@@ -321,13 +333,7 @@ class Pruner:
         self, target: Target, first: int, words: Words, dtype: str, selector: "GroupSelector | None"
     ) -> RowFigures:
         rule = self.counts.rule_of(target, first, first + len(words))
-        plain = (
-            selector is None
-            and not self._reference
-            and words.size
-            and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
-        )
-        if plain and words_supported(dtype, rule):
+        if words.size and selector is None and not self.by_reference(target, first):
             return prune_words(words, dtype, self.scores.factors_of(target), rule)
         from emp_llm.selection.reference import apply_selection, select_rows
 

@@ -216,8 +216,8 @@ class Scores:
         return self._extremes[key]
 
     def _finite_rows(self, target: Target, first: int, last: int) -> "Tensor":
-        """The scores of rows first to last - 1 before they are mapped. Of a criterion, those of
-        the last matrix are kept.
+        """The scores of rows first to last - 1 before they are mapped. A criterion's scores are
+        cached for the last matrix.
         """
         import torch
 

@@ -126,10 +126,13 @@ def _sentence(error: BaseException) -> str:
         (" | null", ""),
     ):
         text = text.replace(phrase, plain)
+    field = path.removeprefix("key` in `").strip("$.`")
+    text = text.replace(
+        "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
+    )
     words = quotable(text[:1].lower() + text[1:])
-    field = path.strip("$.`")
     for value, version in _REMOVED.items():
-        if words == f"invalid enum value '{value}'":
+        if words == f"unknown value '{value}'":
             return f"{field}: {value!r} was removed after version {version}. Use that version."
     return f"{field}: {words}." if field else f"{words}."
 

@@ -279,11 +279,16 @@ class LossPoint(Part, kw_only=True):
         return self.whole_run and self.rise == 0 == self.error
 
     @property
-    def words(self) -> str:
-        """The point in a line: the rise in percent of the perplexity."""
+    def rise_text(self) -> str:
+        """The rise and its error in percent of the perplexity."""
         change = 100 * math.expm1(min(self.rise, 50.0))
         error = 100 * self.error * math.exp(min(self.rise, 50.0))
-        return f"{100 * self.sparsity:.1f} %: {change:+.2f} ± {error:.2f} %"
+        return f"{change:+.2f} ± {error:.2f} %"
+
+    @property
+    def words(self) -> str:
+        """The point in a line."""
+        return f"{100 * self.sparsity:.1f} %: {self.rise_text}"
 
 
 class LossRecord(Part, kw_only=True):

@@ -169,6 +169,8 @@ def card_text(
     else:
         lines = run_tables.structure_lines(report, structure)
         removed = run_tables.structure_rows(structure)
+    if report.loss is not None:
+        lines.append(f"{report.loss.flag}: {run_tables.chosen_line(report.loss)}")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -190,7 +192,7 @@ def card_text(
         origin=origin,
         base=_base(report, origin),
         method=method_words(report.recipe),
-        lines=[*lines, *map(str.strip, run_tables.loss_lines(report))],
+        lines=lines,
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
         removed=markdown_table(removed),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],

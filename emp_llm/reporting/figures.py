@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
+_TITLE = 76  # characters of a line of a title
 LABEL = 36  # characters of a name that fit beside a panel
 N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {
@@ -108,7 +110,9 @@ def drawn(figure: Any, name: str, title: str, caption: str, suite: str = "") -> 
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = name  # the same ids in every run
-    figure.suptitle(printable(title, 76), x=0.01, ha="left", fontsize=11, weight="bold")
+    # On as many lines as it needs.
+    heading = fill(printable(title, 4 * _TITLE), _TITLE)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11, weight="bold")
     svg = BytesIO()
     png = BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
@@ -173,9 +177,11 @@ def _sparsity_figure(study: Study, suite: StudySuite, measure: str, name: str) -
         )[:, 0]
         main = panels[0]
         for curve in lines:
-            main.plot(
+            main.errorbar(
                 [100 * dot.sparsity for dot in curve.dots],
                 [dot.value for dot in curve.dots],
+                yerr=[2 * (dot.stderr or 0.0) for dot in curve.dots],
+                elinewidth=0.8,
                 **styles[curve],
             )
         main.set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
@@ -271,7 +277,11 @@ def _difference_panel(
 
 
 def _caption(measure: str, gaps: list[Difference]) -> str:
-    text = f"{measure[:1].upper()}{measure[1:]} against the share of weights removed."
+    of = "" if in_percent(measure) else " of the change from the dense model"
+    text = (
+        f"{measure[:1].upper()}{measure[1:]} against the share of weights removed; bars: ± two "
+        f"standard errors{of}."
+    )
     if gaps:
         text += (
             " Below: the difference between EMP and a baseline of the same criterion with uniform "
@@ -279,7 +289,7 @@ def _caption(measure: str, gaps: list[Difference]) -> str:
         )
     if any(gap.change.stderr is not None for gap in gaps):
         errors = "paired" if all(gap.change.paired for gap in gaps) else "unpaired"
-        text += f" Its bars: ± two {errors} standard errors."
+        text += f" Its bars: ± two standard errors ({errors})."
     return text
 
 

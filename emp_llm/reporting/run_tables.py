@@ -31,6 +31,7 @@ from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
     REPORT_LIMIT,
     FitRecord,
+    LossRecord,
     MatrixRecord,
     RunReport,
     StructureRecord,
@@ -129,7 +130,25 @@ def pruning_lines(report: RunReport) -> list[str]:
             f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed "
             "(emp-llm pack)" + (f", {format_bytes(sizes.mask)} as a mask" if sizes.mask else "")
         )
+        eight = _eight_bits(report)
+        if eight is not None and eight < sizes.packed > _LITTLE * sizes.dense:
+            lines.append(
+                f"Packing gains little here: these targets in 8 bits would take "
+                f"{format_bytes(eight)}, and usually lose less (docs/prune-or-quantise.md)"
+            )
     return lines
+
+
+_LITTLE = 0.9  # of the dense size: a packed size above it is hardly worth the zeros
+
+
+def _eight_bits(report: RunReport) -> int | None:
+    """Bytes of the weights with the targets in 8 bits; None if the report does not say."""
+    targets = report.targets
+    if report.sizes is None or not targets.parameters or targets.weights is None:
+        return None
+    each = report.sizes.dense / targets.parameters
+    return round(report.sizes.dense - targets.weights * max(each - 1, 0))
 
 
 def covered(targets: TargetsRecord) -> str:
@@ -307,16 +326,41 @@ def loss_lines(report: RunReport) -> list[str]:
     loss = report.loss
     if loss is None:
         return []
-    lines = [
-        f"perplexity of {loss.sequences} x {loss.length} held-out tokens, "
-        f"{loss.dense:.4g} dense, by sparsity:"
+    return [
+        f"perplexity of {loss.sequences} x {loss.length} held-out tokens, {loss.dense:.4g} dense:",
+        table(loss_rows(loss, report.structure is not None)),
+        chosen_line(loss),
     ]
+
+
+def loss_rows(loss: LossRecord, of_units: bool) -> Rows:
+    """The curve of --loss: a row for each sparsity, and a column each for the masks alone and for
+    a run that moves the weights. Of units, every point is a whole run.
+    """
+    cells: dict[float, dict[bool, str]] = defaultdict(dict)
     for point in loss.points:
-        moved = point.whole_run and report.structure is None
-        of_run = ", with the weights moved" if moved else ""
-        lines.append(f"  {point.words}{of_run}")
-    lines.append(f"{loss.flag} removes {100 * loss.sparsity:.1f} %")
-    return lines
+        cells[point.sparsity][point.whole_run] = point.rise_text
+    moved = any(point.whole_run for point in loss.points)
+    alone = any(not point.whole_run for point in loss.points)
+    rows: Rows = [["removed"]]
+    rows[0] += ["masks alone"] * alone
+    rows[0] += ["rise" if of_units else "weights moved"] * moved
+    for sparsity, texts in sorted(cells.items()):
+        row = [f"{100 * sparsity:.1f} %"]
+        row += [texts.get(False, "")] * alone
+        row += [texts.get(True, "")] * moved
+        rows.append(row)
+    return rows
+
+
+def chosen_line(loss: LossRecord) -> str:
+    """Which point of the curve --loss took, and why."""
+    allowed = loss.flag.removeprefix("--loss ")
+    unit = "" if allowed.endswith("%") else " nats"
+    return (
+        f"chosen: {100 * loss.sparsity:.1f} %, the most with rise + error <= "
+        f"{allowed.replace('%', ' %')}{unit}"
+    )
 
 
 def fit_lines(report: RunReport) -> list[str]:

@@ -471,20 +471,36 @@ class Study:
 
     @property
     def measured(self) -> list[Grid]:
-        """The effective numbers of each criterion, order and variant; once, unless the numbers
-        differ.
+        """The effective numbers of each criterion, order and variant; those with the same numbers
+        once, with all their labels.
         """
-        grids: dict[str, list[Grid]] = {}
+        grids: list[Grid] = []
         for point in self.points:
             if not point.recipe.adaptive:
                 continue
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
-            same = grids.setdefault(label, [])
-            grid = _grid(f"{label} ({point.name})" if same else label, point.matrices.values())
-            if grid.shares and all(grid.shares != other.shares for other in same):
-                same.append(grid)
-        return [grid for group in grids.values() for grid in group]
+            grid = _grid(label, point.matrices.values())
+            if not grid.shares:
+                continue
+            equal = [place for place, other in enumerate(grids) if _same_shares(grid, other)]
+            if equal:
+                labels = grids[equal[0]].label.split(" and ")
+                if label not in labels:
+                    both = " and ".join([*labels, label])
+                    grids[equal[0]] = replace(grids[equal[0]], label=both)
+                continue
+            if any(label in other.label.split(" and ") for other in grids):
+                grid = replace(grid, label=f"{label} ({point.name})")
+            grids.append(grid)
+        return grids
+
+
+def _same_shares(one: Grid, other: Grid) -> bool:
+    """Whether two grids show the same numbers, in a table or as colours."""
+    return one.shares.keys() == other.shares.keys() and all(
+        math.isclose(share, other.shares[key], abs_tol=5e-5) for key, share in one.shares.items()
+    )
 
 
 def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
@@ -591,10 +607,13 @@ Allocation = Literal["emp", "total", "matrix"]
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a curve: sparsity of the targets, and the measured value."""
+    """A point of a curve: sparsity of the targets, and the measured value with its standard error:
+    of an accuracy its own, of any other measure that of the change from the dense model.
+    """
 
     sparsity: float
     value: float
+    stderr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -662,7 +681,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)
         order = None if allocation == "total" else matched.recipe.order
-        dot = Dot(point.sparsity, value.value)
+        dot = Dot(point.sparsity, value.value, _error_of(measure, value, suite.dense.get(measure)))
         label = label_of(point) + (
             f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else ""
         )
@@ -671,6 +690,14 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         Curve(*key, tuple(sorted(dots, key=lambda dot: dot.sparsity)))
         for key, dots in groups.items()
     ]
+
+
+def _error_of(measure: str, value: Value, dense: Value | None) -> float | None:
+    """The standard error of a point of a curve, in the measure's unit; None if it is unknown."""
+    if in_percent(measure) or dense is None:
+        return value.stderr
+    change = change_of(measure, value, dense)
+    return None if change.stderr is None else change.stderr * dense.value / 100
 
 
 def differences(study: Study, suite: StudySuite) -> list[Difference]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.common.machine import runs_triton
 from emp_llm.selection.rule import (
     LANES,
     RELATIVE_TOLERANCE,
@@ -35,6 +36,7 @@ from emp_llm.selection.rule import (
 # Numbers converted to float64 at a time: they stay in a core's cache, and are too few for torch to
 # use several threads.
 _PIECE = 1 << 15
+_GPU_PIECE = 1 << 24  # as many for each launch
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = {1: torch.int8} | _KEY_DTYPES
 _RADIX_BITS = 16
@@ -62,7 +64,8 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
     width = min(LANES, 1 << max(columns - 1, 0).bit_length())
     terms = terms or (lambda s: s,)
     lanes = [torch.zeros(count, width, dtype=torch.float64, device=rows.device) for _ in terms]
-    step = max(_PIECE // max(count, 1) // LANES, 1) * LANES
+    piece_size = _GPU_PIECE if rows.is_cuda else _PIECE
+    step = max(piece_size // max(count, 1) // LANES, 1) * LANES
     for start in range(0, columns, step):
         piece = rows[:, start : start + step].double()
         for lane, term in zip(lanes, terms, strict=True):
@@ -312,9 +315,15 @@ def row_cuts(keys: Tensor, *counts: Tensor) -> list[Cut]:
             of columns.
 
     Returns:
-        One cut of `rows` groups for each of the counts. The rows are sorted once.
+        One cut of `rows` groups for each of the counts. The rows are sorted once; on a GPU, a
+        kernel finds the cuts of those that fit into its registers.
     """
     columns = keys.shape[1]
+    if _has_kernel(keys):
+        from emp_llm.selection.cuda_kernel import cuts_of_rows
+
+        found = cuts_of_rows(keys, torch.stack(counts))
+        return [Cut(key[:, None], ties[:, None]) for key, ties in zip(*found, strict=True)]
     ordered = _sorted(keys)
     cuts = []
     for count in counts:
@@ -332,8 +341,9 @@ def keep_mask(keys: Tensor, cut: Cut) -> Tensor:
     all.
     """
     tied = keys == cut.key
-    # Seldom are there more than may stay; to count them along the row takes ten times as long.
-    if not bool((tied.sum(1, keepdim=True) <= cut.ties).all()):
+    # Seldom are there more than may stay; to count them along the row takes ten times as long. On a
+    # GPU, waiting for an answer takes longer.
+    if keys.is_cuda or not bool((tied.sum(1, keepdim=True) <= cut.ties).all()):
         counter = torch.int32 if keys.shape[1] < 2**31 else torch.int64
         tied &= tied.cumsum(1, dtype=counter) <= cut.ties
     return tied.logical_or_(keys > cut.key)
@@ -351,8 +361,25 @@ def largest_mask(scores: Tensor, counts: Tensor) -> Tensor:
         column.
     """
     keys = order_keys(scores)
+    if _has_kernel(keys):
+        from emp_llm.selection.cuda_kernel import masks_of_rows
+
+        return masks_of_rows(keys, counts)
+    if keys.is_cuda:  # in a few launches
+        order = keys.argsort(dim=1, descending=True, stable=True)
+        places = torch.arange(keys.shape[1], device=keys.device)
+        return torch.empty_like(keys, dtype=torch.bool).scatter_(1, order, places < counts[:, None])
     (cut,) = row_cuts(keys, counts)
     return keep_mask(keys, cut)
+
+
+def _has_kernel(keys: Tensor) -> bool:
+    """Whether a kernel finds the cuts of these rows on their GPU."""
+    if not keys.numel() or keys.element_size() == 8 or not runs_triton(keys.device):
+        return False
+    from emp_llm.selection.cuda_kernel import LONGEST
+
+    return keys.shape[1] <= LONGEST
 
 
 def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:

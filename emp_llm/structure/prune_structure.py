@@ -49,7 +49,7 @@ from emp_llm.structure.writing import (
     size_of,
     write_smaller_checkpoint,
 )
-from emp_llm.walk.checks import check_apart, update_warnings
+from emp_llm.walk.checks import check_blocks_separable, update_warnings
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
     model = _unit_model(run, structure)
     plan = run.plan()
     notes = [_units_line(model.units)]
-    if ranks().main and run.recipe.name == "magnitude" and not run.source.hollow:
+    if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
         notes += _decision_lines(_decided(run, structure, model), structure)
     elif ranks().main and model.units[0].sizes_known:
         notes += _sizes_by_share(model, run.recipe)
@@ -163,10 +163,10 @@ def _unit_model(run: PruneRun, structure: StructureRecipe) -> UnitModel:
     run.targets = model.targets
     config = model.checkpoint.config
     if recipe.update is not None:
-        check_apart(config, recipe.update_flag, recipe.without_update)
+        check_blocks_separable(config, recipe.update_flag, recipe.without_update)
     if recipe.name == "taylor":
         check_head(run.source.folder, "Use --method wanda, which needs none.")
-        check_apart(config, "--method taylor", "Use --method wanda")
+        check_blocks_separable(config, "--method taylor", "Use --method wanda")
     budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
         run.made_of["budget"] = budget.flag

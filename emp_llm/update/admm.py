@@ -46,6 +46,7 @@ from emp_llm.update.update import Allowed, Moments, Search
 
 # rho of each stage, relative to an input's own second moment, and its number of steps
 _STAGES = tuple((0.15 ** (1 - stage / 5), steps) for stage, steps in enumerate((4, 5, 6, 7, 8, 5)))
+_INDEFINITE = "gram is no matrix of second moments: it is indefinite"
 _PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
@@ -115,16 +116,13 @@ def admm(
         point = point * root
         dual = torch.zeros_like(point)
         before = _STAGES[0][0]
-        identity = torch.eye(len(gram), device=gram.device)
+        failed = list[Tensor]()
         coarse = torch.bfloat16 if has_bfloat16(weight.device) else torch.float32
         for penalty, steps in _STAGES:
             factor = system.clone()
             factor.diagonal().add_(penalty)
-            if cholesky(factor) is None:
-                raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
-            factor = torch.linalg.solve_triangular(factor, identity, upper=False)
-            # Solves with the factor would depend on the number of threads.
-            inverse = _gram_of_lower(factor)
+            inverse, indefinite = _inverse(factor)
+            failed.append(indefinite)
             constant = add_product(aim, inverse)
             # Until the last stage, the digits of bfloat16 are enough for the search.
             last = penalty == _STAGES[-1][0]
@@ -144,8 +142,25 @@ def admm(
                 else:
                     point = constant + point.to(digits) @ pull
             before = penalty
+        if bool(torch.stack(failed).any()):
+            raise NonFiniteError(_INDEFINITE)
         check_products(kept.div_(root))
         return Solution(kept, mask, damping)
+
+
+def _inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of a positive definite matrix, float32, shape (n, n), which is overwritten; and
+    whether it is not positive definite, on a GPU. Else that is an error.
+    """
+    if matrix.is_cuda:  # without waiting for it
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        identity = torch.eye(len(matrix), device=matrix.device)
+        return torch.cholesky_solve(identity, factor), failed != 0
+    if cholesky(matrix) is None:
+        raise NonFiniteError(_INDEFINITE)
+    factor = torch.linalg.solve_triangular(matrix, torch.eye(len(matrix)), upper=False)
+    # Solves with the factor would depend on the number of threads.
+    return _gram_of_lower(factor), torch.tensor(False)
 
 
 def _gram_of_lower(factor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def prune_columns(
     result, up to rounding.
 
     Args:
-        weight: at most `WIDEST` columns, each row in one piece of memory, as in `mask`.
+        weight: at most `WIDEST` columns.
     """
     rows, columns = weight.shape
     errors = torch.empty(rows, columns, device=weight.device)
@@ -40,8 +40,8 @@ def prune_columns(
             errors,
             rows,
             columns,
-            weight.stride(0),
-            mask.stride(0),
+            *weight.stride(),
+            *mask.stride(),
             m,
             N=n,
             ROWS=height,
@@ -77,7 +77,9 @@ def columns_kernel(
     rows,
     columns,
     weight_stride,
+    weight_step,
     mask_stride,
+    mask_step,
     m,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -89,8 +91,8 @@ def columns_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows) & (column < columns)
-    place = weight + row.to(tl.int64) * weight_stride + column
-    mask_place = mask + row.to(tl.int64) * mask_stride + column
+    place = weight + row.to(tl.int64) * weight_stride + column.to(tl.int64) * weight_step
+    mask_place = mask + row.to(tl.int64) * mask_stride + column.to(tl.int64) * mask_step
     values = tl.load(place, mask=inside, other=0.0)
     # Of each row its own copy, in the threads that need it.
     of_row = factor + column + tl.zeros([ROWS, 1], tl.int32)

@@ -18,12 +18,13 @@ of a row that is zero outside of S, and is masked afterwards. So one matrix prod
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from emp_llm.common.machine import float32_products
+from emp_llm.common.machine import float32_products, has_bfloat16
 from emp_llm.selection.rule import NonFiniteError
 
 _CHUNK = 1 << 24  # numbers in a chunk of rows
@@ -32,9 +33,12 @@ _LEAST_ROWS = 256  # of a chunk: fewer make a product with a large matrix slow
 _SMALL = 5e-6  # a row is solved after a step that lowers F by no more than this share
 _ROUNDING = 1e-7  # or by this share of F before the first step, which float32 does not see
 _MOST_STEPS = 200
+_GPU_STEPS = 4  # between two looks at which rows are solved: the CPU waits for a GPU there
 _MOST_RAISES = 12
 _INNER = 512  # length of the sums in a product: MKL splits longer ones between threads
 _MOMENT_PANEL = 256  # columns of a symmetric product that are computed at a time
+_GPU_TOKENS = 4096  # of a product on a GPU
+_GPU_PANEL = 2048  # as _MOMENT_PANEL, on a GPU
 _PANEL = 128  # columns that LAPACK factorises in the same way on any number of threads
 _FIRST_RAISE = 1e-3  # the damping after 0
 
@@ -152,18 +156,26 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
     direction = residual * inverse
     descent = torch.linalg.vecdot(residual, direction)
     moving = descent > 0  # rows that are not solved
-    while step < _MOST_STEPS and bool(moving.any()):
-        if 2 * int(moving.sum()) <= len(moving):  # a few rows take most of the steps
+    every = _GPU_STEPS if residual.is_cuda else 1
+    factors = _factors(system, 2)  # the steps need no more digits
+    while step < _MOST_STEPS:
+        left = int(moving.sum()) if step % every == 0 else len(moving)
+        if not left:
+            break
+        if 2 * left <= len(moving):  # a few rows take most of the steps
             solution[rows] = change
-            rows, mask, least, objective = (
-                values[moving] for values in (rows, mask, least, objective)
+            places = moving.nonzero()[:, 0]  # a GPU would look for them again for each tensor
+            rows, mask, least, objective, moving = (
+                values[places] for values in (rows, mask, least, objective, moving)
             )
             change, residual, direction, descent = (
-                values[moving] for values in (change, residual, direction, descent)
+                values[places] for values in (change, residual, direction, descent)
             )
             product = torch.empty_like(residual)
-            moving = moving[moving]
-        add_product(direction, system, product.zero_()).mul_(mask)
+        if residual.is_cuda:
+            product = _add_product_on_gpu(_factors(direction, 2), factors).mul_(mask)
+        else:
+            add_product(direction, system, product.zero_()).mul_(mask)
         curvature = torch.linalg.vecdot(direction, product)
         length = torch.where(moving & (curvature > 0), descent / curvature, 0)
         change.addcmul_(direction, length[:, None])
@@ -210,10 +222,38 @@ def add_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Ten
     Args:
         left, right, total: float32, shapes (a, b), (b, c) and (a, c).
     """
+    if left.is_cuda:
+        return _add_product_on_gpu(_factors(left), _factors(right), total)
     if total is None:
         total = left.new_zeros(left.shape[0], right.shape[1])
     for first in range(0, left.shape[1], _INNER):
         total.addmm_(left[:, first : first + _INNER], right[first : first + _INNER])
+    return total
+
+
+def _factors(matrix: Tensor, parts: int = 3) -> list[Tensor]:
+    """A float32 matrix as a factor of products on a GPU: itself, or bfloat16 matrices whose sum it
+    is. Their products take a fraction of the time. Three have all digits of float32, and two have
+    16 bits.
+    """
+    if matrix.is_cuda and _multiplies_bfloat16(matrix.device):
+        return _in_bfloat16(matrix, parts)
+    return [matrix]
+
+
+def _add_product_on_gpu(
+    left: list[Tensor], right: list[Tensor], total: Tensor | None = None
+) -> Tensor:
+    """Add the product of two matrices to `total`, or to zeros. Products of small parts with small
+    parts are left out.
+    """
+    for place, one in enumerate(left):
+        for other in right[: len(right) - place]:
+            if one.dtype == torch.float32:
+                return one @ other if total is None else total.addmm_(one, other)
+            product = torch.mm(one, other, out_dtype=torch.float32)
+            total = product if total is None else total.add_(product)
+    assert total is not None
     return total
 
 
@@ -229,6 +269,8 @@ def add_moments(left: Tensor, right: Tensor, total: Tensor | None = None) -> Ten
         left, right: shapes (tokens, a) and (tokens, b), any floating dtype.
         total: float32, shape (a, b).
     """
+    if left.is_cuda:
+        return _add_moments_on_gpu(left, right, total)
     same = left is right
     exact = left.dtype == right.dtype == torch.bfloat16
     left = left.float()
@@ -246,17 +288,71 @@ def add_moments(left: Tensor, right: Tensor, total: Tensor | None = None) -> Ten
     return total
 
 
+def _add_moments_on_gpu(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
+    """`add_moments`, in products as large as a GPU wants them. A factor in float32 is the sum of
+    three in bfloat16 if the other one has that dtype, so that these products are exact, too.
+    """
+    same = left is right
+    if total is None:
+        total = torch.zeros(left.shape[1], right.shape[1], device=left.device)
+    width = _GPU_PANEL if same else left.shape[1]
+    exact = right.dtype == torch.bfloat16 and left.dtype in (torch.bfloat16, torch.float32)
+    with float32_products("medium" if exact else "highest"):
+        for first in range(0, len(left), _GPU_TOKENS):
+            tokens = slice(first, first + _GPU_TOKENS)
+            parts = _in_bfloat16(left[tokens]) if exact else [left[tokens].float()]
+            for start in range(0, left.shape[1], width):
+                panel = slice(start, start + width)
+                rest = slice(start if same else 0, None)
+                for part in parts:
+                    _add_to(total[panel, rest], part[:, panel].T, right[tokens, rest])
+    return total
+
+
+def _in_bfloat16(values: Tensor, most: int = 3) -> list[Tensor]:
+    """Tensors of bfloat16, at most three, whose sum is `values`, or nearly so."""
+    parts = [values.bfloat16()]
+    while values.dtype != torch.bfloat16 and len(parts) < most:
+        values = values - parts[-1]
+        parts.append(values.bfloat16())
+    return parts
+
+
+def _add_to(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right, with sums in float32, to `total`."""
+    if left.dtype == torch.bfloat16 and _multiplies_bfloat16(left.device):
+        total.add_(torch.mm(left, right, out_dtype=torch.float32))
+    else:
+        total.addmm_(left.float(), right.float())
+
+
+@cache
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether torch multiplies bfloat16 numbers on a device, and returns the sums in float32."""
+    if not has_bfloat16(device):
+        return False
+    some = torch.full((16, 16), 1.0078125, dtype=torch.bfloat16, device=device)
+    try:
+        product = torch.mm(some, some, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(product, some.float() @ some.float())
+
+
 def symmetric(upper: Tensor) -> Tensor:
     """The symmetric matrix with an upper triangle."""
     return upper.triu().add_(upper.triu(1).T)
 
 
 def cholesky(lower: Tensor) -> Tensor | None:
-    """The lower triangular factor of a matrix, float32, shape (n, n), in its place; None if it is
-    not positive definite.
+    """The lower triangular factor of a matrix, float32, shape (n, n), in its place on a CPU; None
+    if it is not positive definite.
 
     The bits are the same for any number of threads, which is not true of LAPACK's.
     """
+    if lower.is_cuda:
+        factor, failed = torch.linalg.cholesky_ex(lower)
+        return None if int(failed) else factor
     for first in range(0, len(lower), _PANEL):
         here = slice(first, first + _PANEL)
         rest = slice(first + _PANEL, None)
@@ -282,9 +378,11 @@ def workspace_bytes(outputs: int, inputs: int) -> int:
 
 def check_finite(**tensors: Tensor | None) -> None:
     """Raise NonFiniteError for an argument with NaN or infinity."""
-    for name, values in tensors.items():
-        # The float64 sum is finite if and only if all values are. One pass, without a copy.
-        if values is not None and not bool(values.sum(dtype=torch.float64).isfinite()):
+    given = {name: values for name, values in tensors.items() if values is not None}
+    # The float64 sum is finite if and only if all values are. One pass, without a copy.
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in given.values()])
+    for name, finite in zip(given, sums.isfinite().tolist(), strict=True):
+        if not finite:
             raise NonFiniteError(f"{name} holds NaN or infinity")
 
 

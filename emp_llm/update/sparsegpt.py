@@ -102,18 +102,19 @@ def sparsegpt(
         weight[:, dead] = 0
         factor, damping = _inverse_factor(gram, dead, damping)
         mask = torch.empty_like(weight, dtype=torch.bool)
-        for start in range(0, inputs, block):
+        starts = range(0, inputs, block)
+        kept = None
+        if count is not None:
+            ends = [*starts, inputs]
+            removed = [(weight.numel() - count) * end // inputs for end in ends]
+            kept = outputs * torch.tensor(ends).diff() - torch.tensor(removed).diff()
+            kept = kept.to(weight.device)
+        for number, start in enumerate(starts):
             end = min(start + block, inputs)
             here = slice(start, end)
-            if count is not None:
-                removed = weight.numel() - count
-                kept = outputs * (end - start) - (
-                    removed * end // inputs - removed * start // inputs
-                )
+            if kept is not None:
                 scores = (weight[:, here] / factor.diagonal()[here]).square().reshape(1, -1)
-                mask[:, here] = largest_mask(
-                    scores, torch.tensor([kept], device=weight.device)
-                ).reshape(outputs, -1)
+                mask[:, here] = largest_mask(scores, kept[number : number + 1]).reshape(outputs, -1)
             errors = _prune_block(weight[:, here], mask[:, here], factor[here, here], pattern)
             weight[:, end:].addmm_(errors, factor[here, end:], alpha=-1)
     check_products(weight)

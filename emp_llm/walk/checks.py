@@ -47,7 +47,7 @@ def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
         )
 
 
-def check_apart(config: Mapping[str, Any], option: str, instead: str) -> None:
+def check_blocks_separable(config: Mapping[str, Any], option: str, instead: str) -> None:
     """Raise UserError if a model's blocks do not run apart: it has an encoder, or blocks that read
     the keys and values of earlier ones, as in Gemma 3n and Gemma 4.
 

@@ -2,7 +2,9 @@
 rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +78,8 @@ class MovedWeights:
         self._on_put = on_put
         # In memory: all of them, or the one whose file was read last.
         self._blocks: dict[int, dict[str, Moved]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None  # of the last block
 
     def has(self, block: int) -> bool:
         """Whether a block is finished."""
@@ -88,6 +92,30 @@ class MovedWeights:
         if self.folder is None:
             self._blocks[block] = moved
             return
+        if self._thread is None:
+            self._write(block, moved)
+            return
+        self._finish()
+        self._writing = self._thread.submit(self._write, block, moved)
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside this context, a thread writes each block while the next one is computed. At its
+        end, all files are complete.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-moved") as self._thread:
+            try:
+                yield
+                self._finish()
+            finally:
+                self._thread = self._writing = None
+
+    def _finish(self) -> None:
+        """Wait for the file of the last block."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, block: int, moved: dict[str, Moved]) -> None:
         weights = {
             name: of_target.weight.contiguous()
             for name, of_target in moved.items()

@@ -126,6 +126,9 @@ def update_model(
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
+            if step.index == 0 and execution_device(step.block).type == "cuda":
+                # On a CPU, the memory of a second block is dearer than the time.
+                stack.enter_context(moved.behind())
             if members and not ranks().broadcast(moved.has(step.index)):
                 updated = _update_block(
                     block, update, fitting, measuring, mask_of, allowed_of, min_expert_tokens
@@ -599,7 +602,7 @@ def _sums_of_level(
     sums = sums_of_ranks(mine, execution_device(block.step.block))
     for first, of_inputs in sums.items():
         moments = (of_inputs[key] for key in ("gram", "cross", "wanted") if key in of_inputs)
-        if not all(bool(values.isfinite().all()) for values in moments):
+        if not bool(torch.stack([values.isfinite().all() for values in moments]).all()):
             raise UserError(
                 f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be "
                 "fitted. Try --dtype float32, or prune without a fit."
@@ -742,8 +745,8 @@ def _updated(
     mask = solution.mask
     stored = in_stored_dtype(solution.weight, target)
     set_to_zero(stored, ~mask)  # not -0.0
-    stored = stored.cpu()
     errors = output_errors(moments, weight, weight * mask, stored) or (0.0, 0.0)
+    stored = stored.cpu()
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=errors[0], error_after=errors[1]
     )
@@ -783,8 +786,8 @@ def _kept_mass(weight: Tensor, mask: Tensor) -> float:
     all depends on the threads.
     """
     magnitudes = weight.abs()
-    kept = float((magnitudes * mask).sum(1, dtype=torch.float64).sum())
-    total = float(magnitudes.sum(1, dtype=torch.float64).sum())
+    masses = (each.sum(1, dtype=torch.float64).sum() for each in (magnitudes * mask, magnitudes))
+    kept, total = torch.stack(list(masses)).tolist()
     return kept / total if total else 1.0
 
 
@@ -807,14 +810,16 @@ def output_errors(
     Args:
         dense: weights, as the others of shape (outputs, inputs).
     """
-    total = float(moments.energy.sum())
-    if total <= 0:
-        return None
 
-    def error(weight: Tensor) -> float:
+    def error(weight: Tensor) -> Tensor:
         by_row = output_error(
             weight.to(dense.device).float(), dense, moments.gram, moments.right, moments.energy
         )
-        return max(0.0, float(by_row.sum()) / total)
+        return by_row.sum()
 
-    return error(before), error(after)
+    # The CPU waits for a GPU once.
+    total, *errors = torch.stack([moments.energy.sum(), error(before), error(after)]).tolist()
+    if total <= 0:
+        return None
+    first, second = (max(0.0, value / total) for value in errors)
+    return first, second

@@ -6,9 +6,11 @@ Each command is shown as a user would type it. The models, results and messages 
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -77,7 +79,9 @@ def what_next(model: str, calibration: str, folder: str) -> list[str]:
 
 def run(line: str, log: Path) -> float:
     """Run a command of emp-llm and return its seconds; exit if it fails."""
-    print(f"$ {line}", flush=True)
+    bound = re.sub(r"(--[a-z-]+) (?!--)", "\\1\0", line)  # a flag and its value on one line
+    shown = textwrap.wrap(bound, 94, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n      ".join(shown).replace("\0", " "), flush=True)
     _, name, *arguments = shlex.split(line)
     start = time.perf_counter()
     with log.open("a", encoding="utf-8") as file:
@@ -132,7 +136,8 @@ def notes(folder: Path) -> str:
         "seconds: of emp-llm prune, with loading, calibration and a check on held-out text",
     ]
     if read_report(folder / "emp-wanda").warnings:
-        parts.append(f"the paper's count starves some rows; the warning is in {REPORT_NAME}")
+        report = folder / "emp-wanda" / REPORT_NAME
+        parts.append(f"the paper's count leaves some rows next to nothing: see {report}")
     return "\n".join(parts)
 
 

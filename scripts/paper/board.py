@@ -62,7 +62,7 @@ INTRO = """# Board of results
 
 Each method beside Wanda and SparseGPT, in all linear layers of the decoder blocks. Perplexity is per token; its change
 from the dense model has a paired standard error. Seconds and peak memory are those of the prune, on machines that did
-other work too. The best of each sparsity is bold. The rows are made by
+other work too. The best of each sparsity is bold. These commands make the rows:
 
     emp-llm prune --model MODEL --targets all-linear --calibration TEXT, and
         --method wanda --sparsity 0.5 --propagate pruned        (for 2:4: --pattern 2:4 in place of --sparsity)
@@ -71,7 +71,7 @@ other work too. The best of each sparsity is bold. The rows are made by
 
 Wanda removes 50 % of each row, SparseGPT 50 % of each matrix, and `emp-admm` 50 % of all layers together. No row of
 ours is [healed](heal.md). ADMM's search depends on the rounding of sums: with `--batch-size 16`,
-stories260K comes to +87.8 % in place of +91.4 %. [Which method?](methods.md) has more points, by an older version."""
+stories260K loses +87.8 % instead of +91.4 %. [Which method?](methods.md) has more points, by an older version."""
 FILL = """## Models of the literature
 
 Nobody has run emp-llm on these models yet; the published numbers are those to beat. It needs a GPU and access to the models:
