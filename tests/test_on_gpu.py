@@ -60,7 +60,7 @@ def test_every_file_and_option_exists(
     named = set(re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", shown + script))
     assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_runtime_cuda.py"} <= named
     kinds = re.findall(r"^== (road|tests|timing)", shown, re.MULTILINE)
-    assert list(dict.fromkeys(kinds)) == ["tests", "road", "timing"]
+    assert list(dict.fromkeys(kinds)) == ["road", "tests", "timing"]
     roads = [line.split(" -m emp_llm ")[1] for line in shown.splitlines() if "-m emp_llm " in line]
     assert len(roads) == 7
     for name, *words in (line.split() for line in roads):

@@ -69,7 +69,7 @@ class Admm(Search):
 
     def workspace_bytes(self, outputs: int, inputs: int) -> int:
         return max(
-            4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs)
+            4 * (7 * inputs * inputs + 12 * outputs * inputs), workspace_bytes(outputs, inputs)
         )
 
 

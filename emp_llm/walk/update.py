@@ -154,7 +154,7 @@ class Block:
     Attributes:
         dense: the hidden states that enter the dense block, and after its pass those that leave it.
         pruned: those that enter the pruned block.
-        masks: of the targets that were pruned by one, by name, on the CPU.
+        masks: of the targets that were pruned by one, by name, on the model's device.
         values: the pruned and moved weights, by the name of the parameter.
         times: how often the block calls each layer, by name.
     """
@@ -205,8 +205,8 @@ class Block:
         with self.pruned_weights():
             values = weight_of(self.model, target.layer)
             if mask is not None:
-                self.masks[target.name] = mask
-                set_to_zero(values, ~mask.to(values.device))
+                self.masks[target.name] = mask.to(values.device)
+                set_to_zero(values, ~self.masks[target.name])
             if weight is not None:
                 with as_created(values):
                     values.copy_(weight)
@@ -410,6 +410,8 @@ def _update_block(
             for first, of_inputs in sums.items():
                 for target in level.inputs[first]:
                     _measure(block, target, updated[target.name], of_inputs)
+    for moved in updated.values():
+        moved.weight = None if moved.weight is None else moved.weight.cpu()
     return updated
 
 
@@ -724,8 +726,8 @@ def _updated(
     allowed_of: Callable[[Target], Allowed],
     min_expert_tokens: int,
 ) -> tuple[Moved, Tensor | None]:
-    """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if
-    there was none.
+    """Update a target. Returns what became of it, and the mask of a search, None if there was none;
+    on the CPU where other ranks get them.
 
     Args:
         sums: of its inputs; None if it saw no token.
@@ -746,13 +748,13 @@ def _updated(
     stored = in_stored_dtype(solution.weight, target)
     set_to_zero(stored, ~mask)  # not -0.0
     errors = output_errors(moments, weight, weight * mask, stored) or (0.0, 0.0)
-    stored = stored.cpu()
+    kept_mass = _kept_mass(weight, mask) if update.searches else None
+    if ranks().count > 1:
+        stored, mask = stored.cpu(), mask.cpu()
     record = FitRecord(
         tokens=tokens, damping=solution.damping, error_before=errors[0], error_after=errors[1]
     )
-    if not update.searches:
-        return Moved(stored, record), None
-    return Moved(stored, record, _kept_mass(weight, mask)), mask.cpu()
+    return Moved(stored, record, kept_mass), mask if update.searches else None
 
 
 def solved(
