@@ -125,7 +125,8 @@ def heal(
         "device_map": options.device_map,
         "seed": options.seed,  # of the order of the sequences
     }
-    made_of = {key: value for key, value in signature.items() if key != "heals"}
+    made_of = {"ids": signature["ids"]} | signature
+    del made_of["heals"]
     check_agreement(made_of, pruned=pruned, dense=dense)
 
     # Train, and write.

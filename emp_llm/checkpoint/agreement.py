@@ -42,7 +42,7 @@ def check_agreement(made_of: Mapping[str, Any], **checkpoints: Checkpoint) -> No
         difference = first_difference(first, other)
         if difference is not None:
             field, before, now = difference
-            field = "text (its token ids)" if field == "ids" else field
+            field = "text (its token ids)" if field in ("ids", "training") else field
             raise UserError(
                 f"{field}: rank {number} on {other_host} has {_shown(now)}, and rank 0 on "
                 f"{first_host} has {_shown(before)}. All ranks must read the same. Copy the files "
