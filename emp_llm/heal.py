@@ -177,7 +177,7 @@ def heal(
                 seed=options.seed,
             )
         with stopwatch("check"):
-            report.check = _checked(models, source.folder, out.files, dense.config, data.further)
+            report.check = _checked(models, source.folder, out.files, dense.config, data.held_out)
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing

@@ -114,15 +114,15 @@ def measure(
     data = None
     if calibrates or budgets:
         load_packages()
-        from emp_llm.calibration.data import HELD_OUT, calibration_data, keep_generated
+        from emp_llm.calibration.data import CHOOSING, calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
         data = calibration_data(
-            text, chosen.architecture, models, further=HELD_OUT if budgets else 0
+            text, chosen.architecture, models, held_out=CHOOSING if budgets else 0
         )
         if budgets:
-            held_out, _ = split_held_out(data.further, text.text_name)
+            held_out, _ = split_held_out(data.held_out, text.text_name)
     with OutputFile(path) as out:
         if calibrates and data is not None:
             progress = out.progress if text.resumable_calibration else None

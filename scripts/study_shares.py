@@ -26,7 +26,7 @@ from study_counts import Model, add_model_options, models_of
 
 from emp_llm import ByCost, Effective, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import HELD_OUT, calibration_data
+from emp_llm.calibration.data import CHOOSING, calibration_data
 from emp_llm.calibration.passes import calibrated, model_origin
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import markdown_table
@@ -81,7 +81,7 @@ class ModelStudy:
         self.chosen = targets_of_folder(model.folder, name, self.recipe, False)
         self.models = OneModel("cpu", "auto", False, Stopwatch())
         text = NormOptions(calibration=model.text, samples=model.samples, seqlen=512)
-        data: Any = calibration_data(text, self.chosen.architecture, self.models, further=HELD_OUT)
+        data: Any = calibration_data(text, self.chosen.architecture, self.models, held_out=CHOOSING)
         file = path.with_name(f"{name}.safetensors")
         if not file.is_file():
             about = model_origin(name, None, self.chosen.checkpoint)
@@ -94,7 +94,7 @@ class ModelStudy:
         length = suite.seqlen or 512
         number = min(model.limit, len(tokens) // length)
         test = tokens[: number * length].view(number, length)
-        texts = (split_held_out(data.further, model.text)[0], test)
+        texts = (split_held_out(data.held_out, model.text)[0], test)
         self.curves = [self.curve(model, each, scratch) for each in texts]
         self.blocks = sorted(
             {each.layer.block for each in self.chosen.targets if each.layer.block is not None}

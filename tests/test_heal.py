@@ -218,9 +218,9 @@ def test_a_training_reads_new_text(
     options = replace(options, samples=10)
     text = read_text(options, tokenizer, None, training=30)
     every = read_text(replace(options, samples=38), tokenizer, None).tokens
-    assert text.further is not None
+    assert text.held_out is not None
     assert torch.equal(text.tokens, every[:10])
-    assert torch.equal(text.further, every[10:18])
+    assert torch.equal(text.held_out, every[10:18])
     assert torch.equal(text.for_training.tokens, torch.cat([every[:10], every[18:38]]))
     few = tmp_path / "few.txt"
     few.write_text(Path(given["calibration"]).read_text()[:500])

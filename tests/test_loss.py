@@ -119,7 +119,7 @@ def test_masks_keep_to_the_budget(short_demo: Path, tmp_path: Path) -> None:
     assert not verify(tmp_path / "out", source=short_demo).differences
 
     how = CalibrationOptions(calibration="demo", samples=8, seqlen=64)
-    tokens = read_text(how, load_tokenizer(short_demo), None, None, 24).further
+    tokens = read_text(how, load_tokenizer(short_demo), None, None, 24).held_out
     assert tokens is not None
     assert (loss.sequences, loss.length) == (16, 64)
     deciding = torch.stack([each for number, each in enumerate(tokens) if number % 3 != 2])

@@ -56,8 +56,8 @@ IN_MEMORY = "data in memory"  # the name of the text in records
 _LENGTH = 2048  # tokens in a sequence of data in memory, if neither option nor model says less
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
 _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
-FURTHER = 8  # sequences after those of a calibration, which a run is checked on
-HELD_OUT = 24  # of a run that chooses by a loss: two thirds decide, one third judges
+CHECKED = 8  # sequences after those of a calibration, which a run is checked on
+CHOOSING = 24  # of a run that chooses by a loss: two thirds decide, one third judges
 _MARGIN = 64  # tokens at the end of a cut text, which may differ from those of the whole
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
 
@@ -70,16 +70,16 @@ class CalibrationText:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
         seed: the seed of shuffled and generated texts; None for others.
-        further: the sequences of the text that follow those, in its shape; none where the text
+        held_out: the sequences of the text that follow those, in its shape; none where the text
             ends, or is generated.
-        more: the sequences that follow the further ones, of each corpus, on which a healing may
+        more: the sequences that follow the held-out ones, of each corpus, on which a healing may
             train.
     """
 
     corpora: list[Corpus]
     tokens: Tensor
     seed: int | None
-    further: Tensor | None = None
+    held_out: Tensor | None = None
     more: tuple[Tensor, ...] = ()
 
     @property
@@ -141,7 +141,7 @@ def calibration_data(
     models: OneModel,
     propagate: Propagate = "dense",
     quantization: Quantization | None = None,
-    further: int = FURTHER,
+    held_out: int = CHECKED,
     training: int = 0,
 ) -> CalibrationText:
     """Read and tokenise calibration data, so that problems with it are reported before a model is
@@ -153,7 +153,7 @@ def calibration_data(
         models: loads the dense model, if that is to write the text.
         propagate: the inputs of each block.
         quantization: the form in which the model is loaded; None: that of the checkpoint.
-        further: number of sequences to read after those of the calibration.
+        held_out: number of sequences to read after those of the calibration.
         training: number of sequences that a healing needs, if the text has so many.
 
     Raises:
@@ -173,7 +173,7 @@ def calibration_data(
         )
     writer = TextWriter(architecture.checkpoint, models, quantization, options.batch_size)
     tokenizer = load_tokenizer(folder, models.trust_remote_code)
-    return read_text(options, tokenizer, config, writer, further, training)
+    return read_text(options, tokenizer, config, writer, held_out, training)
 
 
 def read_text(
@@ -181,7 +181,7 @@ def read_text(
     tokenizer: Any,
     config: Any,
     writer: TextWriter | None = None,
-    further: int = FURTHER,
+    held_out: int = CHECKED,
     training: int = 0,
 ) -> CalibrationText:
     """The text that options name, as tokens.
@@ -192,7 +192,7 @@ def read_text(
         config: the model's; it says the context length, and whether each sequence needs a begin
             token. None: unknown.
         writer: writes the texts of the model itself; None: there are none.
-        further: number of sequences to read after those that options name.
+        held_out: number of sequences to read after those that options name.
         training: number of sequences that a healing needs, if the text has so many.
 
     Raises:
@@ -204,7 +204,7 @@ def read_text(
             options.text_name, max_context(config), options.samples, options.seqlen
         )
     ]
-    judging = max(1, further // len(corpora))
+    judging = max(1, held_out // len(corpora))
     lacking = max(0, training - sum(corpus.samples or 0 for corpus in corpora))
     learned = math.ceil(lacking / len(corpora))
     tokens = []
@@ -224,7 +224,7 @@ def read_text(
         corpora,
         torch.cat(tokens),
         seed=options.seed if seeded else None,
-        further=following if len(following) else None,
+        held_out=following if len(following) else None,
         more=tuple(more) if any(map(len, more)) else (),
     )
 
@@ -558,7 +558,7 @@ def data_in_memory(
         return None
     length = options.seqlen or min(_LENGTH, context or _LENGTH)
     check_length(length, context)
-    wanted = math.inf if options.samples is None else (options.samples + FURTHER) * length
+    wanted = math.inf if options.samples is None else (options.samples + CHECKED) * length
     rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
     tokenizer = _tokenizer(tokenizer)
     ids = _ids(rows, tokenizer, "data", wanted)
@@ -626,7 +626,7 @@ def _text_of_ids(
     check_length(length, max_context(config))
     check_ids(ids, config, "data")
     corpus = msgspec.structs.replace(corpus, samples=samples, seqlen=length)
-    further = ids[samples : samples + FURTHER, :length]
+    held_out = ids[samples : samples + CHECKED, :length]
     return CalibrationText(
-        [corpus], ids[:samples, :length], None, further if len(further) else None
+        [corpus], ids[:samples, :length], None, held_out if len(held_out) else None
     )

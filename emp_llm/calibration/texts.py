@@ -123,11 +123,11 @@ def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
     longest = max(wanted.values(), default=_SEQLEN)
     lengths = {min(length, context or length) for length in wanted.values() or (longest,)}
     if len(lengths) > 1:
-        told = ", ".join(
+        named = ", ".join(
             f"{name.partition(',')[0]} has {length}" for name, length in wanted.items()
         )
         raise UserError(
-            f"--calibration: its texts differ in tokens per sequence ({told}). Give "
+            f"--calibration: its texts differ in tokens per sequence ({named}). Give "
             "one length with --seqlen."
         )
     (length,) = lengths

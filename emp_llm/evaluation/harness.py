@@ -116,8 +116,10 @@ class Harness:
                 continue
             for subtask in self._loaded[name]["tasks"].values():
                 if task.num_fewshot and subtask.get_config("num_fewshot") == 0:
-                    told = "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
-                    logger.warning(told, subtask.task_name, task.num_fewshot)
+                    message = (
+                        "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
+                    )
+                    logger.warning(message, subtask.task_name, task.num_fewshot)
                 if getattr(subtask, "UNSAFE_CODE", False):
                     raise UserError(
                         f"task {name}: it runs code that the model writes. Run it with "

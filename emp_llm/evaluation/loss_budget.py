@@ -527,15 +527,15 @@ class _Search:
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
         structure = self._pruning.recipe.structure
-        told = ""
+        message = ""
         if structure is not None:
             instead = "add --refit or --heal"
             if none is not None:
-                told = f"up to {100 * none:.1f} % all {' and '.join(structure.kinds)} stay, and "
+                message = f"up to {100 * none:.1f} % all {' and '.join(structure.kinds)} stay, and "
             if none is not None and (structure.width_multiple or 1) > 1:
                 instead += ", or lower --width-multiple"
         return UserError(
-            f"{self._budget.flag} removes nothing: {told}the least that was "
+            f"{self._budget.flag} removes nothing: {message}the least that was "
             f"{'tried' if none is None else 'removed'} goes beyond it ({curve}). Allow more, or "
             f"{instead}."
         )

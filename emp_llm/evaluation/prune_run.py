@@ -193,7 +193,7 @@ class PruneRun:
     def text(self) -> "CalibrationText":
         """The calibration text, of a run that needs one."""
         load_packages()
-        from emp_llm.calibration.data import FURTHER, HELD_OUT, calibration_data
+        from emp_llm.calibration.data import CHECKED, CHOOSING, calibration_data
 
         return calibration_data(
             self.options,
@@ -201,7 +201,7 @@ class PruneRun:
             self.models,
             self.options.propagate,
             self.quantization,
-            further=HELD_OUT if self.by_cost or self.options.loss else FURTHER,
+            held_out=CHOOSING if self.by_cost or self.options.loss else CHECKED,
             training=0 if self.recipe.heal is None else sequences_for(self.recipe.heal.steps),
         )
 
@@ -209,7 +209,7 @@ class PruneRun:
     def divided(self) -> "tuple[Tensor, Tensor]":
         """The held-out sequences that decide how much goes, and those that judge."""
         flag = "--shares cost" if self.options.loss is None else "--loss"
-        return split_held_out(self.text.further, self.options.text_name, flag)
+        return split_held_out(self.text.held_out, self.options.text_name, flag)
 
     @property
     def held_out(self) -> "Tensor | None":
@@ -218,7 +218,7 @@ class PruneRun:
             return self.judged.tokens
         if self.by_cost is not None:
             return self.divided[1]
-        return self.text.further if self.has_text else None
+        return self.text.held_out if self.has_text else None
 
     @cached_property
     def suite_data(self) -> "tuple[PreparedSuite, Measures | None] | None":
@@ -612,7 +612,7 @@ def _sums_units(recipe: Recipe) -> bool:
 
 
 def split_held_out(
-    further: "Tensor | None", text: str, flag: str = "--loss"
+    held_out: "Tensor | None", text: str, flag: str = "--loss"
 ) -> "tuple[Tensor, Tensor]":
     """The held-out sequences that decide, and every third one, which judges.
 
@@ -623,10 +623,10 @@ def split_held_out(
     Raises:
         UserError: there are too few.
     """
-    if further is None or len(further) < _LEAST:
-        has = 0 if further is None else len(further)
+    if held_out is None or len(held_out) < _LEAST:
+        has = 0 if held_out is None else len(held_out)
         raise UserError(
             f"{flag} needs at least {_LEAST} sequences of text behind those of the "
             f"calibration, and {text} has {has}. Give a longer text, or fewer --samples."
         )
-    return further[[number for number in range(len(further)) if number % 3 != 2]], further[2::3]
+    return held_out[[number for number in range(len(held_out)) if number % 3 != 2]], held_out[2::3]

@@ -415,7 +415,7 @@ def _held_out(model: nn.Module, calibration: _Calibration) -> Tensor | None:
     if calibration.data is None or model.get_output_embeddings() is None:
         return None
     sequences = calibration.sequences(model)
-    return None if sequences is None else sequences.further
+    return None if sequences is None else sequences.held_out
 
 
 def _perplexity(model: nn.Module, tokens: Tensor | None) -> PerplexityRecord | None:

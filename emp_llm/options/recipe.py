@@ -320,19 +320,18 @@ class Pattern(Counts):
     """N of every M consecutive inputs stay.
 
     Attributes:
-        kept: N.
-        group: M.
+        n, m: N and M.
     """
 
-    kept: int = 2
-    group: int = 4
+    n: int = 2
+    m: int = 4
 
     def check(self) -> None:
-        if not 1 <= self.kept < self.group:
-            raise UserError(_NO_PATTERN.format(f"'{self.kept}:{self.group}'"))
+        if not 1 <= self.n < self.m:
+            raise UserError(_NO_PATTERN.format(f"'{self.n}:{self.m}'"))
 
     def at(self, sparsity: float) -> "Pattern":
-        return Pattern(round(self.group * (1 - sparsity)), self.group)
+        return Pattern(round(self.m * (1 - sparsity)), self.m)
 
 
 @dataclass(frozen=True)
@@ -633,7 +632,7 @@ class Recipe:
         """(N, M) of a pattern; None without one."""
         if not isinstance(self.counts, Pattern):
             return None
-        return self.counts.kept, self.counts.group
+        return self.counts.n, self.counts.m
 
     @property
     def rule(self) -> KeepRule | None:

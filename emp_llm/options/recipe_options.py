@@ -502,7 +502,7 @@ def _options_of_counts(counts: Counts) -> dict[str, Any]:
     if isinstance(counts, Effective):
         return vars(counts) | {"count_by": None if counts.count_by == "own" else counts.count_by}
     if isinstance(counts, Pattern):
-        return {"pattern": f"{counts.kept}:{counts.group}"}
+        return {"pattern": f"{counts.n}:{counts.m}"}
     if isinstance(counts, Match):
         return {
             "match": counts.run or None,

@@ -118,8 +118,8 @@ def check_groups(recipe: Recipe, targets: Sequence[Target], group: Group | None 
         )
     if not isinstance(recipe.counts, Pattern):
         return
-    n = recipe.counts.kept
-    m = recipe.counts.group
+    n = recipe.counts.n
+    m = recipe.counts.m
     for target in targets:
         if target.matrix.columns % m:
             raise UserError(

@@ -53,14 +53,14 @@ def starving_rows(pruner: Pruner, outcomes: Outcomes) -> str | None:
     number = sum(int(_starves(outcome).sum()) for outcome in starved)
     total = sum(outcome.kept.size for outcome in outcomes.of_targets)
     places = [_place(pruner, outcome) for outcome in starved[:_LAYERS]]
-    told = "; ".join(
+    examples = "; ".join(
         f"in {layer.name}, input {layer.input} has {percent_cell(layer.share)} % of the scores"
         for layer in places
     )
     return (
         f"{number:,} of {total:,} rows keep less than {100 * LEAST:g} % of their weights, in "
         f"{len(starved)} of {len(outcomes.of_targets)} matrices: a few inputs carry their scores "
-        f"({told}). {_remedy(pruner, outcomes, counts)}"
+        f"({examples}). {_remedy(pruner, outcomes, counts)}"
     )
 
 
@@ -77,15 +77,15 @@ def _remedy(pruner: Pruner, outcomes: Outcomes, counts: Effective) -> str:
     if counts.sparsity is not None:
         flags = list(others) or ["--method wanda"]
         return f"{flags[0]} removes as much, more evenly."
-    told = []
+    remedies = []
     for flag, other_counts in others.items():
         changed = replace(recipe, counts=other_counts)
         scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.inputs)
         (other,) = measure_targets([Pruner(scores, counts_of(scores))])
-        told.append(f"{flag} would remove {percent_cell(_removed(other))} %")
-    if not told:
+        remedies.append(f"{flag} would remove {percent_cell(_removed(other))} %")
+    if not remedies:
         return "--method wanda --sparsity 0.5 removes the same share of every row."
-    return f"Instead of {percent_cell(_removed(outcomes))} %, {', and '.join(told)}."
+    return f"Instead of {percent_cell(_removed(outcomes))} %, {', and '.join(remedies)}."
 
 
 def _removed(outcomes: Outcomes) -> float:

@@ -430,7 +430,7 @@ def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
 
 def _rounding(choices: Sequence[Choice], structure: StructureRecipe) -> list[str]:
     """A sentence for each kind of units of which far fewer go than the rule removes."""
-    told = []
+    messages = []
     for noun, (units, rule, kept) in _totals(choices).items():
         if units - kept >= _NEARLY * (units - rule):
             continue
@@ -440,11 +440,11 @@ def _rounding(choices: Sequence[Choice], structure: StructureRecipe) -> list[str
             if multiple is None
             else f"a multiple of {multiple} in each layer, by --width-multiple"
         )
-        told.append(
+        messages.append(
             f"the rule keeps {rule:,} of {units:,} {noun}, and {kept:,} stay: {why}. So "
             f"{units - kept:,} go in place of {units - rule:,}."
         )
-    return told
+    return messages
 
 
 def _decision_lines(decision: Decision, structure: StructureRecipe) -> list[str]:
