@@ -27,7 +27,7 @@ from emp_llm.records.evaluation import (
     PerplexityRecord,
 )
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.run_tables import advice_lines
+from emp_llm.reporting.run_tables import advice_lines, pruning_lines
 from emp_llm.reporting.studies import read_inputs
 
 Models = Callable[[str], Path]
@@ -310,3 +310,15 @@ def test_rows_that_starve_are_said(
         report = prune(source, output=tmp_path / "other", overwrite=True, **how)  # type: ignore[arg-type]
         assert isinstance(report, RunReport)
         assert not any("rows keep less" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(("sparsity", "says"), [(0.05, True), (0.5, False)])
+def test_zeros_that_save_little_are_compared_with_8_bits(
+    models: Models, tmp_path: Path, sparsity: float, says: bool
+) -> None:
+    """A bit for each weight costs 6 % of bfloat16, so a few zeros save nothing."""
+    how: dict[str, Any] = {"method": "magnitude", "targets": "all-linear", "sparsity": sparsity}
+    prune(models("llama"), output=tmp_path / "out", check=False, **how)
+    report = read_record(tmp_path / "out" / "emp_report.json", RunReport)
+    lines = [line for line in pruning_lines(report) if "in 8 bits" in line]
+    assert len(lines) == says
