@@ -571,6 +571,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
     ({"load_in_8bit": True}, "--structure needs the original weights"),
     ({"beta": 10.0, "method": "emp-magnitude"}, "the rule keeps all 160 neurons"),
+    (
+        {"sparsity": 0.001, "method": "emp-magnitude"},
+        "--sparsity 0.001 removes none of the 160 neurons. Give a higher one",
+    ),
     ({"method": "emp-magnitude"}, "rounded up to one width for all layers nothing is removed"),
     (
         {"structure": None, "method": "taylor"},

@@ -235,6 +235,11 @@ def _decided(
     rule = sum(choice.record.rule for choice in choices)
     kept = sum(choice.record.kept for choice in choices)
     if rule == total:
+        if isinstance(counts, Effective) and counts.sparsity is not None:
+            raise NothingRemovedError(
+                f"--sparsity {counts.sparsity:g} removes none of the {total} "
+                f"{structure.structure}. Give a higher one."
+            )
         raise NothingRemovedError(
             f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity."
         )
