@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,8 @@ from emp_llm.evaluation.block_shares import ALONE, BlockCost, shares_by_cost
 from emp_llm.pruning.masks import Pruner
 from emp_llm.records.run_report import RunReport
 
-DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
-# Of the demo model, all blocks but the first alike.
-COSTS = [BlockCost(block, 1000, (0.1 + (block == 0), 0.3, 0.9)) for block in range(6)]
+# Of the short demo model, all blocks but the first alike.
+COSTS = [BlockCost(block, 1000, (0.1 + (block == 0), 0.3, 0.9)) for block in range(3)]
 TEXT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 64, "device_map": "cpu"}
 
 
@@ -65,10 +65,12 @@ def test_the_last_weights_cost_the_same(
     ],
     ids=["wanda", "magnitude", "admm", "sparsegpt"],
 )
-def test_a_run(how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(
+    how: dict[str, Any], short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if how["method"] != "wanda":  # one run measures
         monkeypatch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
-    report = prune(DEMO, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
+    report = prune(short_demo, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
     removed = report.recipe.removed
     assert isinstance(removed, dict)
     assert report.recipe.tree.counts == Share(0.5, ByCost(removed))
@@ -78,28 +80,28 @@ def test_a_run(how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if name.removesuffix(".weight") in removed:
             assert int((weight == 0).sum()) == removed[name.removesuffix(".weight")]
     assert report.check is not None
-    assert not verify(tmp_path / "out", source=str(DEMO)).differences
+    assert not verify(tmp_path / "out", source=str(short_demo)).differences
 
 
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
+def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
+    """Killed before the shares are known, and after: the bytes are those of a run in one go."""
     how: dict[str, Any] = {"method": "wanda", "shares": "cost", "sparsity": 0.6, **TEXT}
-    prune(DEMO, output=tmp_path / "whole" / "out", **how)
-    how["output"] = tmp_path / "killed" / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_shares, "shares_by_cost", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            prune(DEMO, **how)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pruner, "outcome", _killed)
         patch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
-        with pytest.raises(KeyboardInterrupt):
-            prune(DEMO, **how)
+        prune(short_demo, output=tmp_path / "whole" / "out", **how)
+        how["output"] = tmp_path / "killed" / "out"
+        for place, name in ((block_shares, "shares_by_cost"), (Pruner, "outcome")):
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(place, name, _killed)
+                with pytest.raises(KeyboardInterrupt):
+                    prune(short_demo, **how)
     with pytest.MonkeyPatch.context() as patch:  # what is known is not measured again
         patch.setattr(block_shares, "costs_of_blocks", _killed)
-        report = prune(DEMO, **how)
+        report = prune(short_demo, **how)
     assert isinstance(report.recipe.removed, dict)
     assert len(set(report.recipe.removed.values())) == 2
-    assert not verify(tmp_path / "killed" / "out", source=str(DEMO)).differences
+    assert oracle.shards(tmp_path / "killed" / "out") == oracle.shards(tmp_path / "whole" / "out")
+    assert not verify(tmp_path / "killed" / "out", source=str(short_demo)).differences
 
 
 def _killed(*_: Any, **__: Any) -> Any:
@@ -133,10 +135,12 @@ def test_offloaded_weights(models: Callable[[str], Path], text: Path, tmp_path: 
         ({"samples": 203}, "--shares cost needs at least 6 sequences of text"),
     ],
 )
-def test_what_does_not_go_with_it(how: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_does_not_go_with_it(
+    how: dict[str, Any], said: str, short_demo: Path, tmp_path: Path
+) -> None:
     given_: dict[str, Any] = {"method": "wanda", "shares": "cost", **TEXT, "seqlen": 256, **how}
     with pytest.raises(UserError, match=said):
-        prune(DEMO, output=tmp_path / "out", **given_)
+        prune(short_demo, output=tmp_path / "out", **given_)
 
 
 def test_models_in_memory_have_none(models: Callable[[str], Path]) -> None:

@@ -138,7 +138,7 @@ def pruned_and_healed(model: Path, folder: Path, **how: Any) -> tuple[Path, Path
     return plain, healed, report
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "mixtral"])
 def test_zeros_stay_and_kept_weights_move(
     models: Models, given: dict[str, Any], tmp_path: Path, family: str
 ) -> None:
@@ -297,18 +297,12 @@ def test_the_command_makes_the_bytes_of_prune(
     assert torture.snapshot(tmp_path / "unpacked") == torture.snapshot(healed)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_killed_healing_resumes(
-    models: Models,
-    given: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
+    models: Models, short: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
-    prune(models(family), output=tmp_path / "whole" / "out", **how)
-
-    killed_in_third_step(models(family), tmp_path / "killed" / "out", monkeypatch, **how)
+    model = models("mixtral")
+    prune(model, output=tmp_path / "whole" / "out", **short)
+    killed_in_third_step(model, tmp_path / "killed" / "out", monkeypatch, **short)
     kept = tmp_path / "killed" / ".out.partial" / "healing"
     assert {path.name for path in kept.iterdir()} == {"step-2", "progress.json"}
     visits: list[Any] = []
@@ -316,7 +310,7 @@ def test_a_killed_healing_resumes(
     monkeypatch.setattr(
         healing._Healer, "step", lambda self, numbers: (visits.append(numbers), step(self, numbers))
     )
-    prune(models(family), output=tmp_path / "killed" / "out", **how)
+    prune(model, output=tmp_path / "killed" / "out", **short)
     assert len(visits) == STEPS - 2
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
@@ -609,30 +603,20 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tiny.make_model(tmp_path_factory.mktemp("sharp") / "model", "sharp")
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_structures_heal(
-    sharp: Path, given: dict[str, Any], tmp_path: Path, everything: bool
-) -> None:
-    how = {
-        "structure": "neurons",
-        "sparsity": 0.25,
-        "width_multiple": 8,
-        "heal_weights": "all" if everything else "targets",
-    }
-    prune(sharp, output=tmp_path / "out", heal=True, heal_steps=20, **given, **how)
-    assert verify(tmp_path / "out", source=str(sharp)).differences == []
-    healed = weights_of(tmp_path / "out")
-    del how["heal_weights"]
-    prune(sharp, output=tmp_path / "plain", **given, **how)
-    changed = {
-        name
-        for name, weight in weights_of(tmp_path / "plain").items()
-        if not torch.equal(weight, healed[name])
-    }
-    assert any("mlp.down_proj" in name for name in changed)
-    assert any("self_attn" in name for name in changed) == everything
-    assert any("layernorm" in name for name in changed) == everything
-    assert not any("embed" in name or "lm_head" in name for name in changed)
+def test_structures_heal(sharp: Path, given: dict[str, Any], tmp_path: Path) -> None:
+    how: dict[str, Any] = given | {"structure": "neurons", "sparsity": 0.25, "width_multiple": 8}
+    prune(sharp, output=tmp_path / "plain", **how)
+    plain = weights_of(tmp_path / "plain")
+    for weights in ("targets", "all"):
+        out = tmp_path / weights
+        prune(sharp, output=out, heal=True, heal_steps=10, heal_weights=weights, **how)
+        assert verify(out, source=str(sharp)).differences == []
+        healed = weights_of(out)
+        changed = {name for name, weight in plain.items() if not torch.equal(weight, healed[name])}
+        assert any("mlp.down_proj" in name for name in changed)
+        assert any("self_attn" in name for name in changed) == (weights == "all")
+        assert any("layernorm" in name for name in changed) == (weights == "all")
+        assert not any("embed" in name or "lm_head" in name for name in changed)
 
 
 def test_experts_heal(
@@ -830,7 +814,7 @@ def test_a_layer_that_no_batch_calls(
     assert {name.split(".")[4] for name in changed} == {"gate_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_norms_heal_in_bfloat16_too(
     models: Models,
     given: dict[str, Any],
@@ -931,11 +915,11 @@ def test_a_diverging_training_changes_nothing(
 ) -> None:
     monkeypatch.setattr(healing, "rate_of", lambda config: 1000.0)
     plain, healed, report = pruned_and_healed(
-        models("llama"), tmp_path, method="wanda", heal_steps=30, **given
+        models("llama"), tmp_path, method="wanda", heal_steps=10, **given
     )
     assert report.healing is not None
     assert report.healing.best == 0
-    assert report.healing.steps < 30
+    assert report.healing.steps < 10
     assert any("did not bring the model nearer" in sentence for sentence in report.warnings)
     assert oracle.shards(plain) == oracle.shards(healed)
 
@@ -957,11 +941,11 @@ def test_a_loss_that_is_not_finite(
 
     monkeypatch.setattr(healing._Healer, "_logits", diverge)
     plain, healed, _ = pruned_and_healed(
-        models("llama"), tmp_path, method="wanda", heal_steps=30, **given
+        models("llama"), tmp_path, method="wanda", heal_steps=10, **given
     )
     report = read_record(healed / "emp_report.json", RunReport)
     assert report.healing is not None
-    assert (report.healing.best, report.healing.steps) == (0, 24)
+    assert (report.healing.best, report.healing.steps) == (0, 8)
     assert [loss is None for _, loss in report.healing.curve] == [False, True, True, True, True]
     assert oracle.shards(plain) == oracle.shards(healed)
 
@@ -973,7 +957,7 @@ def test_a_rate_that_is_too_high_is_lowered(
     rate; also if it is killed.
     """
     monkeypatch.setattr(healing, "rate_of", lambda config: 0.3)
-    how = given | {"method": "wanda", "heal": True, "heal_steps": 30}
+    how = given | {"method": "wanda", "heal": True, "heal_steps": 15}
     prune(models("llama"), output=tmp_path / "whole" / "out", **how)
     report = read_record(tmp_path / "whole" / "out" / "emp_report.json", RunReport)
     assert report.healing is not None

@@ -18,7 +18,7 @@ import simulated_gpus
 import tiny
 import torch
 from test_blockwise import block_map
-from test_cuda import FAMILIES, spread
+from test_cuda import spread
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -129,7 +129,7 @@ def on_four(source: Path) -> str:
     return json.dumps(dict.fromkeys(places, 0) | norms | blocks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe"])
 def test_a_model_over_four_gpus_and_cpu_and_disk(tmp_path: Path, family: str) -> None:
     """A fit of weights and its masks are those of one GPU."""
     source = tiny.make_model(tmp_path / "model", family, torch.float32)
@@ -248,11 +248,11 @@ def test_a_device_without_float64(
     SparseGPT and ADMM have other bits there than on a simulated GPU.
     """
     how = {"calibration": str(text), "device_map": "cuda:1", "batch_size": 4} | TEXT | options
-    prune(models(family), output=tmp_path / "with", **how)
     with no_float64():
         prune(models(family), output=tmp_path / "without", **how)
     assert verify(tmp_path / "without", source=str(models(family))).differences == []
     if options.get("method") not in ("sparsegpt", "emp-admm"):
+        prune(models(family), output=tmp_path / "with", **how)
         assert oracle.shards(tmp_path / "without") == oracle.shards(tmp_path / "with")
 
 
