@@ -13,7 +13,7 @@ from emp_llm.prune import prune
 def stories_suite(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("suite") / "tinystories.toml"
     (path.parent / "part.txt").write_text(
-        (shared / "text" / "tinystories_valid.txt").read_text()[:70_000]
+        (shared / "text" / "tinystories_valid.txt").read_text()[:35_000]
     )
     path.write_text('[perplexity]\nfile = "part.txt"\n')
     return str(path)
