@@ -45,9 +45,8 @@ def test_four_methods_on_a_real_model(shared: Path, stories_suite: str, tmp_path
     assert 0.3 < sparsity["emp-magnitude"] < sparsity["emp-wanda"] < 0.5
     assert 1 < change["emp-wanda"] < change["wanda"] < change["magnitude"]
     # Healing for a tenth of its usual steps takes away at least two fifths of the damage.
-    healed = prune(
-        model=source, output=tmp_path / "healed", method="wanda", heal=True, heal_steps=30, **common
-    )
+    how = common | {"method": "wanda", "heal": True, "heal_steps": 30, "seqlen": 128}
+    healed = prune(model=source, output=tmp_path / "healed", **how)
     evaluation = healed["evaluation"]
     assert healed["targets"]["zeros"] == report_zeros(tmp_path / "wanda")
     gained = (
