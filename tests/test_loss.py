@@ -18,6 +18,7 @@ import torch
 from conftest import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import first_blocks
 from transformers import AutoModelForCausalLM
 
 from emp_llm.calibrate import calibrate
@@ -37,6 +38,12 @@ from emp_llm.reporting.run_tables import measure_table
 from emp_llm.verify import verify
 
 TEXT: dict[str, Any] = {"calibration": "demo", "samples": 8, "seqlen": 64, "device_map": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two blocks of the demo model. Read-only."""
+    return first_blocks(DEMO, tmp_path_factory.mktemp("demo") / "model", 2)
 
 
 def pruned(
@@ -101,11 +108,11 @@ def test_the_patterns_of_a_group(group: int, removed: int) -> None:
     assert max(good, default=0.0) == min(removed, group - 1) / group
 
 
-def test_masks_keep_to_the_budget(short_demo: Path, tmp_path: Path) -> None:
+def test_masks_keep_to_the_budget(two_blocks: Path, tmp_path: Path) -> None:
     """The bytes are those of a plain run at the sparsity that it takes; the rise is that of the
     sequences that decide.
     """
-    report, loss = pruned(short_demo, tmp_path, loss="5%", method="wanda")
+    report, loss = pruned(two_blocks, tmp_path, loss="5%", method="wanda")
     assert loss.budget == pytest.approx(math.log(1.05))
     assert report.recipe.sparsity == loss.sparsity
     assert 3 <= len(loss.points) <= 8
@@ -114,17 +121,17 @@ def test_masks_keep_to_the_budget(short_demo: Path, tmp_path: Path) -> None:
     above = [each for each in loss.points if each.sparsity > loss.sparsity]
     assert min(above, key=lambda each: each.sparsity).sparsity <= loss.sparsity + 0.0101
     assert all(each.rise + each.error > loss.budget for each in above)
-    prune(short_demo, output=tmp_path / "plain", method="wanda", sparsity=loss.sparsity, **TEXT)
+    prune(two_blocks, output=tmp_path / "plain", method="wanda", sparsity=loss.sparsity, **TEXT)
     assert oracle.shards(tmp_path / "plain") == oracle.shards(tmp_path / "out")
-    assert not verify(tmp_path / "out", source=short_demo).differences
+    assert not verify(tmp_path / "out", source=two_blocks).differences
 
     how = CalibrationOptions(calibration="demo", samples=8, seqlen=64)
-    tokens = read_text(how, load_tokenizer(short_demo), None, None, 24).held_out
+    tokens = read_text(how, load_tokenizer(two_blocks), None, None, 24).held_out
     assert tokens is not None
     assert (loss.sequences, loss.length) == (16, 64)
     deciding = torch.stack([each for number, each in enumerate(tokens) if number % 3 != 2])
     means = []
-    for folder in (short_demo, tmp_path / "out"):
+    for folder in (two_blocks, tmp_path / "out"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             means.append(float(model(deciding, labels=deciding).loss))
@@ -133,10 +140,10 @@ def test_masks_keep_to_the_budget(short_demo: Path, tmp_path: Path) -> None:
     assert report.check.dense.blocks == 8
 
 
-def test_offloaded_weights(short_demo: Path, tmp_path: Path) -> None:
+def test_offloaded_weights(two_blocks: Path, tmp_path: Path) -> None:
     how = {"loss": "5%", "method": "magnitude"}
-    _, loss = pruned(short_demo, tmp_path, "memory", **how)
-    _, same = pruned(short_demo, tmp_path, "disk", **how, device_map="disk")
+    _, loss = pruned(two_blocks, tmp_path, "memory", **how)
+    _, same = pruned(two_blocks, tmp_path, "disk", **how, device_map="disk")
     assert same.sparsity == loss.sparsity
 
 
@@ -152,22 +159,24 @@ def check_moved(folder: Path, model: Path, report: RunReport, loss: LossRecord, 
     assert not verify(folder, source=model).differences
 
 
-def test_weights_that_move(short_demo: Path, tmp_path: Path) -> None:
-    found = pruned(short_demo, tmp_path, loss="3%", method="emp-admm", refit=True)
-    check_moved(tmp_path / "out", short_demo, *found, most=2)
+def test_weights_that_move(two_blocks: Path, tmp_path: Path) -> None:
+    found = pruned(two_blocks, tmp_path, loss="3%", method="emp-admm", refit=True)
+    check_moved(tmp_path / "out", two_blocks, *found, most=2)
 
 
-def test_the_disk_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_whole_runs(
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds the best run and the one that is made, which is checked; the best is moved, and
     made once more if the move was cut off.
     """
     how: dict[str, Any] = {"method": "emp-relative", "refit": True, "refit_weighting": "relative"}
-    how |= {"loss": "3%", "seqlen": 128}
-    size = Checkpoint(DEMO).output_bytes
+    how |= {"loss": "3%"}
+    size = Checkpoint(two_blocks).output_bytes
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(1.9 * size)))
         with pytest.raises(UserError, match=r"--output .*: it needs"):
-            pruned(DEMO, tmp_path, **how)
+            pruned(two_blocks, tmp_path, **how)
     most = 0
     whole = loss_budget._Search._whole
 
@@ -181,11 +190,11 @@ def test_the_disk_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(OutputFolder, "complete", _cut_off)
         with pytest.raises(KeyboardInterrupt):
-            pruned(DEMO, tmp_path, **how)
+            pruned(two_blocks, tmp_path, **how)
     assert 1 <= most <= 2
     assert not list((tmp_path / ".out.loss").glob("removed-*"))
-    # The refit helps less than is guessed, and two runs go beyond the budget.
-    check_moved(tmp_path / "out", DEMO, *pruned(DEMO, tmp_path, **how), most=4)
+    # The refit helps less than is guessed, and a run goes beyond the budget.
+    check_moved(tmp_path / "out", two_blocks, *pruned(two_blocks, tmp_path, **how), most=4)
 
 
 def _cut_off(folder: OutputFolder) -> None:
@@ -198,7 +207,7 @@ _COMPLETE = OutputFolder.complete
 
 
 def test_a_disk_that_is_full(
-    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends in a sentence at each file of the curve, and the same command resumes."""
     how = {"loss": "4%", "method": "magnitude", "samples": 6}
@@ -216,9 +225,9 @@ def test_a_disk_that_is_full(
         calls = 0
         monkeypatch.setattr(loss_budget, "write_json", full)
         with pytest.raises(UserError, match=r"--output .*/out: the disk is full"):
-            pruned(short_demo, tmp_path, **how)
+            pruned(two_blocks, tmp_path, **how)
         assert not (tmp_path / "out").exists()
-    pruned(short_demo, tmp_path, **how)
+    pruned(two_blocks, tmp_path, **how)
 
 
 def test_patterns(tmp_path: Path) -> None:
@@ -255,7 +264,7 @@ def test_units(short_demo: Path, tmp_path: Path, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("method", ["wanda", "admm"])
 def test_a_killed_run_resumes(
-    short_demo: Path,
+    two_blocks: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -263,7 +272,7 @@ def test_a_killed_run_resumes(
 ) -> None:
     """It says where the work is kept; no point is measured again, and the bytes are the same."""
     how = {"loss": "4%", "method": method, "samples": 6}
-    _, whole = pruned(short_demo, tmp_path, "whole", **how)
+    _, whole = pruned(two_blocks, tmp_path, "whole", **how)
     measured = loss_budget.perplexity
     calls = 0
 
@@ -276,11 +285,11 @@ def test_a_killed_run_resumes(
 
     monkeypatch.setattr(loss_budget, "perplexity", killed)
     with pytest.raises(KeyboardInterrupt):
-        prune(short_demo, output=tmp_path / "out", **(TEXT | how))
+        prune(two_blocks, output=tmp_path / "out", **(TEXT | how))
     assert f"kept in {tmp_path / '.out.loss'}; the same command resumes" in caplog.text
     held = json.loads((tmp_path / ".out.loss" / "curve.json").read_text())
     assert len(held["points"]) == 2
-    _, loss = pruned(short_demo, tmp_path, "out", **how)
+    _, loss = pruned(two_blocks, tmp_path, "out", **how)
     # The dense model once more, and each point once.
     assert calls == 4 + 1 + len(loss.points) - 2
     assert loss.points == whole.points
@@ -288,11 +297,11 @@ def test_a_killed_run_resumes(
 
 
 def test_another_file_of_norms_starts_again(
-    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The points of an interrupted run are those of its own masks."""
     short = TEXT | {"samples": 4}
-    norms = calibrate(short_demo, output=tmp_path / "norms.safetensors", **short)
+    norms = calibrate(two_blocks, output=tmp_path / "norms.safetensors", **short)
     other = tmp_path / "other.safetensors"
     turned = {
         name: {layer: values.flip(0) for layer, values in of_layers.items()}
@@ -300,17 +309,17 @@ def test_another_file_of_norms_starts_again(
     }
     replace(norms, statistics=turned).save(other)
     how = {"loss": "4%", "method": "wanda", "samples": 6}
-    _, whole = pruned(short_demo, tmp_path, "whole", activations=other, **how)
+    _, whole = pruned(two_blocks, tmp_path, "whole", activations=other, **how)
     with monkeypatch.context() as patch:
         patch.setattr(loss_budget._Search, "_keep", _interrupted(loss_budget._Search._keep))
         with pytest.raises(KeyboardInterrupt):
             prune(
-                short_demo,
+                two_blocks,
                 output=tmp_path / "out",
                 activations=tmp_path / "norms.safetensors",
                 **(TEXT | how),
             )
-    _, loss = pruned(short_demo, tmp_path, "out", activations=other, **how)
+    _, loss = pruned(two_blocks, tmp_path, "out", activations=other, **how)
     assert loss.points == whole.points
 
 
@@ -322,8 +331,8 @@ def _interrupted(keep: Any) -> Any:
     return after_keeping
 
 
-def test_the_lines_of_the_command(short_demo: Path, tmp_path: Path, command: Any) -> None:
-    line = ["prune", short_demo, "--calibration", "demo", "--samples", 8, "--seqlen", 64]
+def test_the_lines_of_the_command(two_blocks: Path, tmp_path: Path, command: Any) -> None:
+    line = ["prune", two_blocks, "--calibration", "demo", "--samples", 8, "--seqlen", 64]
     line += ["--output", tmp_path / "out", "--quiet"]
     found = command(*line, "--method", "wanda", "--loss", "10%")
     assert "held-out tokens" in found.stdout
@@ -340,11 +349,11 @@ def test_the_lines_of_the_command(short_demo: Path, tmp_path: Path, command: Any
     assert not list(tmp_path.glob(".*"))
 
 
-def test_too_little_for_a_single_unit(short_demo: Path, tmp_path: Path, command: Any) -> None:
+def test_too_little_for_a_single_unit(two_blocks: Path, tmp_path: Path, command: Any) -> None:
     """Points at which rounding keeps all neurons are not told as beyond the budget; nor can their
     runs be resumed.
     """
-    line = ["prune", short_demo, "--calibration", "demo", "--samples", 8, "--seqlen", 64, "--quiet"]
+    line = ["prune", two_blocks, "--calibration", "demo", "--samples", 8, "--seqlen", 64, "--quiet"]
     line += ["--structure", "neurons", "--method", "magnitude", "--width-multiple", 64]
     found = command(*line, "--loss", "0.01%", "--output", tmp_path / "out", code=2)
     assert "--loss 0.01% removes nothing: up to " in found.stderr
@@ -389,9 +398,9 @@ def test_a_dry_run_plans_without_counts(tmp_path: Path, how: dict[str, Any]) -> 
         ({"samples": 410, "seqlen": 128}, "fewer --samples"),
     ],
 )
-def test_bad_input(short_demo: Path, tmp_path: Path, how: dict[str, Any], said: str) -> None:
+def test_bad_input(two_blocks: Path, tmp_path: Path, how: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
-        prune(short_demo, output=tmp_path / "out", **(TEXT | {"loss": "2%"} | how))
+        prune(two_blocks, output=tmp_path / "out", **(TEXT | {"loss": "2%"} | how))
     assert said in str(error.value)
     assert not list(tmp_path.iterdir())
 
@@ -403,25 +412,25 @@ def test_budgets() -> None:
 
 
 def test_the_output_is_checked_before_anything_is_computed(
-    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_budget, "calibrated", lambda *_, **__: pytest.fail("computed"))
     how = TEXT | {"loss": "2%", "method": "wanda", "output": tmp_path / "out"}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="it exists"):
-        prune(short_demo, **how)
+        prune(two_blocks, **how)
     (tmp_path / "out" / "mine.txt").rename(tmp_path / "mine.txt")
     (tmp_path / "out").rmdir()
     (tmp_path / ".out.loss").mkdir()
     (tmp_path / "mine.txt").rename(tmp_path / ".out.loss" / "mine.txt")
     with pytest.raises(UserError, match="did not put there"):
-        prune(short_demo, **how)
+        prune(two_blocks, **how)
     assert (tmp_path / ".out.loss" / "mine.txt").read_text() == "mine"
 
 
 def test_a_ruined_model_is_beyond_every_budget(
-    short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = loss_budget.perplexity
     calls = 0
@@ -434,15 +443,15 @@ def test_a_ruined_model_is_beyond_every_budget(
         return msgspec.structs.replace(found, perplexity=None) if calls == 2 else found
 
     monkeypatch.setattr(loss_budget, "perplexity", ruined)
-    _, loss = pruned(short_demo, tmp_path, loss="5%", method="magnitude")
+    _, loss = pruned(two_blocks, tmp_path, loss="5%", method="magnitude")
     assert max(loss.points, key=lambda each: each.rise).rise > 100
     assert loss.sparsity < 0.3
 
 
-def test_measure_what_can_go(short_demo: Path, tmp_path: Path) -> None:
+def test_measure_what_can_go(two_blocks: Path, tmp_path: Path) -> None:
     """The table of a model: what `prune --loss` finds, for every criterion and budget."""
     asked: dict[str, Any] = {"loss": "5%,1%", "criteria": "wanda", "betas": "1"}
-    found = measure(short_demo, output=tmp_path / "m.json", **asked, **TEXT)
+    found = measure(two_blocks, output=tmp_path / "m.json", **asked, **TEXT)
     assert [each.method for each in found.losses] == ["wanda", "emp-wanda"]
     for each in found.losses:
         small, large = each.budgets
@@ -455,7 +464,7 @@ def test_measure_what_can_go(short_demo: Path, tmp_path: Path) -> None:
         assert small.point.sparsity < large.point.sparsity
         assert (small.packed_bytes or 0) > (large.packed_bytes or 0) > 0
     wanda = found.losses[0]
-    _, record = pruned(short_demo, tmp_path, method="wanda", loss="1%")
+    _, record = pruned(two_blocks, tmp_path, method="wanda", loss="1%")
     first = wanda.budgets[0].point
     assert first is not None
     assert abs(record.sparsity - first.sparsity) <= 0.02
@@ -481,7 +490,7 @@ def test_measure_what_can_go(short_demo: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_budgets_of_measure(
-    how: dict[str, Any], said: str, short_demo: Path, tmp_path: Path
+    how: dict[str, Any], said: str, two_blocks: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=said):
-        measure(short_demo, output=tmp_path / "m.json", **(TEXT | how))
+        measure(two_blocks, output=tmp_path / "m.json", **(TEXT | how))

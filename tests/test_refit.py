@@ -299,7 +299,7 @@ ADMM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a size": ("llama", "emp-admm", {"sparsity": 0.3}),
     "beta 1": ("qwen3_moe", "emp-admm", {"targets": "all-linear"}),
     "2:4 of Conv1D": ("gpt2", "admm", {"pattern": "2:4"}),
-    "matrices": ("mixtral", "admm", {"group": "matrix"}),
+    "matrices": ("llama", "admm", {"group": "matrix"}),
 }
 
 

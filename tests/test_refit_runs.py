@@ -4,6 +4,7 @@ undisturbed run.
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -51,20 +52,47 @@ class _Killed(BaseException):
     pass
 
 
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def options_of(models: Models, text: Path) -> Callable[[str, Path], Options]:
+    """What a run of these methods is given, by their name and the output."""
+    given = {"samples": 3, "seqlen": 48, "calibration": str(text), "device_map": "cpu"}
+
+    def call(name: str, output: Path) -> Options:
+        chosen = {"model": "llama"} | given | METHODS[name]
+        return chosen | {"model": str(models(chosen["model"])), "output": output}
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def whole_run(
+    options_of: Callable[[str, Path], Options], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], torture.Bytes]:
+    """The files of the undisturbed run, which is made once."""
+
+    @cache
+    def files(name: str) -> torture.Bytes:
+        folder = tmp_path_factory.mktemp("whole")
+        prune(**options_of(name, folder / "out"))
+        return torture.snapshot(folder)
+
+    return files
+
+
 @pytest.fixture(params=METHODS)
 def options(
-    request: pytest.FixtureRequest, models: Models, text: Path, tmp_path: Path
-) -> dict[str, Any]:
-    given = {"samples": 3, "seqlen": 48, "calibration": str(text), "device_map": "cpu"}
-    chosen = {"model": "llama"} | given | METHODS[request.param]
-    return chosen | {"model": str(models(chosen["model"])), "output": tmp_path / "killed" / "out"}
+    request: pytest.FixtureRequest, options_of: Callable[[str, Path], Options], tmp_path: Path
+) -> Options:
+    return options_of(request.param, tmp_path / "killed" / "out")
 
 
 @pytest.fixture
-def whole(options: dict[str, Any], tmp_path: Path) -> torture.Bytes:
-    """The files of the undisturbed run."""
-    prune(**options | {"output": tmp_path / "whole" / "out"})
-    return torture.snapshot(tmp_path / "whole")
+def whole(request: pytest.FixtureRequest, options: Options, whole_run: Any) -> torture.Bytes:
+    found: torture.Bytes = whole_run(request.node.callspec.params["options"])
+    return found
 
 
 def kill() -> None:
