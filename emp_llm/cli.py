@@ -304,6 +304,7 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         with rank_losses():
             work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
+        _end_messages()
         return
     except UserError as error:
         code = 2
@@ -329,8 +330,19 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     with suppress(OSError):  # nobody reads it
         # In one piece, because the ranks share a log.
         sys.stderr.write(f"{mark}{visible(message)}\n")
+    _end_messages()
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
+
+
+def _end_messages() -> None:
+    """Write what is left in the buffer of messages. If that fails, as on a full disk, Python's last
+    flush must not change the exit code.
+    """
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def ready_streams() -> None:

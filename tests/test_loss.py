@@ -164,6 +164,22 @@ def test_weights_that_move(two_blocks: Path, tmp_path: Path) -> None:
     check_moved(tmp_path / "out", two_blocks, *found, most=2)
 
 
+def test_where_no_whole_run_keeps_to_the_budget(
+    two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with few, noisy sequences: what the masks alone allow is removed, instead of nothing."""
+    whole = loss_budget._Search._whole
+
+    def noisy(self: Any, sparsity: float) -> Any:
+        point = whole(self, sparsity)
+        allowed = self._largest(self._budget.nats)
+        return point if sparsity <= allowed else msgspec.structs.replace(point, error=1.0)
+
+    monkeypatch.setattr(loss_budget._Search, "_whole", noisy)
+    report, loss = pruned(two_blocks, tmp_path, loss="3%", method="wanda", refit=True)
+    check_moved(tmp_path / "out", two_blocks, report, loss, most=5)
+
+
 def test_the_disk_of_whole_runs(
     two_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

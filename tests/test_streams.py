@@ -21,7 +21,7 @@ def shell(line: str, folder: Path, **more: str) -> "subprocess.CompletedProcess[
     return subprocess.run(
         ["bash", "-c", line.replace("$EMP", emp)],
         cwd=folder,
-        env=os.environ | more,
+        env=os.environ | {"PYTHONUNBUFFERED": ""} | more,
         capture_output=True,
         text=True,
         check=False,

@@ -549,7 +549,7 @@ class _Search:
 
     def by_runs(self) -> RunReport:
         """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
-        one that does at the path.
+        one that does at the path. If none does, one more is made where the masks alone do.
         """
         nats = self._budget.nats
         share = _SHARE_OF_UPDATE if self._pruning.recipe.heal is None else _SHARE_OF_HEALING
@@ -570,6 +570,12 @@ class _Search:
             aim = _AIM if point.most <= nats else _CAREFUL
             left = aim * nats / max(point.most, nats / 100)
             of_masks = self._masked(point.sparsity).most * left ** (1 / _GROWTH if left > 1 else 1)
+        if self._best() is None:
+            # The last resort is where masks alone keep to the budget: moving weights seldom harms.
+            safe = self._largest(nats)
+            if safe is not None and safe not in self._points(whole=True):
+                self._keep(self._whole(safe))
+                self._drop_others()
         return self._put()
 
     def by_units(self) -> RunReport:
