@@ -1239,6 +1239,8 @@ def test_a_disk_that_is_too_small(
     monkeypatch.setattr(healing, "train", None)
     with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
         heal(tmp_path / "pruned", dense=str(models("llama")), output=tmp_path / "out", **given)
+    # Before anything is computed: a refit may take hours.
+    monkeypatch.setattr("emp_llm.models.one_model.OneModel.get", None)
     with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
         prune(models("llama"), output=tmp_path / "new" / "out", heal=True, **given | how)
 

@@ -23,7 +23,7 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import sequences_for
+from emp_llm.healing.checks import healing_bytes, sequences_for
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.architecture import Architecture, Target
@@ -411,13 +411,17 @@ class PruneRun:
         """Resume the work of an interrupted run, or start.
 
         Raises:
-            UserError: the healing will not find the memory that it needs.
+            UserError: the healing will not find the memory or the disk that it needs.
         """
         out.begin(self.signature, machine_name() if self.reads_text else "")
-        if self.recipe.heal is not None:
+        heal = self.recipe.heal
+        if heal is not None:
             samples, length = self.text.tokens.shape
             kept = out.get("healing_plan")
-            self.healing = self._healing_plan(self.recipe.heal, length, samples, kept)
+            self.healing = self._healing_plan(heal, length, samples, kept)
+            by_blocks = self.healing.by == "blocks"
+            disk = healing_bytes(self.checkpoint, self.targets, heal, by_blocks)
+            out.check_space(self.checkpoint.output_bytes + disk)
         if self.reads_text:
             from emp_llm.calibration.data import keep_generated
 
