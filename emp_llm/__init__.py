@@ -60,7 +60,7 @@ _MODULES = {
         "Targets",
         "Wanda",
     ),
-    "options.recipe_options": ("recipe_of",),
+    "options.flat": ("recipe_of",),
     "update.update": ("Refit",),
     "update.sparsegpt": ("SparseGPT",),
     "update.admm": ("Admm",),

@@ -11,8 +11,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some, parse_list
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import check_targets
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Targets
 from emp_llm.selection.statistics import RELATIVE, STATISTICS
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 def calibrate(
     model: ModelOptions,
     text: CalibrationOptions,
-    layers: Annotated[RecipeOptions, Some(("ignore", "tower", "blocks", "allow_partial"))],
+    layers: Annotated[Targets, Some("ignore", "tower", "blocks", "allow_partial")],
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     *,
@@ -62,7 +61,6 @@ def calibrate(
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
 
-    check_targets(layers.tower, layers.blocks)
     parse_device_map(loading.device_map)
     quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
     further = [] if statistics is None else parse_list(statistics, "--statistics")

@@ -23,11 +23,12 @@ from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
+from emp_llm.common.declared import Node, Opt, Option, built, options_of
 from emp_llm.common.errors import UserError, did_you_mean, disk_sentence, quotable, reason, visible
 from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
-from emp_llm.options.base import GivenOptions, Opt, Option, options_in, options_of
+from emp_llm.options.base import GivenOptions, options_in
 
 R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
@@ -68,9 +69,10 @@ _MANY = 30
 _GROUPS = {
     "model": "Model",
     "method": "Method and number of weights",
-    "criterion": "Scores",
-    "shares": "A sparsity for each block",
+    "score": "Scores",
+    "beta": "Method and number of weights",
     "refit": "Refit",
+    "penalty": "SparseGPT and ADMM",
     "heal": "Healing",
     "targets": "Which layers",
     "structure": "Heads, neurons, experts and layers",
@@ -196,37 +198,48 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     shell.
 
     Each parameter of the function is an option, annotated with an `Opt`; a group of options (a
-    dataclass or struct with such fields, or `Some` of them); or `GivenOptions`. The options of
-    `Loudness` are added. The module of the function can be called like it.
+    class with such fields, or `Some` of them); or `GivenOptions`. The options of `Loudness` are
+    added. They are read when they are needed: a new method brings its own. The module of the
+    function can be called like it.
     """
-    groups = {
-        name: options_in(parameter)
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
-    options: dict[str, Option] = {}
-    for _, members in groups.values():
-        options |= members
-    options |= options_of(Loudness)
+    taken = inspect.signature(function).parameters
+
+    def options() -> dict[str, Option]:
+        """The options, by name."""
+        found: dict[str, Option] = {}
+        for parameter in taken.values():
+            found |= options_in(parameter)[1]
+        return found | options_of(Loudness)
+
+    def signature() -> inspect.Signature:
+        plain = (each.parameter.replace(annotation=each.annotation) for each in options().values())
+        parameters = sorted(plain, key=lambda parameter: parameter.kind)
+        return inspect.signature(function).replace(parameters=parameters)
 
     def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the function, made of values of the options."""
         arguments: dict[str, Any] = {}
-        for parameter, (group, members) in groups.items():
+        for parameter, (group, members) in (
+            (name, options_in(each)) for name, each in taken.items()
+        ):
             values = {name: given[name] for name in members if name in given}
             if group is GivenOptions:
                 arguments[parameter] = GivenOptions(given)
             elif group is None:
                 arguments |= values
+            elif issubclass(group, Node):
+                arguments[parameter] = built(group, values)
             else:
                 arguments[parameter] = group(**values)
         return arguments
 
     @wraps(function)
     def flat(*arguments: Any, **keywords: Any) -> R:
+        known = options()
         given = {
-            name: options[name].checked(value)
-            for name, value in signature.bind(*arguments, **keywords).arguments.items()
-            if value is not None or options[name].required
+            name: known[name].checked(value)
+            for name, value in signature().bind(*arguments, **keywords).arguments.items()
+            if value is not None or known[name].required
         }
         verbose = given.get("verbose", False)
         quiet = given.get("quiet", False)
@@ -236,11 +249,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         with loudness(name, verbose, quiet), progress_of(name), default_modes():
             return function(**grouped(given))
 
-    plain = (option.parameter.replace(annotation=option.annotation) for option in options.values())
-    parameters = sorted(plain, key=lambda parameter: parameter.kind)
-    signature = inspect.signature(function).replace(parameters=parameters)
-    flat.__signature__ = signature  # type: ignore[attr-defined]
-    flat.__doc__ = _documented(function, options)
+    flat.__signature__ = signature()  # type: ignore[attr-defined]
+    flat.__doc__ = _documented(function, options())
     flat.options = options  # type: ignore[attr-defined]
     flat.grouped = grouped  # type: ignore[attr-defined]
     if function.__module__ != "__main__":
@@ -408,7 +418,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         }
         parsed.append((given, context.args))
 
-    options: dict[str, Option] = command.options  # type: ignore[attr-defined]
+    options: dict[str, Option] = command.options()  # type: ignore[attr-defined]
     metavars = {
         key: option.about.metavar or key.upper()
         for key, option in options.items()
@@ -536,7 +546,7 @@ def options_from(name: str, words: list[str]) -> SimpleNamespace:
     """
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
-    defaults = {key: option.parameter.default for key, option in command.options.items()}
+    defaults = {key: option.parameter.default for key, option in command.options().items()}
     return SimpleNamespace(**defaults | values, groups=command.grouped(values))
 
 
@@ -604,7 +614,7 @@ def _completions(line: str) -> list[str]:
     if len(words) == 2:
         candidates = [*COMMANDS, "--help", "--version", "--completion"]
     elif len(words) > 2 and words[1] in COMMANDS:
-        options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()
+        options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options().values()
         flags = {
             flag: option
             for option in options
@@ -615,7 +625,7 @@ def _completions(line: str) -> list[str]:
         if option is None or option.annotation is bool:
             candidates = [*flags, "--help"]
         elif option.parameter.name == "method":
-            from emp_llm.options.recipe_options import method_names
+            from emp_llm.options.flat import method_names
 
             names = method_names()
             candidates = ["best", *(f"emp-{name}" for name in names), *names]

@@ -17,7 +17,6 @@ from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, TrustRemoteCode
 from emp_llm.options.recipe import Heal
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
@@ -52,8 +51,8 @@ def heal(
     folder: Annotated[
         Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
-    training: Annotated[RecipeOptions, Some(("heal_steps", "heal_weights"))],
-    options: Annotated[HealOptions, Some((*_MODELS, *_TEXT, "output", "overwrite"))],
+    how: Heal,
+    options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, "output", "overwrite")],
     given: GivenOptions,
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
@@ -87,13 +86,11 @@ def heal(
     # Which models, and by which text.
     report = read_report(folder)
     manifest = read_manifest(folder)
-    if report.recipe.heal:
+    if report.recipe.heal is not None:
         raise UserError(
             f"{folder}: it is healed already. Give the checkpoint before it was healed."
         )
-    recipe = report.recipe.but(
-        heal=True, heal_steps=training.heal_steps, heal_weights=training.heal_weights
-    )
+    recipe = report.recipe.but(heal=how)
     source = find_model(options.dense, options.revision, options.trust_remote_code)
     dense = Checkpoint(source.folder)
     pruned = Checkpoint(folder)
@@ -109,11 +106,12 @@ def heal(
         )
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     stopwatch = Stopwatch()
-    architecture = Architecture.of_checkpoint(dense, recipe.blocks, options.trust_remote_code)
-    how = recipe.tree.heal or Heal()
+    architecture = Architecture.of_checkpoint(
+        dense, recipe.targets.blocks, options.trust_remote_code
+    )
     wanted = sequences_for(how.steps)
     data = calibration_data(options, architecture, models, training=wanted)
-    targets = architecture.targets_of(recipe.tree.targets)
+    targets = architecture.targets_of(recipe.targets)
     check_healable(dense.config, data, targets)
     models.free()
     signature = {
@@ -137,7 +135,7 @@ def heal(
         plan = plan_healing(
             dense,
             targets,
-            recipe.tree,
+            recipe,
             how,
             device_map=options.device_map,
             length=data.tokens.shape[1],
@@ -166,7 +164,7 @@ def heal(
             healing = heal_folder(
                 out,
                 source.folder,
-                recipe.tree,
+                recipe,
                 how,
                 data,
                 model_origin(source.name, source.revision, dense),

@@ -13,12 +13,12 @@ from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.options.base import GivenOptions, Opt, Some, parse_list, parse_numbers
 from emp_llm.options.calibration import NormOptions
+from emp_llm.options.criterion import custom_name
+from emp_llm.options.flat import RecipeWords, check_used
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, Effective, Recipe
-from emp_llm.options.recipe_options import SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
+from emp_llm.options.recipe import Effective, Recipe, Score, Targets, score_kinds, searches
 from emp_llm.records.measure import Measure
 from emp_llm.records.source import ModelSource
-from emp_llm.update.update import SEARCHES
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -34,7 +34,7 @@ CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 @command
 def measure(
     model: ModelOptions,
-    shared: Annotated[RecipeOptions, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
+    shared: Annotated[RecipeWords, Some(Targets, Score, "count_by")],
     text: NormOptions,
     loading: LoadingOptions,
     given: GivenOptions,
@@ -196,33 +196,30 @@ def _calibrated(
     return norms
 
 
-def _recipes(given: str | None, orders: str, shared: RecipeOptions) -> list[Recipe]:
+def _recipes(given: str | None, orders: str, shared: RecipeWords) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
-    scores: set[str | None] = set()
-    custom = shared.name if shared.criterion is not None or shared.scores is not None else None
+    unused = []
+    known = score_kinds()
+    own = custom_name(shared.get("criterion"), shared.get("scores"))
     criteria = parse_list(
-        ",".join(filter(None, ("magnitude", "wanda", custom))) if given is None else given,
+        ",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given,
         "--criteria",
     )
     for criterion in dict.fromkeys(criteria):
-        if criterion in SEARCHES:
+        if criterion in searches():
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
-        if criterion not in METHODS and custom is None:
+        if criterion not in known and not {"criterion", "scores"} & shared.keys():
             raise UserError(
                 f"--criteria: {criterion!r} is not one of "
-                f"{', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}"
+                f"{', '.join(known)}.{did_you_mean(criterion, known)}"
             )
         for order in dict.fromkeys(parse_numbers(orders, "--orders")):
-            words = shared.with_method(f"emp-{criterion}", order=order)
-            words.check()
-            scores.add(words.score)
-            recipes.append(words.tree)
-    if shared.score is not None and shared.score not in scores:
-        raise UserError(
-            f"--score {shared.score} is for criteria that need activations, and --criteria has "
-            "none that it changes."
-        )
+            words = shared.but(method=f"emp-{criterion}", order=order)
+            recipe, left = words.read(unused=tuple(shared))
+            recipes.append(recipe)
+            unused.append(left)
+    check_used(shared, unused, "--criteria")
     return recipes
 
 

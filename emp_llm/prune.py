@@ -11,9 +11,9 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import GivenOptions
-from emp_llm.options.prune import PruneOptions, check_options, structured
-from emp_llm.options.recipe import ByCost, Recipe, StructureRecipe
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.flat import RecipeWords
+from emp_llm.options.prune import PruneOptions, checked_recipe
+from emp_llm.options.recipe import ByCost, Recipe
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @command
-def prune(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
-) -> "RunReport | DryRun":
+def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the
@@ -43,12 +41,11 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`;
     for a dry run, the plan and its need of memory and disk.
     """
-    check_options(recipe, structure, options, given)
-    asked = recipe if structure.structure is None else structured(recipe, structure)
+    recipe = checked_recipe(words, options, given)
     if options.dry_run:
-        return _planned(asked.tree, options, given)
+        return _planned(recipe, options, given)
     if options.loss is None:
-        return _pruned(asked.tree, options, given)
+        return _pruned(recipe, options, given)
     if ranks().count > 1:
         raise UserError(
             "--loss runs in one process. Start it without torchrun; --device-map spreads a large "
@@ -57,7 +54,7 @@ def prune(
     load_packages()
     from emp_llm.evaluation.loss_budget import LossBudget, prune_to_loss
 
-    return prune_to_loss(asked.tree, LossBudget.of(options.loss), options, given, _pruned)
+    return prune_to_loss(recipe, LossBudget.of(options.loss), options, given, _pruned)
 
 
 def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
@@ -186,7 +183,7 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
         by_cost = pruning.by_cost
         if by_cost is not None:
             removed = _removed_by_cost(pruning, by_cost.sparsity, chosen, norms, out)
-            recipe = replace(recipe, counts=replace(by_cost, shares=ByCost(removed)))
+            recipe = recipe.but(counts=replace(by_cost, shares=ByCost(removed)))
             scores = Scores(chosen.checkpoint, chosen.targets, recipe, scores.inputs)
         counts = counts_of(scores) if propagated is None else propagated.counts
         pruner = Pruner(scores, counts, options.mask_device)

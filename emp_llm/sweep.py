@@ -12,10 +12,12 @@ from emp_llm.common.ranks import ranks
 from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.options.flat import RecipeWords
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe_options import REFIT_FIELDS, SCORE_FIELDS, TARGET_FIELDS, RecipeOptions
+from emp_llm.options.recipe import Score, Targets
 from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.records.sweep import Sweep
+from emp_llm.update.update import Update
 
 if TYPE_CHECKING:
     from emp_llm.evaluation.sweep_run import SweepRun
@@ -42,17 +44,7 @@ class SweepDryRun:
 @command
 def sweep(
     model: ModelOptions,
-    shared: Annotated[
-        RecipeOptions,
-        Some(
-            (
-                *TARGET_FIELDS,
-                "group",
-                *SCORE_FIELDS,
-                *REFIT_FIELDS,
-            )
-        ),
-    ],
+    shared: Annotated[RecipeWords, Some(Targets, "group", Score, "count_by", Update)],
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,

@@ -108,7 +108,7 @@ def _check_against(
     from emp_llm.pruning.scores import Scores
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
-    asked = manifest.recipe.tree
+    asked = manifest.recipe
     if asked.moves:
         state = "refitted" if asked.heal is None else "healed"
         logger.info(
@@ -121,7 +121,7 @@ def _check_against(
         _check_units(dense, options, pruned, manifest, findings)
         return
     norms = _norms(options, manifest)
-    recipe = replace(asked, score=_with_given_scores(asked.score, options))
+    recipe = asked.but(score=_with_given_scores(asked.score, options))
     blocks = options.blocks or recipe.targets.blocks
     if manifest.source.identity is None:
         from emp_llm.models.loading import build_skeleton
@@ -186,7 +186,7 @@ def _check_units(
     from emp_llm.structure.unit_model import unit_model
     from emp_llm.structure.verification import check_shapes, check_units, read_tensors
 
-    recipe = manifest.recipe.tree
+    recipe = manifest.recipe
     blocks = options.blocks or recipe.targets.blocks
     record = read_report(options.folder).structure
     if recipe.structure is None or record is None:
@@ -237,17 +237,18 @@ def _with_given_scores(score: Score, options: VerifyOptions) -> Score:
 def _how_to_give(score: Own, folder: Path) -> str:
     """How to give a criterion of the user's own to `verify`."""
     kept = folder / CRITERION_NAME
+    name = score.method
     if kept.is_file():
         return (
-            f"the criterion {score.name} decided the masks. Add --criterion {kept}:{score.name}: "
-            "this runs the whole file, so read it first."
+            f"the criterion {name} decided the masks. Add --criterion {kept}:{name}: this runs the "
+            "whole file, so read it first."
         )
     if str(score.function).startswith("__main__:"):
         return (
-            f"the criterion {score.name} decided the masks, and its function was in no file. Write "
-            f"it to one, and add --criterion FILE.py:{score.name}."
+            f"the criterion {name} decided the masks, and its function was in no file. Write it to "
+            f"one, and add --criterion FILE.py:{name}."
         )
-    return f"the criterion {score.name} decided the masks; add --criterion {score.function}."
+    return f"the criterion {name} decided the masks; add --criterion {score.function}."
 
 
 def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":

@@ -92,13 +92,11 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.models.blockwise import BlockwiseModel
-    from emp_llm.options.recipe import StructureRecipe
+    from emp_llm.options.recipe import Structure
     from emp_llm.structure.scores import taylor_sums
     from emp_llm.structure.unit_model import unit_model
 
-    taylor_sums(
-        BlockwiseModel(model), unit_model(folder, StructureRecipe(structure="both")).units, ids, 1
-    )
+    taylor_sums(BlockwiseModel(model), unit_model(folder, Structure(units="both")).units, ids, 1)
 
 
 def _page(

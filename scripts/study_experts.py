@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCORES = ("reap", "man", "frequency", "mass")
@@ -49,7 +49,7 @@ class Study:
         from emp_llm.models.blockwise import BlockwiseModel
         from emp_llm.models.loading import load_model, load_tokenizer
         from emp_llm.options.calibration import CalibrationOptions
-        from emp_llm.options.recipe import StructureRecipe
+        from emp_llm.options.recipe import Structure
         from emp_llm.structure.unit_model import unit_model
 
         self.options = options
@@ -63,7 +63,7 @@ class Study:
         self.tokenizer = tokenizer
         self.wanted = wanted
         self.texts = [text_tokens(find_corpus(text), tokenizer) for text in options.text]
-        self.plan = unit_model(self.folder, StructureRecipe(structure="experts"))
+        self.plan = unit_model(self.folder, Structure(units="experts"))
         self.sums = self.plan.units[0].sums(
             BlockwiseModel(self.model, None, "auto"), self.plan.units, self.tokens, 8
         )
@@ -100,7 +100,7 @@ class Study:
         """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's
         number at beta = 1.
         """
-        from emp_llm.options.recipe import StructureRecipe
+        from emp_llm.options.recipe import Structure
         from emp_llm.structure.choice import choose_units
         from emp_llm.structure.scores import unit_scores
 
@@ -114,7 +114,7 @@ class Study:
         sparsity = None if kept is None else 1 - kept / self.experts
         recipe = recipe_of(
             method=method,
-            structure=StructureRecipe(structure="experts", keep_shapes=own),
+            structure=Structure(units="experts", keep_shapes=own),
             sparsity=sparsity,
         )
         return choose_units(units, scores, recipe)
@@ -193,7 +193,7 @@ class Study:
         if report.structure is not None:
             cost = report.structure.pruned
             return {
-                "beta": report.recipe.beta,
+                "beta": report.recipe.counts.in_force,
                 "parameters": cost.parameters,
                 "bytes": cost.bytes,
                 "losses": losses,
@@ -203,7 +203,7 @@ class Study:
         size = dense - 2 * weights + packed_bytes(weights, 2, zeros)
         parameters = _parameters(self) - zeros
         return {
-            "beta": report.recipe.beta,
+            "beta": report.recipe.counts.in_force,
             "parameters": parameters,
             "bytes": size,
             "losses": losses,

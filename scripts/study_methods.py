@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -151,7 +151,7 @@ class Study:
             fits = report.record.fits.values()
             entry |= vars(point) | {
                 "sparsity": report.targets.sparsity_of_targets,
-                "beta": report.record.recipe.beta,
+                "beta": report.record.recipe.counts.in_force,
             }
             entry["errors"] = [
                 [f.error_before, f.error_after, f.held_out_before, f.held_out_after] for f in fits

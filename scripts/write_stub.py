@@ -67,7 +67,7 @@ def command_stub(name: str) -> tuple[str, set[str]]:
     module = import_module(f"emp_llm.{name}")
     function = vars(module)[name]
     results, imports = results_of(name)
-    options: dict[str, Option] = function.options
+    options: dict[str, Option] = function.options()
     parameters: list[str] = []
     keywords = False
     for parameter in inspect.signature(function).parameters.values():

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from emp_llm.options.recipe_options import RecipeOptions
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.run_report import RunReport
@@ -177,9 +177,7 @@ def test_methods_in_words() -> None:
     assert method_words(admm).endswith(
         "(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)"
     )
-    neurons = RecipeOptions(
-        method="emp-wanda", refit=True, structure=StructureRecipe(structure="neurons")
-    )
+    neurons = RecipeOptions(method="emp-wanda", refit=True, structure=Structure(units="neurons"))
     words = (
         "EMP of whole MLP neurons scored by the norms of their weights and activations, with a "
         "refit of the kept weights"

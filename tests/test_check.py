@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from emp_llm.options.recipe_options import RecipeOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
-from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import (
@@ -124,7 +124,7 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
         )
     structure = options.pop("structure", None)
     if structure is not None:
-        structure = StructureRecipe(structure=structure)
+        structure = Structure(units=structure)
     recipe = RecipeOptions(**options, structure=structure)
     report: Any = SimpleNamespace(
         check=None if evaluation else check, evaluation=evaluation, loss=None, recipe=recipe

@@ -79,7 +79,7 @@ def test_commands_are_found() -> None:
 def test_options_and_links_exist(page: Path) -> None:
     flags = set(OTHER_FLAGS.split())
     for name in COMMANDS:
-        for option in getattr(import_module(f"emp_llm.{name}"), name).options.values():
+        for option in getattr(import_module(f"emp_llm.{name}"), name).options().values():
             flags.update(option.flag.split("/"))
     text = page.read_text(encoding="utf-8")
     for code in re.findall(

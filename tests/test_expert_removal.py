@@ -22,7 +22,7 @@ from torch import Tensor
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure import experts
@@ -226,8 +226,7 @@ def test_scores_are_those_of_their_equations(family: str, make: Any, tmp_path: P
                 own += torch.stack([torch.ones_like(norm), gates[token, place] * norm, norm])
 
     plan = {
-        units.name: units
-        for units in unit_model(make(family), StructureRecipe(structure="experts")).units
+        units.name: units for units in unit_model(make(family), Structure(units="experts")).units
     }
     for name in plan:
         model.get_submodule(name).register_forward_pre_hook(

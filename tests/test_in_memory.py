@@ -32,8 +32,8 @@ from emp_llm import (
 )
 from emp_llm.cli import COMMANDS
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
+from emp_llm.options.recipe import Structure
 from emp_llm.runtime import load as packed_model
 
 Models = Callable[[str], Path]
@@ -455,7 +455,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"group": None}, "^--group None is not one of row, matrix, all"),
     ({"removed": "a"}, "^removed is 'a': Expected"),
     ({"structure": "heads"}, "^structure is 'heads': Expected"),
-    ({"structure": StructureRecipe(structure="heads")}, "^structure is for checkpoints"),
+    ({"structure": Structure(units="heads")}, "^structure is for checkpoints"),
     ({"method": "emp-wnada"}, "'emp-wnada' is not one of .* Did you mean emp-wanda"),
 ]
 SOME: Any = 5

@@ -31,7 +31,7 @@ from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
 from emp_llm.measure import measure
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner

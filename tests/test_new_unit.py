@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.structure.neurons import Neurons
 from emp_llm.structure.scores import unit_scores
@@ -46,7 +46,7 @@ class Pairs(Neurons):
 
 def test_what_a_kind_does_not_have(models: Callable[[str], Path]) -> None:
     """The options refuse both; a kind that is not in their table meets a sentence."""
-    (layers,) = unit_model(models("llama"), StructureRecipe(structure="layers")).units
+    (layers,) = unit_model(models("llama"), Structure(units="layers")).units
     with pytest.raises(UserError, match="layers have no score by their weights"):
         unit_scores([layers], "magnitude")
     nothing: Any = None

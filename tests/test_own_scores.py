@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from emp_llm import masks_of
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
 from emp_llm.prune import prune
 from emp_llm.report import report
 from emp_llm.selection.criteria import InputStatistics

@@ -154,7 +154,7 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
         "prompt": "t",
     }
     given |= {"image": "i", "study": "s", "dense": "d"}
-    known = {key: value for key, value in given.items() if key in function.options}
+    known = {key: value for key, value in given.items() if key in function.options()}
     with pytest.raises(UserError, match="--verbose and --quiet exclude each other; give one"):
         function(**known, verbose=True, quiet=True)
 

@@ -286,7 +286,7 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
     ):
         assert flag in short.stdout
     assert "--heal-weights" not in short.stdout
-    for option in prune.options.values():  # type: ignore[attr-defined]
+    for option in prune.options().values():  # type: ignore[attr-defined]
         assert option.flag.partition("/")[0] in everything.stdout
     titles = [
         line

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from emp_llm.options.recipe_options import RecipeOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,6 @@ from emp_llm import (
     Wanda,
     recipe_of,
 )
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.update.update import Search
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from emp_llm.options.recipe_options import RecipeOptions
 from hub_client import Client, card_of, contents
 from hub_server import Hub
 from torch import nn
@@ -32,7 +33,6 @@ from emp_llm import (
 from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.models.blockwise import HiddenStates
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import RunReport
 from emp_llm.walk.update import Block
 

@@ -28,8 +28,8 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
-from emp_llm.options.recipe import StructureRecipe
-from emp_llm.options.recipe_options import recipe_of
+from emp_llm.options.flat import recipe_of
+from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
@@ -280,7 +280,7 @@ def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
     assert all(re.search(r"attn|attention", name) for name in changed)
     assert differences(tmp_path / "zero", source) == []
     if family == "gpt_neox":
-        (rows,) = unit_model(source, StructureRecipe(structure="heads")).units[0].rows.values()
+        (rows,) = unit_model(source, Structure(units="heads")).units[0].rows.values()
         assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
 
 
@@ -604,7 +604,7 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     size = min(len(of_layer) for of_layer in scores)
     values = [np.array(of_layer[:size]) for of_layer in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
-    zeroed = StructureRecipe(structure="neurons", keep_shapes=True)
+    zeroed = Structure(units="neurons", keep_shapes=True)
     rule = recipe_of(method="emp-magnitude", beta=beta, structure=zeroed)
     choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
@@ -617,7 +617,7 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     even, _ = choose_units(
         every,
         values,
-        replace(rule, structure=StructureRecipe(structure="neurons", width_multiple=4)),
+        replace(rule, structure=Structure(units="neurons", width_multiple=4)),
     )
     mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
+from emp_llm.options.recipe_options import RecipeOptions
 from safetensors.torch import load_file, save_file
 from tiny import weights_of
 from torch import equal
@@ -25,7 +26,6 @@ from emp_llm.evaluation.suites import find_suite
 from emp_llm.evaluation.sweep_folder import SweepFolder
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -98,7 +97,7 @@ class Activations:
         )
         # One metadata key: safetensors writes several in no fixed order, and the same norms must
         # give the same file.
-        metadata = {METADATA_KEY: msgspec.json.encode(info).decode()}
+        metadata = {METADATA_KEY: info.as_json().decode()}
         write_bytes(path, save(tensors, metadata))
 
     @classmethod

@@ -65,7 +65,7 @@ from emp_llm.models.modules import (
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Match, Recipe
 from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)
@@ -166,10 +166,9 @@ def calibrated(
         else:
             norms = calibrate_model(model, layers, data.tokens, batch_size, statistics, progress)
     # The file names no folders.
-    if record.pruned_by is not None and record.pruned_by.match is not None:
-        record.pruned_by = msgspec.structs.replace(
-            record.pruned_by, match=Path(record.pruned_by.match).name
-        )
+    if record.pruned_by is not None and isinstance(record.pruned_by.counts, Match):
+        counts = record.pruned_by.counts
+        record.pruned_by = record.pruned_by.but(counts=replace(counts, run=Path(counts.run).name))
     record.execution = "blocks" if by_blocks else "model"
     record.propagate = "dense" if masker is None else "pruned"
     record.hidden_states = norms.about.hidden_states
@@ -199,7 +198,7 @@ def model_origin(
     revision: str | None,
     checkpoint: Checkpoint,
     quantization: Quantization | None = None,
-    pruned_by: RecipeOptions | None = None,
+    pruned_by: Recipe | None = None,
 ) -> CalibrationRecord:
     """The part of the origin of norms that concerns the model.
 

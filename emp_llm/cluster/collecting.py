@@ -21,7 +21,7 @@ from emp_llm.evaluation.comparison import (
     values_of,
 )
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.flat import recipe_of
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import REPORT_LIMIT, RunReport
@@ -30,20 +30,6 @@ from emp_llm.reporting.studies import short_model_name
 
 logger = logging.getLogger(__name__)
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job
-# The paper's recipes have the defaults of these fields.
-_PUBLISHED_DEFAULTS = (
-    "beta",
-    "order",
-    "sparsity",
-    "pattern",
-    "match",
-    "group",
-    "targets",
-    "ignore",
-    "score",
-    "count_by",
-    "shares",
-)
 _PUBLISHED_BLOCK = 2048
 _PUBLISHED_TEXT = {
     "dataset": "Salesforce/wikitext",
@@ -266,12 +252,8 @@ def published_values(result: Results) -> tuple[float | None, dict[str, Value]] |
     row = methods.get(PurePath(source).name, {}).get(method)
     if row is None:
         return None
-    if pruned is not None:
-        usual = RecipeOptions(method=method)
-        if any(
-            getattr(pruned.recipe, name) != getattr(usual, name) for name in _PUBLISHED_DEFAULTS
-        ):
-            return None
+    if pruned is not None and pruned.recipe != recipe_of(method):
+        return None
     accuracies = row["accuracy_percent"]
     numbers = {f"{task} acc": number for task, number in accuracies.items()}
     numbers[f"mean acc of {len(accuracies)}"] = row.get("mean_accuracy_percent")

@@ -19,7 +19,7 @@ from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT
 from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ def _reads_text(kind: str, options: Any) -> bool:
         return calibrates and not all(
             name.strip().endswith("magnitude") for name in (options.methods or METHODS).split(",")
         )
-    words: RecipeOptions = options.groups["recipe"]
-    recipe = words.tree
+    recipe: Recipe = options.groups["words"].recipe
     return recipe.moves or (recipe.needs_activations and calibrates)
 
 

@@ -18,9 +18,9 @@ from emp_llm.cluster.jobs import Job, JobKind
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.options.base import check_values, flag_of, parse_list
+from emp_llm.options.flat import RecipeWords
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
-from emp_llm.options.prune import check_options
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.prune import checked_recipe
 from emp_llm.options.sweep import METHODS, PointOptions, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
@@ -29,6 +29,7 @@ from emp_llm.reporting.studies import short_model_name
 # Where a prune gets its norms: from the model's calibration job, from the text, or it needs none.
 TextUse = Literal["activations", "text", "none"]
 _NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")  # a table may give them as numbers
+_OF_POINTS = ("method", "beta", "order", "sparsity", "pattern")
 _OF_COMMAND = ("table", "output", "overwrite")  # options that a table does not hold
 # Options of jobs that name files or models, and those that name texts or suites.
 _OF_FILES = ("--activations", "--baseline", "--beside")
@@ -166,12 +167,11 @@ def study_recipes(
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
     recipes: dict[SweepPoint, TextUse] = {}
-    for point in plan_points(SweepOptions(**_point_options(options)), RecipeOptions()):
+    for point in plan_points(SweepOptions(**_point_options(options)), RecipeWords()):
         words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
         words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
         command = parsed("prune", ["--model", "model", *words])
-        check_options(**command.groups)
-        recipe = command.groups["recipe"].tree
+        recipe = checked_recipe(**command.groups)
         needs_norms = recipe.needs_activations and command.activations is None
         if recipe.moves or (needs_norms and command.propagate != "dense"):
             recipes[point] = "text"
@@ -287,15 +287,8 @@ def _point_options(options: PlanOptions) -> dict[str, Any]:
 
 def _recipe_words(point: SweepPoint) -> list[str]:
     """The options of a recipe."""
-    recipe = point.recipe
-    order = None if recipe.order == 2 else recipe.order
-    return _given(
-        method=recipe.method,
-        beta=recipe.beta,
-        order=order,
-        sparsity=recipe.sparsity,
-        pattern=recipe.pattern,
-    )
+    words = {name: point.words.get(name) for name in _OF_POINTS}
+    return _given(**words | {"order": None if words["order"] == 2 else words["order"]})
 
 
 def _given(**options: Any) -> list[str]:

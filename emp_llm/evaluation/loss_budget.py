@@ -340,7 +340,7 @@ def within_budgets(
     """How much can be removed within each of some budgets: by the criteria of recipes with uniform
     groups, and by the recipes.
     """
-    uniform = {recipe.name: replace(recipe, counts=Share()) for recipe in recipes}
+    uniform = {recipe.name: recipe.but(counts=Share()) for recipe in recipes}
     losses = []
     for recipe in [*uniform.values(), *recipes]:
         with stage(f"loss, {recipe.method}"):
@@ -409,13 +409,13 @@ class _Search:
         self._work = work
         self._calibration = work / "calibration"
         self._run = run
-        self._masks = replace(recipe, update=None, heal=None)
+        self._masks = recipe.but(update=None, heal=None)
         if recipe.update is not None and recipe.update.searches:
             # Its masks are like those of Wanda. Its counts stay those of the magnitudes.
             counts = recipe.counts
             if isinstance(counts, Effective):
                 counts = replace(counts, count_by="magnitude")
-            self._masks = replace(self._masks, score=Wanda(), counts=counts)
+            self._masks = self._masks.but(score=Wanda(), counts=counts)
         self._chosen = targets_of_folder(
             source.folder, source.name, recipe, options.trust_remote_code
         )
@@ -531,7 +531,9 @@ class _Search:
         if structure is not None:
             instead = "add --refit or --heal"
             if none is not None:
-                message = f"up to {100 * none:.1f} % all {' and '.join(structure.kinds)} stay, and "
+                message = (
+                    f"up to {100 * none:.1f} % all {' and '.join(structure.removed)} stay, and "
+                )
             if none is not None and (structure.width_multiple or 1) > 1:
                 instead += ", or lower --width-multiple"
         return UserError(
@@ -584,7 +586,7 @@ class _Search:
         """
         structure = self._pruning.recipe.structure
         sparsities = sparsities_of(self._pruning.recipe)
-        if structure is not None and structure.structure == "layers":
+        if structure is not None and structure.units == "layers":
             layers = len({target.layer.block for target in self._pruning.targets} - {None})
             sparsities = [number / layers for number in range(1, layers)]
         rises: dict[float, float] = {}

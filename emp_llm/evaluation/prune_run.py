@@ -140,7 +140,7 @@ class PruneRun:
         trust = options.trust_remote_code
         source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
         structure = recipe.structure
-        name = recipe.method if structure is None else f"{structure.structure}-{recipe.method}"
+        name = recipe.method if structure is None else f"{structure.units}-{recipe.method}"
         path = options.output or Path(f"{source.short_name}-{name}")
         stopwatch = Stopwatch()
         models = OneModel(options.device_map, options.dtype, trust, stopwatch)

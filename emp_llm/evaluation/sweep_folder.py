@@ -23,6 +23,7 @@ from emp_llm.checkpoint.output import CALIBRATION_FILES, check_own, describe_dif
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME, SELF_NAME, SWEEP_NAME
 from emp_llm.options.sweep import SweepPoint
+from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import converted, read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import PointRecord, RunReport, read_report
@@ -44,13 +45,8 @@ _OWN = (
 
 def point_record(point: SweepPoint) -> PointRecord:
     """A point as a report records it."""
-    numbers = {
-        name: getattr(point.recipe, name)
-        for name in ("method", "beta", "order", "sparsity", "pattern")
-    }
-    return PointRecord(
-        name=point.name, baseline_of=point.baseline_of, match=point.recipe.match_by, **numbers
-    )
+    recipe = recorded(point.recipe)
+    return PointRecord(name=point.name, recipe=recipe, baseline_of=point.baseline_of)
 
 
 def measures_of(report: RunReport) -> Measures:
@@ -174,11 +170,8 @@ class SweepFolder:
         if not (path / REPORT_NAME).is_file():
             return None
         report = read_report(path)
-        held = report.point
-        wanted = point_record(point)
-        if held is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
-            wanted.beta = held.beta
-        return report if held == wanted and report.evaluation is not None else None
+        same = report.point == point_record(point)
+        return report if same and report.evaluation is not None else None
 
     def measured_so_far(self, point: SweepPoint, masks: str) -> Measures:
         """The measurements of an interrupted run for a point with these masks."""

@@ -20,6 +20,7 @@ from emp_llm.calibration.passes import (
     model_origin,
 )
 from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, command_line
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SELF_NAME
@@ -39,9 +40,9 @@ from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions
+from emp_llm.options.flat import RecipeWords
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
@@ -117,7 +118,7 @@ class SweepRun:
                 or the output is not the folder of a sweep.
         """
         check_device(options.mask_device)
-        recipes = {point.name: point.recipe.tree for point in points}
+        recipes = {point.name: point.recipe for point in points}
         leading = max(
             recipes.values(),
             key=lambda recipe: (recipe.needs_activations, recipe.update is not None),
@@ -223,11 +224,11 @@ class SweepRun:
         self.models.free()
         return False
 
-    def begin(self, shared: RecipeOptions) -> None:
+    def begin(self, shared: RecipeWords) -> None:
         """Read the text and the suite, and resume the sweep in the folder, or begin one.
 
         Args:
-            shared: the fields that the recipes of all points share.
+            shared: the options that the recipes of all points share.
 
         Raises:
             UserError: the folder holds a sweep by other options.
@@ -240,13 +241,14 @@ class SweepRun:
         if self.norms is not None:
             warn_if_foreign(self.norms, identity, self.source.folder)
         # A criterion or scores of the user's own are recorded by their hashes.
-        hashes = {}
+        words = dict(shared)
         for recipe in self.recipes.values():
             if isinstance(recipe.score, Own | Given):
-                hashes = recorded(recipe).custom_scores
+                name = "criterion" if isinstance(recipe.score, Own) else "scores"
+                words[name] = as_tree(recorded(recipe).score)
         made_by = SweepMadeBy(
             **msgspec.structs.asdict(self.dense.made_by),
-            recipe=shared.but(**hashes),
+            shared=words,
             activations=made_of or None,
         )
         about = Sweep(command=command_line(), source=self.made_from, suite=self.suite.name)
@@ -415,7 +417,7 @@ class SweepRun:
         if point.baseline_of is not None and isinstance(recipe.counts, Match):
             run = str(self.folder.points / point.baseline_of)
             counts = replace(recipe.counts, run=run)
-            recipe = replace(recipe, counts=counts)
+            recipe = recipe.but(counts=counts)
         scores = scores_of(self.chosen, recipe, self.chosen.checkpoint.config)
         if self.norms is not None and recipe.needs_activations:
             scores = scores.with_activations(self.norms)

@@ -70,7 +70,7 @@ class ModelReport:
         """
         folder = Path(folder)
         checkpoint = Checkpoint(folder)
-        scope = self.record.recipe.tree.targets
+        scope = self.record.recipe.targets
         architecture = Architecture.of_checkpoint(checkpoint, scope.blocks, names_suffice=True)
         targets = architecture.targets_of(scope)
         self._check_zeros(checkpoint, targets)

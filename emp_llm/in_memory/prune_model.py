@@ -31,9 +31,9 @@ from emp_llm.models.modules import as_created, is_encoder_decoder, rows_in
 from emp_llm.models.offload import resident_parameter
 from emp_llm.options.base import check_type, check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.flat import RecipeWords, recipe_of
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.recipe_options import RecipeOptions, recipe_of
 from emp_llm.pruning.chosen import Chosen, choose_targets, scores_of
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
@@ -160,10 +160,10 @@ def masks_of(
         `reapply_mask` takes them.
     """
     # The masks depend on no healing, and on no refit of given masks.
-    asked = replace(_recipe_of(recipe, options), heal=None)
+    asked = _recipe_of(recipe, options).but(heal=None)
     update = asked.update
     if update is not None and not update.searches:
-        asked = replace(asked, update=None)
+        asked = asked.but(update=None)
     if data is not None and not (asked.needs_activations or asked.moves):
         logger.warning("warning: data has no effect: method %s needs none.", asked.method)
     with alone():
@@ -176,7 +176,7 @@ def _recipe_of(given: Recipe | str | None, options: Mapping[str, Any]) -> Recipe
     of an option, is wrong.
     """
     for name in options.keys() - CalibrationArguments.__annotations__.keys():
-        if name in options_of(RecipeOptions):
+        if name in RecipeWords.options():
             method = given if isinstance(given, str) else "emp-wanda"
             raise UserError(
                 f"{name} belongs to the recipe. Give recipe_of({method!r}, {name}=...) as the "

@@ -28,7 +28,6 @@ from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.models.sharded import check_maskable, is_sharded, reshard, stand_in
 from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Targets
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.run_report import read_report
 
 Source = Path | str | Mapping[str, Tensor]
@@ -115,7 +114,7 @@ def find_masks(
     """
     for name, value in {"targets": targets, "blocks": blocks}.items():
         if value is not None:
-            options_of(RecipeOptions)[name].checked(value)
+            options_of(Targets)[name].checked(value)
     check_type("masks", masks, Path, str, Mapping)
     model = plain_model(model)
     check_maskable(model)
@@ -197,7 +196,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
 def _scope(folder: Path, targets: str | list[str] | None, blocks: str | None) -> Targets:
     """The targets and blocks: those given, or else those of the run."""
     if (folder / REPORT_NAME).is_file():
-        scope = read_report(folder).recipe.tree.targets
+        scope = read_report(folder).recipe.targets
     elif targets is None:
         raise UserError(
             f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for "

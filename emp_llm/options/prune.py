@@ -8,9 +8,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import GivenOptions, Opt, flag_of, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
+from emp_llm.options.flat import RecipeWords
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import UNIT_CRITERIA, UNIT_KINDS, StructureRecipe
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import UNIT_KINDS, Recipe, Structure
 
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (
@@ -100,24 +100,23 @@ def check_wanted(options: PruneOptions, given: GivenOptions, reads_text: bool) -
         )
 
 
-def check_options(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
-) -> None:
-    """Raise UserError for invalid or conflicting options; `given` names those of the call."""
-    structure.check(given)
-    if structure.structure is not None:
+def checked_recipe(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> Recipe:
+    """The recipe that options ask for.
+
+    Args:
+        given: the names of the options of the call.
+
+    Raises:
+        UserError: an option is invalid, or options exclude each other.
+    """
+    if "structure" in words:
         _check_for_units(given)
-        _check_structured(structured(recipe, structure), options)
-        if structure.structure in ("experts", "layers") and not options.dry_run:
-            _check_amount(structure.structure, given)
-    elif recipe.name in UNIT_CRITERIA:
-        scored = [name for name, units in UNIT_KINDS.items() if recipe.name in units.criteria]
-        raise UserError(
-            f"--method {recipe.method} scores {' and '.join(scored)}, not weights. Add "
-            "--structure, or use emp-wanda."
-        )
-    else:
-        recipe.check()
+    recipe = words.recipe
+    structure = recipe.structure
+    if structure is not None:
+        _check_structured(recipe, structure, options)
+        if structure.units in ("experts", "layers") and not options.dry_run:
+            _check_amount(structure.units, given)
     if options.parameters is not None or options.memory is not None:
         for name in ("sparsity", "pattern", "match", "beta", "neff_dtype"):
             if name in given:
@@ -125,59 +124,60 @@ def check_options(
                     f"--parameters and --memory set the sparsity; leave out {flag_of(name)}, or "
                     "both of them."
                 )
-        if structure.keep_shapes:
+        if structure is not None and structure.keep_shapes:
             raise UserError(
                 "--keep-shapes keeps the size of the model; leave it out, or "
                 "--parameters and --memory."
             )
     if options.loss is not None:
-        _check_loss(recipe, structure, options, given)
+        _check_loss(recipe, options, given)
     if options.baseline is not None and options.evaluate is None:
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):
         raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
-    if recipe.shares == "cost":
+    if words.get("shares") == "cost":
         _check_cost(options)
-    tree = recipe.tree
     if options.load_in_8bit or options.load_in_4bit:
-        _check_quantised(recipe, structure, options)
-    if tree.update is not None and options.execution == "model":
+        _check_quantised(recipe, words, options)
+    if recipe.update is not None and options.execution == "model":
         raise UserError(
-            f"{tree.update_flag} runs the model block by block; leave out --execution model."
+            f"{recipe.update_flag} runs the model block by block; leave out --execution model."
         )
-    if structure.structure is not None:
-        return
+    if structure is None:
+        _check_text(recipe, options)
+    return recipe
+
+
+def _check_text(recipe: Recipe, options: PruneOptions) -> None:
+    """Raise UserError for what does not go with the calibration of a recipe of weights."""
     if options.propagate == "pruned":
         if options.execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")
-        tree.check_propagated(options.activations)
-    if tree.moves:
-        flag = tree.update_flag if tree.update is not None else "--heal"
+        recipe.check_propagated(options.activations)
+    if recipe.moves:
+        flag = recipe.update_flag if recipe.update is not None else "--heal"
         if options.calibration is None and options.activations is not None:
-            alternative = "" if tree.searches else f", or {flag}"
+            alternative = "" if recipe.searches else f", or {flag}"
             raise UserError(
                 f"{flag} fits weights to the calibration text, and --activations holds only its "
                 f"norms. Leave out --activations{alternative}; or name the text with --calibration."
             )
-        if options.calibration is None and not tree.searches and not tree.needs_activations:
+        if options.calibration is None and not recipe.searches and not recipe.needs_activations:
             raise UserError(
                 f"{flag} fits weights to a calibration text, and method {recipe.method} needs "
                 f"none. Leave out {flag}, or name the text with --calibration."
             )
 
 
-def _check_quantised(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions
-) -> None:
+def _check_quantised(recipe: Recipe, words: RecipeWords, options: PruneOptions) -> None:
     """Raise UserError for what does not go with quantised weights."""
-    tree = recipe.tree
-    flag = tree.update_flag if tree.update is not None else "--heal"
+    flag = recipe.update_flag if recipe.update is not None else "--heal"
     reasons = {
-        "--structure needs the original weights": structure.structure is not None,
-        "--shares cost masks the weights in memory": recipe.shares == "cost",
+        "--structure needs the original weights": recipe.structure is not None,
+        "--shares cost masks the weights in memory": words.get("shares") == "cost",
         "--loss masks the weights in memory": options.loss is not None,
         "--propagate pruned cannot set quantised weights to zero": options.propagate == "pruned",
-        f"{flag} cannot change quantised weights": tree.moves,
+        f"{flag} cannot change quantised weights": recipe.moves,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -198,9 +198,7 @@ def _check_cost(options: PruneOptions) -> None:
         )
 
 
-def _check_loss(
-    recipe: RecipeOptions, structure: StructureRecipe, options: PruneOptions, given: GivenOptions
-) -> None:
+def _check_loss(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> None:
     """Raise UserError for what does not go with --loss."""
     for name in ("sparsity", "match", "beta", "neff_dtype", "shares"):
         if name in given:
@@ -217,25 +215,13 @@ def _check_loss(
             raise UserError(f"--loss {reason}")
     if "check" in given and not options.check:
         raise UserError("--loss ends with a check of untouched text; leave out --no-check.")
-    units = structure.structure is not None
-    tree = recipe.tree
-    reads = recipe.name != "magnitude" if units else tree.needs_activations
-    if options.calibration is None and not reads and not tree.moves:
+    units = recipe.structure is not None
+    reads = recipe.name != "magnitude" if units else recipe.needs_activations
+    if options.calibration is None and not reads and not recipe.moves:
         raise UserError(
             f"--loss measures held-out text, and method {recipe.method} reads none. Name one with "
             "--calibration, such as --calibration wikitext2."
         )
-
-
-def structured(recipe: RecipeOptions, structure: StructureRecipe) -> RecipeOptions:
-    """The recipe of a run with --structure: with its criteria and targets."""
-    default = structure.criteria[0]
-    method = recipe.method
-    if method == "emp-wanda" and default != "magnitude":
-        method = f"emp-{default}"
-    layers = {units.targets for units in structure.kinds.values()}
-    targets = layers.pop() if len(layers) == 1 else "all-linear"
-    return recipe.but(method=method, targets=targets, structure=structure)
 
 
 def _check_amount(units: str, given: GivenOptions) -> None:
@@ -252,7 +238,7 @@ def _check_amount(units: str, given: GivenOptions) -> None:
 
 def _check_for_units(given: GivenOptions) -> None:
     """Raise UserError for options of weights, given with --structure."""
-    options = options_of(RecipeOptions) | options_of(PruneOptions)
+    options = RecipeWords.options() | options_of(PruneOptions)
     instead = {
         "group": "Use --structure-group",
         "targets": "Use --structure heads, neurons or both",
@@ -265,11 +251,10 @@ def _check_for_units(given: GivenOptions) -> None:
             )
 
 
-def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
+def _check_structured(recipe: Recipe, structure: Structure, options: PruneOptions) -> None:
     """Raise UserError for options that do not go with --structure."""
-    assert recipe.structure is not None
-    units = recipe.structure.structure
-    criteria = recipe.structure.criteria
+    units = structure.units
+    criteria = structure.criteria
     if recipe.name not in criteria:
         methods = ", ".join(f"emp-{name}, {name}" for name in criteria)
         scored = " or ".join(
@@ -280,7 +265,7 @@ def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
         raise UserError(
             f"--activations holds norms of inputs, which do not score {units}. Leave it out."
         )
-    if recipe.refit and not all(units.refits for units in recipe.structure.kinds.values()):
+    if recipe.update is not None and not all(kind.refits for kind in structure.removed.values()):
         raise UserError(
             f"--refit moves weights within layers, and --structure {units} removes whole "
             "ones. Leave it out."
@@ -290,9 +275,8 @@ def _check_structured(recipe: RecipeOptions, options: PruneOptions) -> None:
             "--activations holds norms, and --method taylor needs gradients. Leave it "
             "out, or use --method wanda."
         )
-    if options.activations is not None and (recipe.refit or recipe.heal):
-        flag = "--refit" if recipe.refit else "--heal"
+    if options.activations is not None and recipe.moves:
+        flag = "--refit" if recipe.update is not None else "--heal"
         raise UserError(
             f"--activations holds norms, and {flag} needs a text. Leave out one of them."
         )
-    recipe.check()

@@ -3,29 +3,57 @@
     Recipe(score=Wanda(), counts=Effective(beta=1), targets=Targets("mlp"))
     Recipe(score=Magnitude(), counts=Share(0.5), update=Admm(refit=Refit()), heal=Heal(steps=300))
 
-Each node has its defaults, its checks and its behaviour. `recipe_options.py` turns the
-flat options of the command line, of reports and of manifests into the tree, and back.
+Each node has its defaults, its checks, its behaviour, and beside each field the option that sets
+it. Records hold the tree as it is (`Recipe.as_dict`); `recipe_of` reads the flat options of the
+command line into it.
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
-
+from emp_llm.common.declared import (
+    Node,
+    Opt,
+    as_tree,
+    check_fields,
+    node_in,
+    options_apart,
+    options_of,
+)
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.options.base import GivenOptions, Opt, check_fields, check_values, flag_of, options_of
 from emp_llm.options.criterion import custom_name, find_criterion
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
-from emp_llm.update.update import SEARCHES, Refit, Update
+from emp_llm.update.admm import Admm as Admm  # known by their names from here on
+from emp_llm.update.sparsegpt import SparseGPT as SparseGPT
+from emp_llm.update.update import Refit, Update
 
 MatchBy = Literal["total", "matrix"]
 Tower = Literal["language", "vision", "all"]
 ScoreMap = Literal["abs", "shift", "exp"]
+# Options of several nodes.
+Norms = Annotated[
+    Literal["plain", "relative"],
+    Opt("Norms in the scores: plain, or relative to each token's output.", name="score"),
+]
+Mapped = Annotated[
+    ScoreMap | None,
+    Opt("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map"),
+]
+_SPARSITY = Opt(
+    "Fraction to remove, of each group (default 0.5); with an emp method, of all targets.",
+    minimum=0,
+    below=1,
+)
+# Options that a recipe's name shows, or that vary along a curve.
+_SHOWN = (
+    *("beta", "order", "sparsity", "pattern", "match", "match_by"),
+    *("criterion", "scores", "width_multiple"),
+)
 _NO_PATTERN = (
     "--pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 <= N < M; got {}."
 )
@@ -35,17 +63,20 @@ _NO_PATTERN = (
 
 
 @dataclass(frozen=True)
-class Score(ABC):
+class Score(Node, ABC):
     """How much a weight matters: a criterion, and the norms that it is given.
 
     Attributes:
-        name: the name in methods.
+        title: for the model card.
     """
 
-    name: ClassVar[str]
+    kinds: ClassVar[dict[str, Any]] = {}
+    title: ClassVar[str] = ""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    @property
+    def method(self) -> str:
+        """The name in methods."""
+        return self.name
 
     @property
     @abstractmethod
@@ -63,6 +94,7 @@ class Magnitude(Score):
     """|W_ij|. It needs no text."""
 
     name = "magnitude"
+    title = "weight magnitudes"
     criterion = MAGNITUDE
 
 
@@ -75,7 +107,7 @@ class NormScore(Score):
             token's output.
     """
 
-    norms: Literal["plain", "relative"] = "plain"
+    norms: Norms = "plain"
 
     @property
     def relative(self) -> bool:
@@ -87,6 +119,7 @@ class Wanda(NormScore):
     """|W_ij| * ||X_j|| (Sun et al. 2023)."""
 
     name = "wanda"
+    title = "Wanda scores (weight magnitude times input norm)"
     criterion = WANDA
 
 
@@ -95,6 +128,7 @@ class Ria(NormScore):
     """Relative importance times the root of the norms (Zhang et al. 2024)."""
 
     name = "ria"
+    title = "RIA scores (relative importance and activations)"
     criterion = RIA
 
 
@@ -103,12 +137,9 @@ class Relative(Score):
     """Wanda with relative norms; magnitudes set EMP's counts."""
 
     name = "relative"
+    title = "relative scores (weight magnitude times input norm relative to each token's output)"
     criterion = WANDA
     relative = True
-
-
-# By the name of the method. With "emp-" in front, N_eff sets the counts.
-METHODS: dict[str, type[Score]] = {score.name: score for score in (Wanda, Magnitude, Relative, Ria)}
 
 
 @dataclass(frozen=True)
@@ -123,9 +154,16 @@ class Own(Score):
         source: in records: the SHA-256 of the file. A recipe with it cannot score.
     """
 
-    function: Any
-    norms: Literal["plain", "relative"] = "plain"
-    score_map: ScoreMap | None = None
+    name = "own"
+    function: Annotated[
+        Any,
+        Opt(
+            "A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.",
+            name="criterion",
+        ),
+    ]
+    norms: Norms = "plain"
+    score_map: Mapped = None
     named: str | None = None
     source: str | None = None
 
@@ -142,7 +180,7 @@ class Own(Score):
             raise UserError(f"--criterion {self.function} names no function; add :FUNCTION to it.")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def method(self) -> str:
         return self.named or custom_name(self.function) or ""
 
     @property
@@ -153,9 +191,9 @@ class Own(Score):
     def criterion(self) -> Criterion:
         if self.source is not None:
             raise UserError(
-                f"the criterion {self.name} decided the masks; add --criterion {self.function}."
+                f"the criterion {self.method} decided the masks; add --criterion {self.function}."
             )
-        return find_criterion(self.name, self.function)
+        return find_criterion(self.method, self.function)
 
 
 @dataclass(frozen=True)
@@ -171,8 +209,10 @@ class Given(Score):
 
     name = "scores"
     criterion = GIVEN
-    scores: Any
-    score_map: ScoreMap | None = None
+    scores: Annotated[
+        Any, Opt("Scores of your own: a safetensors file with a score for each weight.")
+    ]
+    score_map: Mapped = None
     digest: str | None = None
 
     def __post_init__(self) -> None:
@@ -198,23 +238,41 @@ class UnitScore(Score):
         unit_criterion: its name, such as "taylor", "reap" or "cosine".
     """
 
+    name = "unit"
     criterion = GIVEN  # it needs no norms of inputs
     unit_criterion: str
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def method(self) -> str:
         return self.unit_criterion
+
+
+def score_kinds() -> dict[str, type[Score]]:
+    """The scores that a method names, without "emp-". With "emp-" in front, N_eff sets the
+    counts.
+    """
+    return {name: kind for name, kind in Score.kinds.items() if name not in _ASKED_FOR}
+
+
+_ASKED_FOR = (Own.name, Given.name, UnitScore.name)  # by other options
+
+
+def searches() -> dict[str, type[Update]]:
+    """The updates that a method names."""
+    return {name: kind for name, kind in Update.kinds.items() if kind.searches}
 
 
 # Counts: how many weights of each group stay.
 
 
 @dataclass(frozen=True)
-class Counts:
+class Counts(Node):
     """How many weights of each group stay."""
 
+    kinds: ClassVar[dict[str, Any]] = {}
+
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         self.check()
 
     def check(self) -> None:
@@ -223,6 +281,16 @@ class Counts:
     @property
     def sparsity(self) -> float | None:
         """The fraction of weights that goes; None if other fields set it."""
+        return None
+
+    @property
+    def order(self) -> float | None:
+        """The order of the effective number that sets the counts; None without one."""
+        return None
+
+    @property
+    def in_force(self) -> float | None:
+        """The beta that sets the counts; None without one."""
         return None
 
     def at(self, sparsity: float) -> "Counts":
@@ -241,48 +309,64 @@ class Effective(Counts):
         neff_dtype: "float64", or "bfloat16" for the paper's arithmetic of magnitudes.
         count_by: the scores of N_eff: the recipe's "own", or the "magnitude" of the weights.
         sparsity: the fraction of all targets that goes, in place of a beta.
+        found: the beta that reaches the sparsity; None until it is found.
     """
 
-    beta: float | None = None
-    order: float = 2.0
-    neff_dtype: Literal["float64", "bfloat16"] | None = None
-    count_by: Literal["own", "magnitude"] = "own"
-    sparsity: float | None = None
+    name = "effective"
+    beta: Annotated[float | None, Opt("Keep beta x N_eff weights (emp methods); default: 1.")] = (
+        None
+    )
+    order: Annotated[float, Opt("Hill order of the effective number (emp methods).")] = 2.0
+    neff_dtype: Annotated[
+        Literal["float64", "bfloat16"],
+        Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic."),
+    ] = "float64"
+    count_by: Annotated[
+        Literal["own", "magnitude"],
+        Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods)."),
+    ] = "own"
+    sparsity: Annotated[float | None, _SPARSITY] = None
+    found: float | None = None
 
     def __post_init__(self) -> None:
-        if self.sparsity is None:
-            for name, value in (("beta", 1.0), ("neff_dtype", "float64")):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, value)
+        if self.sparsity is None and self.beta is None:
+            object.__setattr__(self, "beta", 1.0)
         super().__post_init__()
 
     def check(self) -> None:
         try:
-            if self.beta is not None:
-                check_beta(self.beta)
+            for beta in (self.beta, self.found):
+                if beta is not None:
+                    check_beta(beta)
             check_order(self.order)
         except ValueError as error:
             raise UserError(f"--{error}.") from error
-        _check_sparsity(self.sparsity)
+        if self.sparsity is None:
+            return
         for name in ("beta", "neff_dtype"):
-            if self.sparsity is not None and getattr(self, name) is not None:
+            if getattr(self, name) not in (None, "float64"):
                 raise UserError(f"sparsity finds the beta; leave out {name}, or sparsity.")
 
     def at(self, sparsity: float) -> "Effective":
-        return replace(self, sparsity=sparsity, beta=None, neff_dtype=None)
+        return replace(self, sparsity=sparsity, beta=None, found=None, neff_dtype="float64")
+
+    @property
+    def in_force(self) -> float | None:
+        """The beta that is asked for or found; None before that of a sparsity is known."""
+        return self.beta if self.sparsity is None else self.found
 
     @property
     def rule(self) -> KeepRule | None:
         """The rule that sets the count of a group by its own scores; None before the beta of a
         sparsity is known.
         """
-        if self.beta is None:
+        if self.in_force is None:
             return None
-        return KeepRule(beta=self.beta, order=self.order, dtype=self.neff_dtype or "float64")
+        return KeepRule(beta=self.in_force, order=self.order, dtype=self.neff_dtype)
 
 
 @dataclass(frozen=True)
-class ByCost:
+class ByCost(Node):
     """Sparsities of the blocks at which one weight more costs as much in every block. The cost is
     the loss of held-out text when a block is pruned alone. For the command prune.
 
@@ -290,10 +374,13 @@ class ByCost:
         removed: name of a target -> number of weights that it loses; None until it is measured.
     """
 
+    switch = Opt(
+        "Sparsity of each block: uniform; cost: lower where a block costs more alone, on held-out "
+        "text; default: uniform.",
+        name="shares",
+        type=Literal["uniform", "cost"],
+    )
     removed: dict[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, as_flags=False)
 
 
 @dataclass(frozen=True)
@@ -305,11 +392,9 @@ class Share(Counts):
         shares: how the blocks differ in it; None: they do not.
     """
 
-    sparsity: float = 0.5
+    name = "share"
+    sparsity: Annotated[float, _SPARSITY] = 0.5
     shares: ByCost | None = None
-
-    def check(self) -> None:
-        _check_sparsity(self.sparsity)
 
     def at(self, sparsity: float) -> "Share":
         return replace(self, sparsity=sparsity)
@@ -323,8 +408,15 @@ class Pattern(Counts):
         n, m: N and M.
     """
 
-    n: int = 2
+    name = "pattern"
+    n: Annotated[
+        int, Opt("N:M, keep N of every M inputs (not with emp methods).", name="pattern", type=str)
+    ] = 2
     m: int = 4
+
+    @classmethod
+    def of_options(cls, n: str) -> "Pattern":  # type: ignore[override]
+        return parse_pattern(n)
 
     def check(self) -> None:
         if not 1 <= self.n < self.m:
@@ -345,8 +437,17 @@ class Match(Counts):
             report.
     """
 
-    run: str = ""
-    by: MatchBy = "total"
+    name = "match"
+    run: Annotated[
+        str,
+        Opt(
+            "Output of an earlier run; remove as many weights as that run (other methods).",
+            name="match",
+        ),
+    ] = ""
+    by: Annotated[
+        MatchBy, Opt("Match the total of that run, or every matrix.", name="match_by")
+    ] = "total"
     removed: int | dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -360,18 +461,11 @@ class Match(Counts):
             raise UserError("Match needs run, the output folder of an earlier prune.")
 
 
-def _check_sparsity(sparsity: float | None) -> None:
-    if sparsity is None or 0 <= sparsity < 1:
-        return
-    hint = f" It is a fraction: did you mean {sparsity / 100:g}?" if 5 <= sparsity < 100 else ""
-    raise UserError(f"--sparsity must be at least 0 and below 1, got {sparsity:g}.{hint}")
-
-
 # What is pruned, and what follows.
 
 
 @dataclass(frozen=True)
-class Targets:
+class Targets(Node):
     """The layers.
 
     Attributes:
@@ -384,24 +478,32 @@ class Targets:
         allow_partial: prune even if more than half of the weights in blocks cannot be pruned.
     """
 
-    layers: str | list[str] = "mlp"
-    ignore: str | list[str] | None = None
-    tower: Tower = "language"
-    blocks: str | None = None
-    min_expert_tokens: int = 32
-    allow_partial: bool = False
+    layers: Annotated[
+        str | list[str],
+        Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.", name="targets"),
+    ] = "mlp"
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = None
+    tower: Annotated[
+        Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
+    ] = "language"
+    blocks: Annotated[
+        str | None, Opt("Name of the list of decoder blocks; detected by default.")
+    ] = None
+    min_expert_tokens: Annotated[
+        int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)
+    ] = 32
+    allow_partial: Annotated[
+        bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")
+    ] = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.min_expert_tokens < 0:
-            raise UserError(
-                f"--min-expert-tokens must be at least 0, got {self.min_expert_tokens}."
-            )
-        check_targets(self.tower, self.blocks)
+        super().__post_init__()
+        if self.blocks is not None and self.tower != "language":
+            raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
 
 @dataclass(frozen=True)
-class Heal:
+class Heal(Node):
     """The kept weights are trained on the dense model's probabilities.
 
     Attributes:
@@ -410,13 +512,20 @@ class Heal:
             and norms.
     """
 
-    steps: int = 300
-    weights: Literal["targets", "all"] = "targets"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.steps < 1:
-            raise UserError(f"--heal-steps must be at least 1, got {self.steps}.")
+    switch = Opt(
+        "Then train the kept weights on the dense model's probabilities for the text.", name="heal"
+    )
+    steps: Annotated[
+        int, Opt("Steps of the training, of four sequences.", name="heal_steps", minimum=1)
+    ] = 300
+    weights: Annotated[
+        Literal["targets", "all"],
+        Opt(
+            "What heals: kept weights of the targets, or of all linear layers in blocks, and "
+            "norms.",
+            name="heal_weights",
+        ),
+    ] = "targets"
 
 
 @dataclass(frozen=True)
@@ -443,41 +552,47 @@ UNIT_KINDS = {
     "experts": UnitKind("experts", "mlp", ("reap", "man", "frequency", "mass", "magnitude")),
     "layers": UnitKind("decoder layers", "all-linear", ("cosine",), refits=False),
 }
-# Criteria that do not score weights.
-UNIT_CRITERIA = {name for kind in UNIT_KINDS.values() for name in kind.criteria} - METHODS.keys()
+# How criteria score units, in the words of the model card.
+UNIT_SCORES = {
+    "magnitude": "the norms of their weights",
+    "wanda": "the norms of their weights and activations",
+    "taylor": "their first-order effect on the loss (Taylor)",
+    "reap": "the mean norm of their outputs times the router's weight (REAP)",
+    "man": "the mean norm of their outputs",
+    "frequency": "how many tokens reach them",
+    "mass": "the norms of their outputs times the router's weight, added up",
+    "cosine": "how much they turn the hidden states (1 - cosine)",
+}
+# Those that do not score weights.
+UNIT_CRITERIA = UNIT_SCORES.keys() - {Magnitude.name, Wanda.name}
 
 
-class StructureRecipe(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    rename={"structure_group": "group"},
-):
+@dataclass(frozen=True, kw_only=True)
+class Structure(Node):
     """Heads, neurons, experts or layers removed in place of weights.
 
-    None stands for the default. It is replaced when the recipe is made; a field that the structure
-    does not use stays None.
-
     Attributes:
-        structure: the units; None: weights are pruned.
-        structure_group: the units that compete: those of a layer, or of all layers. Whole layers
-            always compete with each other.
+        units: what is removed.
+        group: the units that compete: those of a layer, or of all layers. Whole layers always
+            compete with each other.
         keep_shapes: units are set to zero where they are, and routers choose no removed expert.
             Else units are removed, and all layers get one width.
-        width_multiple: the number of neurons that stay is rounded up to a multiple of this.
+        width_multiple: the number of neurons that stay is rounded up to a multiple of this. None:
+            64, if neurons are removed.
         per_layer: each layer keeps its own number of heads or neurons.
     """
 
-    structure: Annotated[
+    units: Annotated[
         Literal["heads", "neurons", "both", "experts", "layers"],
         Opt(
             "Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder "
-            "layers, in place of weights."
+            "layers, in place of weights.",
+            name="structure",
         ),
-    ] = None  # type: ignore[assignment]
-    structure_group: Annotated[
-        Literal["layer", "all"], Opt("Units that compete: of a layer, or of all layers.")
+    ]
+    group: Annotated[
+        Literal["layer", "all"],
+        Opt("Units that compete: of a layer, or of all layers.", name="structure_group"),
     ] = "layer"
     keep_shapes: Annotated[
         bool, Opt("With --structure, set units to zero and keep every shape and the config.")
@@ -493,48 +608,42 @@ class StructureRecipe(
             "model; transformers reads its config alone."
         ),
     ] = False
-    head_unit: Literal["group"] | None = None  # in records of version 0.2
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "head_unit", None)
-        if self.structure is None:
-            return
-        if "neurons" in self.kinds and self.width_multiple is None and not self.keep_shapes:
-            msgspec.structs.force_setattr(self, "width_multiple", 64)
+        super().__post_init__()
+        self._check()
+        if "neurons" in self.removed and self.width_multiple is None and not self.keep_shapes:
+            object.__setattr__(self, "width_multiple", 64)
 
     @property
-    def kinds(self) -> dict[str, UnitKind]:
+    def removed(self) -> dict[str, UnitKind]:
         """The units that are removed, by name."""
-        names = ("heads", "neurons") if self.structure == "both" else (self.structure,)
+        names = ("heads", "neurons") if self.units == "both" else (self.units,)
         return {name: UNIT_KINDS[name] for name in names}
 
     @property
     def criteria(self) -> tuple[str, ...]:
         """The criteria that score the units."""
-        return next(iter(self.kinds.values())).criteria
+        return next(iter(self.removed.values())).criteria
 
-    def check(self, given: GivenOptions) -> None:
-        """Raise UserError for invalid or conflicting options, or if one is given without
-        --structure.
-        """
-        check_values(self)
-        for name, option in options_of(StructureRecipe).items():
-            if self.structure is None and name in given:
-                raise UserError(
-                    f"{option.flag} has no effect without --structure. Add that, or leave it out."
-                )
-        if self.structure is None:
-            return
+    @property
+    def layers(self) -> str:
+        """The layers from which units are cut, as targets."""
+        layers = {units.targets for units in self.removed.values()}
+        return layers.pop() if len(layers) == 1 else "all-linear"
+
+    def _check(self) -> None:
+        """Raise UserError for fields that exclude each other."""
         for name, units in (
             ("width_multiple", ["neurons"]),
             ("per_layer", ["heads", "neurons"]),
         ):
-            if getattr(self, name) and not self.kinds.keys() & units:
+            if getattr(self, name) and not self.removed.keys() & units:
                 raise UserError(
-                    f"{flag_of(name)} is for {' and '.join(units)}, and --structure "
-                    f"{self.structure} removes none. Leave it out."
+                    f"--{name.replace('_', '-')} is for {' and '.join(units)}, and --structure "
+                    f"{self.units} removes none. Leave it out."
                 )
-        if self.structure == "layers" and self.keep_shapes:
+        if self.units == "layers" and self.keep_shapes:
             raise UserError(
                 "--structure layers removes whole layers, and --keep-shapes keeps them. Leave out "
                 "--keep-shapes."
@@ -548,10 +657,9 @@ class StructureRecipe(
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that defines the weights of a pruned model. Equal recipes, norms and weights give
-    equal bits.
+    equal bits. It does not change; `but` gives another.
 
     Attributes:
         score: what a weight is worth: `Wanda()`, `Magnitude()`, `Relative()`, `Ria()`,
@@ -570,23 +678,69 @@ class Recipe:
         UserError: fields do not go together.
     """
 
-    score: Score = None  # type: ignore[assignment]  # __post_init__ sets it
-    counts: Counts = field(default_factory=Effective)
-    group: Group = "row"
-    targets: Targets = field(default_factory=Targets)
-    update: Update | None = None
-    heal: Heal | None = None
-    structure: StructureRecipe | None = None
+    # No dataclass, because msgspec would write it field by field. Records hold `as_dict`.
+    score: Score
+    counts: Counts
+    group: Group
+    targets: Targets
+    update: Update | None
+    heal: Heal | None
+    structure: Structure | None
 
-    def __post_init__(self) -> None:
-        if self.score is None:
-            searches = isinstance(self.update, Update) and self.update.searches
-            object.__setattr__(self, "score", Magnitude() if searches else Wanda())
+    def __init__(
+        self,
+        *,
+        score: Score | None = None,
+        counts: Counts = Effective(),
+        group: Annotated[
+            Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
+        ] = "row",
+        update: Update | None = None,
+        heal: Heal | None = None,
+        targets: Targets = Targets(),
+        structure: Structure | None = None,
+    ) -> None:
+        if score is None:
+            searching = isinstance(update, Update) and update.searches
+            score = Magnitude() if searching else Wanda()
+        vars(self).update(
+            score=score,
+            counts=counts,
+            group=group,
+            targets=targets,
+            update=update,
+            heal=heal,
+            structure=structure,
+        )
         _check_nodes(self)
-        check_fields(self, as_flags=False)
+        check_fields(self)
         _check_groups(self)
         _check_shares(self)
         _check_search(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a recipe does not change; use recipe.but({name}=...)")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"Recipe({fields})"
+
+    def but(self, **changes: Any) -> "Recipe":
+        """The recipe with other values in some fields."""
+        return Recipe(**vars(self) | changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tree as JSON values."""
+        return as_tree(self)
+
+    @classmethod
+    def of_dict(cls, tree: dict[str, Any]) -> "Recipe":
+        """The recipe that `as_dict` wrote; ValueError if it is none."""
+        recipe: Recipe = node_in(cls, tree)
+        return recipe
 
     @property
     def adaptive(self) -> bool:
@@ -601,12 +755,55 @@ class Recipe:
     @property
     def name(self) -> str:
         """The method without "emp-": a search, or the scores."""
-        return self.update.name if self.update is not None and self.searches else self.score.name
+        return self.update.name if self.update is not None and self.searches else self.score.method
 
     @property
     def method(self) -> str:
         """The method of the command line."""
         return f"emp-{self.name}" if self.adaptive else self.name
+
+    @property
+    def words(self) -> str:
+        """The method in words, for the model card."""
+        if self.structure is not None:
+            rule = "EMP" if self.adaptive else "a fixed share"
+            units = " and ".join(kind.title for kind in self.structure.removed.values())
+            words = f"{rule} of whole {units} scored by {UNIT_SCORES[self.name]}"
+        else:
+            words = self.score.title or self.name
+            if self.update is not None and self.searches:
+                counts = "counts by magnitudes, " if self.adaptive else ""
+                words = f"{counts}{self.update.title}"
+            words = f"Effective Model Pruning (EMP) with {words}" if self.adaptive else words
+        if self.score.relative and not isinstance(self.score, Relative):
+            words += ", with input norms relative to the output"
+        if isinstance(self.counts, Share) and self.counts.shares is not None:
+            words += ", with a sparsity for each block by what it costs alone"
+        if isinstance(self.counts, Effective) and self.counts.count_by == "magnitude":
+            words += ", and as many weights in each group as its magnitudes are worth"
+        if self.update is not None and self.update.refit is not None:
+            words += f", with {Refit.title}"
+        if self.heal is not None:
+            words += ", healed by self-distillation"
+        return words
+
+    @property
+    def variant(self) -> list[str]:
+        """What sets the recipe apart from others of its method and targets, in the words of its
+        options; without the quantities that vary along a curve.
+        """
+        apart = options_apart(self)
+        for name in (*options_of(Targets), *_SHOWN):
+            apart.pop(name, None)
+        if isinstance(self.counts, Pattern):
+            apart = {"pattern": f"{self.counts.n}:{self.counts.m}"} | apart
+        if isinstance(self.score, Relative):
+            apart.pop("count_by", None)
+        words = [name if value is True else f"{name} {value}" for name, value in apart.items()]
+        if isinstance(self.score, Own | Given):
+            digest = self.score.source if isinstance(self.score, Own) else self.score.digest
+            words += [f"version {digest[:6]}"] if digest else []
+        return [word.replace("_", " ") for word in words]
 
     @property
     def needs_activations(self) -> bool:
@@ -662,7 +859,7 @@ class Recipe:
 
     def at(self, sparsity: float) -> "Recipe":
         """The recipe at a sparsity, or with the pattern that has it."""
-        return replace(self, counts=self.counts.at(sparsity))
+        return self.but(counts=self.counts.at(sparsity))
 
     def check_propagated(self, activations: object) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are
@@ -699,7 +896,7 @@ class Recipe:
 
 def _check_nodes(recipe: Recipe) -> None:
     """Raise UserError, with what to write, for a word or a number in the place of a node."""
-    known: dict[str, type[Any]] = {"refit": Refit} | METHODS
+    known: dict[str, type[Any]] = Update.kinds | score_kinds()
     for name, kind, example in (
         ("score", Score, "Wanda()"),
         ("counts", Counts, "Share(0.5)"),
@@ -712,10 +909,9 @@ def _check_nodes(recipe: Recipe) -> None:
             continue
         if isinstance(value, type):
             example = f"{value.__name__}()"
-        elif isinstance(value, str) and value in SEARCHES:
-            example = f"update={SEARCHES[value].rpartition(':')[2]}()"
         elif isinstance(value, str) and value in known:
-            example = f"{known[value].__name__}()"
+            where = "update=" if name == "score" and value in Update.kinds else ""
+            example = f"{where}{known[value].__name__}()"
         elif name == "targets":
             example = f"Targets({value!r})"
         elif name == "counts" and isinstance(value, float):
@@ -757,18 +953,17 @@ def _check_shares(recipe: Recipe) -> None:
 
 
 def _check_search(recipe: Recipe) -> None:
-    """Raise UserError for an update that a record cannot name, or for scores or groups that a
-    search does not allow.
+    """Raise UserError for an update that has no name, or for scores or groups that a search does
+    not allow.
     """
     update = recipe.update
     if update is None:
         return
     kind = type(update)
-    known = SEARCHES.get(update.name) if update.searches else f"{Refit.__module__}:Refit"
-    if known != f"{kind.__module__}:{kind.__qualname__}":
+    if Update.kinds.get(update.name) is not kind:
         raise UserError(
-            f"update {kind.__qualname__} is not known by its name, so that records cannot hold "
-            "it. Add it to emp_llm.update.update.SEARCHES."
+            f"update {kind.__qualname__} has no name of its own. Give its class one, such as "
+            f'name = "{kind.__name__.lower()}", so that records can hold it.'
         )
     if not update.searches:
         return
@@ -787,12 +982,6 @@ def _check_search(recipe: Recipe) -> None:
             f"--group {recipe.group} does not go with method {recipe.method}, which decides each "
             "matrix. Leave it out."
         )
-
-
-def check_targets(tower: str, blocks: str | None) -> None:
-    """Raise UserError for a tower that --blocks excludes."""
-    if blocks is not None and tower != "language":
-        raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
 
 def parse_pattern(text: str) -> Pattern:

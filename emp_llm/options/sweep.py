@@ -3,13 +3,14 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, flag_of, parse_list, parse_numbers
+from emp_llm.options.criterion import custom_name
+from emp_llm.options.flat import RecipeWords, check_used
 from emp_llm.options.model import MaskDevice
-from emp_llm.options.recipe import MatchBy
-from emp_llm.options.recipe_options import RecipeOptions, check_method
+from emp_llm.options.recipe import MatchBy, Recipe
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
@@ -53,28 +54,30 @@ class SweepOptions(PointOptions):
     dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SweepPoint:
     """A point of a sweep.
 
     Attributes:
         name: the name of its folder.
+        words: the options that ask for its recipe.
         recipe: what is pruned.
-        baseline_of: of a baseline: the name of the EMP point that keeps as many weights;
-            `recipe.match` too.
+        baseline_of: of a baseline: the name of the EMP point that keeps as many weights, which its
+            counts match.
     """
 
     name: str
-    recipe: RecipeOptions
+    words: RecipeWords
+    recipe: Recipe
     baseline_of: str | None = None
 
 
-def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint]:
+def plan_points(options: SweepOptions, shared: RecipeWords) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
         options: methods and numbers, separated by commas.
-        shared: the fields that the points share, such as the targets.
+        shared: the options that the points share, such as the targets.
 
     Raises:
         UserError: an option is not a list of numbers or names, or applies to none of the methods;
@@ -86,7 +89,7 @@ def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint
     emp_options = ("betas", "orders", "matched_baselines", "emp_sparsities")
     _check_used(options, emp_options, adaptive, "emp methods")
     _check_used(options, ("sparsities", "patterns"), uniform, "methods without emp-")
-    if shared.group == "all" and options.matched_baselines:
+    if shared.get("group") == "all" and options.matched_baselines:
         raise UserError(
             "--matched-baselines fixes the count of every matrix; use --group row or "
             "matrix, not all."
@@ -99,45 +102,42 @@ def plan_points(options: SweepOptions, shared: RecipeOptions) -> list[SweepPoint
     )
     patterns = parse_list(options.patterns, "--patterns") if options.patterns else []
     points: dict[str, SweepPoint] = {}
+    unused: list[frozenset[str]] = []
 
-    def add(name: str, recipe: RecipeOptions) -> None:
-        recipe.check()
-        points[name] = SweepPoint(name, recipe)
+    def add(name: str, baseline_of: str | None = None, **own: Any) -> None:
+        words = shared.but(**own)
+        recipe, left = words.read(unused=tuple(shared))
+        points[name] = SweepPoint(name, words, recipe, baseline_of)
+        unused.append(left)
         if recipe.adaptive and options.matched_baselines:  # the same criterion with uniform rows
             for by in get_args(MatchBy):
                 baseline = f"{recipe.name}-{by}-as-{name}"
-                points[baseline] = SweepPoint(
-                    baseline, recipe.with_method(recipe.name, match=name, match_by=by), name
-                )
+                add(baseline, name, method=recipe.name, match=name, match_by=by)
 
     for method in methods:
         if method in adaptive:
             for order in orders:
                 name = method if order == 2 else f"{method}-order-{_number_in_name(order)}"
+                own: dict[str, Any] = {"method": method, "order": order}
                 for beta in betas:
-                    recipe = shared.with_method(method, order=order, beta=beta)
-                    add(f"{name}-beta-{_number_in_name(beta)}", recipe)
+                    add(f"{name}-beta-{_number_in_name(beta)}", beta=beta, **own)
                 for sparsity in emp_sparsities:
-                    recipe = shared.with_method(method, order=order, sparsity=sparsity)
-                    add(f"{name}-{_number_in_name(sparsity)}", recipe)
+                    add(f"{name}-{_number_in_name(sparsity)}", sparsity=sparsity, **own)
             continue
         for sparsity in sparsities:
-            add(
-                f"{method}-{_number_in_name(sparsity)}",
-                shared.with_method(method, sparsity=sparsity),
-            )
+            add(f"{method}-{_number_in_name(sparsity)}", method=method, sparsity=sparsity)
         for pattern in patterns:
-            recipe = shared.with_method(method, pattern=pattern)
-            add(f"{method}-{pattern.replace(':', 'of')}", recipe)
-    _check_shared(list(points.values()), shared)
+            add(f"{method}-{pattern.replace(':', 'of')}", method=method, pattern=pattern)
+    check_used(shared, unused, "--methods")
     return list(points.values())
 
 
-def _methods(options: SweepOptions, shared: RecipeOptions) -> list[str]:
+def _methods(options: SweepOptions, shared: RecipeWords) -> list[str]:
     """The methods of a sweep: the given ones, or all defaults and those of the user's criterion."""
     defaults = METHODS
-    if shared.criterion is not None or shared.scores is not None:
-        defaults += f",emp-{shared.name},{shared.name}"
+    own = custom_name(shared.get("criterion"), shared.get("scores"))
+    if own is not None:
+        defaults += f",emp-{own},{own}"
     methods = parse_list(options.methods or defaults, "--methods")
     if "best" in methods:
         raise UserError(
@@ -145,7 +145,7 @@ def _methods(options: SweepOptions, shared: RecipeOptions) -> list[str]:
             "'--refit --heal'."
         )
     for method in methods:
-        check_method(shared.with_method(method), "--methods:")
+        shared.but(method=method).read(unused=tuple(shared), flag="--methods:")
     return methods
 
 
@@ -163,19 +163,6 @@ def _check_used(
         if not methods:
             raise UserError(
                 f"{flag} is for {described}, and --methods has none; leave {flag} out or add one."
-            )
-
-
-def _check_shared(points: list[SweepPoint], shared: RecipeOptions) -> None:
-    """Raise UserError for options of the scores that no point uses."""
-    for name, needed in (
-        ("score", "methods that need activations"),
-        ("count_by", "emp methods"),
-    ):
-        asked = getattr(shared, name)
-        if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):
-            raise UserError(
-                f"{flag_of(name)} {asked} is for {needed}, and --methods has none that it changes."
             )
 
 

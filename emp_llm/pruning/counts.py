@@ -150,7 +150,7 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
         )
     if counts.by != "matrix":
         total = report.targets.weights - report.targets.kept
-        return replace(recipe, counts=replace(counts, removed=total))
+        return recipe.but(counts=replace(counts, removed=total))
     removed = {}
     for target in targets:
         entry = report.matrices.get(target.name)
@@ -166,7 +166,7 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
                 f"has {size} here; match a run of the same model."
             )
         removed[target.name] = size - entry.kept
-    return replace(recipe, counts=replace(counts, removed=removed))
+    return recipe.but(counts=replace(counts, removed=removed))
 
 
 # Effective numbers.
@@ -223,8 +223,8 @@ def _order_of(recipe: Recipe) -> float:
 
 def _beta_of(asked: Effective, groups: list[GroupNumbers]) -> float:
     """The beta that is asked for, or that removes the sparsity that is asked for."""
-    if asked.sparsity is None or asked.beta is not None:
-        return asked.beta or 1.0
+    if asked.sparsity is None or asked.in_force is not None:
+        return asked.in_force or 1.0
     weights = sum(n_eff.size * size for n_eff, _, size in groups)
     kept = weights - floor_count(asked.sparsity * weights)
     least = kept_at(groups, math.ulp(0.0))

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,7 +21,6 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Recipe
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import (
     MatrixRecord,
@@ -172,12 +171,15 @@ def log_warnings(warnings: list[str]) -> None:
         )
 
 
-def recipe_in_force(pruner: "Pruner") -> RecipeOptions:
+def recipe_in_force(pruner: "Pruner") -> Recipe:
     """The recipe as records hold it, with the beta of a requested sparsity."""
-    recipe = pruner.scores.recipe
+    recipe = recorded(pruner.scores.recipe)
+    counts = recipe.counts
+    if not isinstance(counts, Effective) or counts.sparsity is None:
+        return recipe
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
-    return recorded(recipe).but(beta=beta) if recipe.adaptive else recorded(recipe)
+    return recipe.but(counts=replace(counts, found=beta))
 
 
 def targets_record(outcomes: Outcomes, coverage: TargetsRecord, pruner: "Pruner") -> TargetsRecord:

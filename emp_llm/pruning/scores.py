@@ -4,6 +4,7 @@ inputs; or given by the user.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Given, Own, Recipe
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.selection.criteria import MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
 
@@ -361,19 +361,17 @@ class GivenScores:
             )
 
 
-def recorded(recipe: Recipe) -> RecipeOptions:
-    """The options of a recipe as records hold them: a custom criterion, or given scores, by name
-    and hash.
-    """
-    options = RecipeOptions.of(recipe)
+def recorded(recipe: Recipe) -> Recipe:
+    """A recipe as records hold it: a custom criterion, or given scores, by name and hash."""
     score = recipe.score
     if isinstance(score, Given) and score.digest is None:
         name = Path(score.scores).name if isinstance(score.scores, str | Path) else "in memory"
-        return options.but(scores=name, scores_digest=GivenScores(score.scores, []).digest)
+        digest = GivenScores(score.scores, []).digest
+        return recipe.but(score=replace(score, scores=name, digest=digest))
     if isinstance(score, Own) and score.source is None:
-        label, digest = criterion_origin(score.criterion)
-        return options.but(criterion=label, criterion_source=digest or "")
-    return options
+        label, source = criterion_origin(score.criterion)
+        return recipe.but(score=replace(score, function=label, named=None, source=source or ""))
+    return recipe
 
 
 @contextmanager

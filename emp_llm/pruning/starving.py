@@ -73,13 +73,13 @@ def _remedy(pruner: Pruner, outcomes: Outcomes, counts: Effective) -> str:
     if counts.order > 1 and counts.neff_dtype != "bfloat16":
         others["--order 1"] = replace(counts, order=1.0)
     if recipe.score.criterion is not MAGNITUDE and not recipe.counts_by_magnitude:
-        others["--count-by magnitude"] = replace(counts, count_by="magnitude", neff_dtype=None)
+        others["--count-by magnitude"] = replace(counts, count_by="magnitude", neff_dtype="float64")
     if counts.sparsity is not None:
         flags = list(others) or ["--method wanda"]
         return f"{flags[0]} removes as much, more evenly."
     remedies = []
     for flag, other_counts in others.items():
-        changed = replace(recipe, counts=other_counts)
+        changed = recipe.but(counts=other_counts)
         scores = Scores(pruner.checkpoint, pruner.targets, changed, pruner.scores.inputs)
         (other,) = measure_targets([Pruner(scores, counts_of(scores))])
         remedies.append(f"{flag} would remove {percent_cell(_removed(other))} %")

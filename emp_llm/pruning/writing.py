@@ -45,7 +45,6 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_file
 from emp_llm.options.recipe import Own, Recipe
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
@@ -303,7 +302,7 @@ def write_manifest(
     folder: Path,
     checkpoint: Checkpoint,
     identity: str | None,
-    recipe: RecipeOptions,
+    recipe: Recipe,
     norms: str | None,
     hashes: dict[str, str],
 ) -> None:

@@ -12,6 +12,8 @@ import msgspec
 
 from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
 from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.flat import recipe_of_flat, with_trees
 
 R = TypeVar("R", bound="FileRecord")
 T = TypeVar("T")
@@ -30,8 +32,28 @@ class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
+        values: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_written)
         return values
+
+    def as_json(self) -> bytes:
+        """The record as JSON, in one line."""
+        return msgspec.json.encode(self, enc_hook=_written)
+
+
+def _written(value: Any) -> Any:
+    """A recipe as JSON values."""
+    if isinstance(value, Recipe):
+        return value.as_dict()
+    raise NotImplementedError
+
+
+def _read(kind: type[Any], values: Any) -> Any:
+    """The recipe of a record: a tree, or the flat options of an old record."""
+    if kind is not Recipe:
+        raise NotImplementedError
+    if isinstance(values, dict) and "method" in values:
+        return recipe_of_flat(values)
+    return Recipe.of_dict(values)
 
 
 class FileRecord(Part, kw_only=True):
@@ -43,6 +65,7 @@ class FileRecord(Part, kw_only=True):
 
     KIND: ClassVar[str] = ""
     VERSION: ClassVar[int] = 1
+    FLAT: ClassVar[int | None] = None  # the version with flat recipes, which is still read
     format: str = ""
 
     def __post_init__(self) -> None:
@@ -55,7 +78,7 @@ class FileRecord(Part, kw_only=True):
 
     def encoded(self) -> bytes:
         """The content of its file."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+        return msgspec.json.format(self.as_json(), indent=1) + b"\n"
 
 
 def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
@@ -76,7 +99,9 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     version = version_of(values, kind)
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
-    if version != kind.VERSION:
+    if version == kind.FLAT:
+        values = with_trees(values)
+    elif version != kind.VERSION:
         remedy = (
             "Update emp-llm: git pull in its clone."
             if version > kind.VERSION
@@ -109,7 +134,7 @@ def converted(values: Any, kind: type[T], where: str, strict: bool = True) -> T:
         UserError: a field is missing, unknown or wrong. The message names the field and the rule.
     """
     try:
-        return msgspec.convert(values, kind, strict=strict)
+        return msgspec.convert(values, kind, strict=strict, dec_hook=_read)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UserError(f"{where}: {_sentence(error)}") from error
 
@@ -130,6 +155,9 @@ def _sentence(error: BaseException) -> str:
     text = text.replace(
         "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
     )
+    if text.startswith("."):  # of a recipe, whose message begins with the path inside it
+        inside, _, text = text.partition(": ")
+        field += inside
     words = quotable(text[:1].lower() + text[1:])
     for value, version in _REMOVED.items():
         if words == f"unknown value '{value}'":

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 
 
@@ -43,11 +43,12 @@ class Manifest(FileRecord, kw_only=True, omit_defaults=False):
     """
 
     KIND: ClassVar[str] = "manifest"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
+    FLAT: ClassVar[int | None] = 2
 
     emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
     source: ManifestSource
-    recipe: RecipeOptions
+    recipe: Recipe
     activations: NormsRecord | None = None
     files: dict[str, FileEntry]
 

@@ -2,12 +2,12 @@
 order.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import (
     LossPoint,
@@ -44,7 +44,7 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     criterion: str
     order: float
     score: str | None = None
-    count_by: str | None = None
+    count_by: Literal["own", "magnitude"] | None = None
     targets: TargetsRecord
     sizes: SizesRecord | None = None
     matrices: dict[str, MatrixRecord]
@@ -90,11 +90,12 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
     """The measures of a model."""
 
     KIND: ClassVar[str] = "measure"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
+    FLAT: ClassVar[int | None] = 2
 
     source: ModelSource
     command: str = ""
-    recipe: RecipeOptions = msgspec.field(default_factory=RecipeOptions)
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]

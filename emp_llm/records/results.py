@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share
@@ -43,7 +43,7 @@ class PrunedBy(Part, kw_only=True):
     """
 
     of: str = ""
-    recipe: RecipeOptions
+    recipe: Recipe
     sparsity_of_targets: Share = 0.0
 
 
@@ -60,7 +60,8 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
     """
 
     KIND: ClassVar[str] = "results"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
+    FLAT: ClassVar[int | None] = 3
 
     model: str
     revision: str | None = None

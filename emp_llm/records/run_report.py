@@ -12,7 +12,7 @@ from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part, read_record
 from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
@@ -146,19 +146,14 @@ class SizesRecord(Part, kw_only=True):
     mask: int
 
 
-class PointRecord(Part, kw_only=True, omit_defaults=False):
+class PointRecord(Part, kw_only=True):
     """A point of a sweep: its recipe, and for a baseline the name of the EMP point that it is
     matched to.
     """
 
     name: str
-    method: str = ""
-    beta: float | None = None
-    order: float | None = None
-    sparsity: float | None = None
-    pattern: str | None = None
+    recipe: Recipe
     baseline_of: str | None = None
-    match: str | None = None
 
 
 class UnitsRecord(Part, kw_only=True):
@@ -332,11 +327,12 @@ class RunReport(FileRecord, kw_only=True):
     """
 
     KIND: ClassVar[str] = "run"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
+    FLAT: ClassVar[int | None] = 2
 
     source: ModelSource
     command: str
-    recipe: RecipeOptions
+    recipe: Recipe
     calibration: CalibrationRecord | None
     versions: dict[str, str]
     stages: dict[str, StageRecord]

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 
 
@@ -107,7 +107,7 @@ class CalibrationRecord(Part, kw_only=True):
     execution: str | None = None
     propagate: str | None = None
     hidden_states: str | None = None
-    pruned_by: RecipeOptions | None = None
+    pruned_by: Recipe | None = None
     versions: dict[str, str] = {}
 
     @property

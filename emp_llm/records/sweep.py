@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.records.base import FileRecord
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy
@@ -16,11 +15,11 @@ class SweepMadeBy(MadeBy, kw_only=True, omit_defaults=False):
     """Everything that the measurements of all points depend on.
 
     Attributes:
-        recipe: the fields that the recipes of all points share.
+        shared: the options that the recipes of all points share, by name.
         activations: everything that the norms depend on; None if no point needs norms.
     """
 
-    recipe: RecipeOptions = msgspec.field(default_factory=RecipeOptions)
+    shared: dict[str, Any] = {}
     activations: dict[str, Any] | None = None
 
 
@@ -37,7 +36,8 @@ class Sweep(FileRecord, kw_only=True, omit_defaults=False):
     """The state of a sweep."""
 
     KIND: ClassVar[str] = "sweep"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
+    FLAT: ClassVar[int | None] = 2
 
     command: str = ""
     source: ModelSource | None = None

@@ -5,7 +5,7 @@ import logging
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,61 +19,17 @@ from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_MARK, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.recipe import ByCost, Match, Share
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.reporting import run_tables
-from emp_llm.update.update import SEARCHES, search_named
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
-# How methods choose weights; `emp-` methods choose by the same scores.
-_METHODS = {
-    "wanda": "Wanda scores (weight magnitude times input norm)",
-    "magnitude": "weight magnitudes",
-    "relative": "relative scores (weight magnitude times input norm relative to each token's "
-    "output)",
-    "ria": "RIA scores (relative importance and activations)",
-}
-_UNIT_SCORES = {
-    "magnitude": "the norms of their weights",
-    "wanda": "the norms of their weights and activations",
-    "taylor": "their first-order effect on the loss (Taylor)",
-    "reap": "the mean norm of their outputs times the router's weight (REAP)",
-    "man": "the mean norm of their outputs",
-    "frequency": "how many tokens reach them",
-    "mass": "the norms of their outputs times the router's weight, added up",
-    "cosine": "how much they turn the hidden states (1 - cosine)",
-}
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
-
-
-def method_words(recipe: RecipeOptions) -> str:
-    """The method of a run in words."""
-    if recipe.structure is not None:
-        rule = "EMP" if recipe.adaptive else "a fixed share"
-        units = " and ".join(kind.title for kind in recipe.structure.kinds.values())
-        words = f"{rule} of whole {units} scored by {_UNIT_SCORES[recipe.name]}"
-    else:
-        words = _METHODS.get(recipe.name, recipe.name)
-        if recipe.name in SEARCHES:
-            counts = "counts by magnitudes, " if recipe.adaptive else ""
-            words = f"{counts}{search_named(recipe.name).title}"
-        words = f"Effective Model Pruning (EMP) with {words}" if recipe.adaptive else words
-    if recipe.score == "relative" and recipe.name != "relative":
-        words += ", with input norms relative to the output"
-    if recipe.shares == "cost":
-        words += ", with a sparsity for each block by what it costs alone"
-    if recipe.count_by == "magnitude":
-        words += ", and as many weights in each group as its magnitudes are worth"
-    if recipe.refit:
-        words += ", with a refit of the kept weights"
-    if recipe.heal:
-        words += ", healed by self-distillation"
-    return words
 
 
 @dataclass(frozen=True)
@@ -191,7 +147,7 @@ def card_text(
         report=report,
         origin=origin,
         base=_base(report, origin),
-        method=method_words(report.recipe),
+        method=report.recipe.words,
         lines=lines,
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
         removed=markdown_table(removed),
@@ -299,10 +255,13 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
         rows.append(
             ["identity of its weights (BLAKE3)", f"`{markdown_code(report.source.identity)}`"]
         )
+    recipe = report.recipe
+    if isinstance(recipe.counts, Match):  # the numbers of all matrices are in the report
+        recipe = recipe.but(counts=replace(recipe.counts, removed=None))
+    elif isinstance(recipe.counts, Share) and recipe.counts.shares is not None:
+        recipe = recipe.but(counts=replace(recipe.counts, shares=ByCost()))
     rows += [
-        [name, f"`{markdown_code(json.dumps(value))}`"]
-        for name, value in report.recipe.as_dict().items()
-        if not isinstance(value, dict) or name == "structure"  # `removed` of each matrix
+        [name, f"`{markdown_code(json.dumps(value))}`"] for name, value in recipe.as_dict().items()
     ]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "propagate"):

@@ -64,7 +64,12 @@ def point_rows(study: Study) -> Rows:
         rows.append(["dense", "", "", "", "0.00", "0.00", *dense])
     for point in study.points:
         method = label_of(point) if point.pruned else f"{label_of(point)}: measured, not pruned"
-        row = [point.name, method, _short(point.recipe.beta), _short(point.recipe.order)]
+        row = [
+            point.name,
+            method,
+            _short(point.recipe.counts.in_force),
+            _short(point.recipe.counts.order),
+        ]
         row += [percent_cell(point.sparsity), percent_cell(point.sparsity_of_all)]
         for suite, measure in measured:
             value = point.values_of(suite.key).get(measure)
@@ -104,7 +109,7 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
         rows.append(
             [
                 label_of(point),
-                _short(point.recipe.beta),
+                _short(point.recipe.counts.in_force),
                 baseline,
                 percent_cell(point.sparsity),
                 difference.measure,
@@ -230,8 +235,8 @@ def value_lines(study: Study) -> list[CsvRow]:
             about: CsvRow = [
                 point.name,
                 recipe.method,
-                recipe.beta,
-                recipe.order,
+                recipe.counts.in_force,
+                recipe.counts.order,
                 point.match,
                 names.get(point.baseline_of or ""),
                 point.sparsity,
@@ -254,8 +259,8 @@ def difference_lines(study: Study) -> list[CsvRow]:
             difference.point.name,
             difference.baseline.name,
             difference.point.recipe.method,
-            difference.point.recipe.beta,
-            difference.point.recipe.order,
+            difference.point.recipe.counts.in_force,
+            difference.point.recipe.counts.order,
             difference.match,
             difference.point.sparsity,
             difference.measure,

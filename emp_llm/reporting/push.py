@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import msgspec
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
@@ -52,7 +51,7 @@ from emp_llm.evaluation.results import complete_results
 from emp_llm.hub.client import hub_errors_explained, with_retries
 from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.writing import read_manifest
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, converted
 from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry
 from emp_llm.records.results import Results
@@ -66,7 +65,7 @@ _TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".gz", ".zst")
 # Fields and options that hold a Hub id or a folder, and fields that hold a path, or a name without
 # slashes.
 _MODELS = ("model", "of", "dataset", "--model", "--calibration", "--baseline", "--push-to-hub")
-_FILES = ("file", "match", "suite", "folder", "device_map")
+_FILES = ("file", "run", "suite", "folder", "device_map")
 
 
 def public(record: R, folders: Collection[str] = ()) -> R:
@@ -77,7 +76,8 @@ def public(record: R, folders: Collection[str] = ()) -> R:
         record: any record, with everything in it.
         folders: names of models that are known to be folders, although they may look like Hub ids.
     """
-    return msgspec.convert(_public(msgspec.to_builtins(record), "", folders), type(record))
+    kind: type[R] = type(record)
+    return converted(_public(record.as_dict(), "", folders), kind, "record")
 
 
 def _public(value: Any, key: str, folders: Collection[str]) -> Any:

@@ -104,7 +104,7 @@ def pruning_lines(report: RunReport) -> list[str]:
     targets = report.targets
     sizes = report.sizes
     asked = ""
-    sparsity = report.recipe.sparsity
+    sparsity = report.recipe.counts.sparsity
     if sparsity is not None and percent_cell(sparsity) != percent_cell(targets.sparsity_of_targets):
         why = f"each {report.recipe.group} loses a whole number of weights, rounded down"
         if report.fits and targets.sparsity_of_targets > sparsity:
@@ -303,18 +303,20 @@ def advice_lines(report: RunReport) -> list[str]:
     if measured.pruned.value <= _LARGE * measured.dense.value:
         return []
     recipe = report.recipe
+    counts = recipe.counts
+    refitted = recipe.update is not None and recipe.update.refit is not None
     flags = []
     if recipe.structure is not None:
-        if not recipe.refit and all(units.refits for units in recipe.structure.kinds.values()):
+        if not refitted and all(units.refits for units in recipe.structure.removed.values()):
             flags.append("--refit")
-    elif not recipe.refit:
+    elif not refitted:
         flags.append(f"--method {'emp-' * recipe.adaptive}admm --refit")
-    elif not recipe.heal:
+    elif recipe.heal is None:
         flags.append("--heal")
     # Of an order above 1, the effective number is smaller than that of order 1.
-    if recipe.adaptive and recipe.sparsity is None and (recipe.order or 2) > 1:
+    if counts.sparsity is None and (counts.order or 0) > 1:
         flags.append("--order 1")
-    if recipe.sparsity is not None:
+    if counts.sparsity is not None:
         flags.append("a lower --sparsity")
     flags.append("--loss 2%")
     listed = f"{', '.join(flags[:-1])} or {flags[-1]}"
@@ -517,11 +519,7 @@ def sweep_table(record: Sweep) -> str:
         notes.append("accuracies in percent; their changes in points")
     notes += change_notes(names, dense, [values for *_, values in swept])
     emp, fixed = (
-        [
-            point.sparsity_of_targets
-            for point in record.points
-            if point.method.startswith("emp-") is adaptive
-        ]
+        [point.sparsity_of_targets for point in record.points if point.recipe.adaptive is adaptive]
         for adaptive in (True, False)
     )
     if emp and fixed and min(abs(one - other) for one in emp for other in fixed) > 0.01:

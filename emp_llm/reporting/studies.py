@@ -11,17 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from statistics import fmean
-from typing import Any, Literal, cast
-
-import msgspec
+from typing import Any, Literal
 
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.recipe import MatchBy
-from emp_llm.options.recipe_options import RecipeOptions
+from emp_llm.options.flat import recipe_of
+from emp_llm.options.recipe import Effective, Match, MatchBy, Recipe
 from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import read_record, record_of, version_of
 from emp_llm.records.bench import Bench
@@ -39,24 +37,7 @@ from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import effective_share, healing_lines, split_benches
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
-_DENSE = RecipeOptions(method="dense")
-# Fields of a recipe that set it apart from others of its method and targets, unless they have their
-# defaults.
-_VARIANT = (
-    "pattern",
-    "neff_dtype",
-    "score_map",
-    "score",
-    "count_by",
-    "shares",
-    "refit",
-    "refit_weighting",
-    "refit_target",
-    "heal",
-    "heal_steps",
-    "heal_weights",
-    "group",
-)
+_DENSE = Recipe()  # of points without a recipe
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class MeasuredPoint:
         name: of its folder or file, for display.
         model: the dense model's name as the user gave it; identity: of its weights, or the name if
             that is unknown.
-        recipe: how the model was pruned; its method is "dense" for the dense model.
+        recipe: how the model was pruned; `_DENSE` for the dense model.
         variant: other differences from points of the same method, in words; usually empty.
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and
             the id of the EMP point.
@@ -102,7 +83,7 @@ class MeasuredPoint:
     name: str
     model: str
     identity: str
-    recipe: RecipeOptions
+    recipe: Recipe
     variant: str = ""
     match: MatchBy | None = None
     baseline_of: str | None = None
@@ -122,13 +103,14 @@ class MeasuredPoint:
         return next((result.values for result in self.results if result.key == suite), {})
 
 
-def scope_of(recipe: RecipeOptions) -> str:
+def scope_of(recipe: Recipe) -> str:
     """The targets of a recipe in words: "mlp", "mlp without lm_head"."""
+    scope = recipe.targets
     targets, ignored = (
         value if isinstance(value, str) else ", ".join(value)
-        for value in (recipe.targets, recipe.ignore or "")
+        for value in (scope.layers, scope.ignore or "")
     )
-    tower = {"language": "", "vision": " (vision tower)", "all": " (all towers)"}[recipe.tower]
+    tower = {"language": "", "vision": " (vision tower)", "all": " (all towers)"}[scope.tower]
     return printable(targets + (f" without {ignored}" if ignored else "") + tower)
 
 
@@ -185,7 +167,7 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
                 read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT),
                 points / entry.name,
             )
-            point.match = cast(MatchBy | None, entry.match)
+            point.match = _match_of(entry.recipe)
             point.baseline_of = (
                 None if entry.baseline_of is None else str(points / entry.baseline_of)
             )
@@ -211,7 +193,7 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         id=str(path),
         name=printable(path.name),
         **_origin(report, report.recipe, report.targets),
-        match=report.recipe.match_by,
+        match=_match_of(report.recipe),
         matrices=report.matrices,
         results=tuple(results),
         dense=tuple(dense),
@@ -219,6 +201,11 @@ def _run(report: RunReport, path: Path) -> MeasuredPoint:
         # The hash of the masks leaves out the norms, so it is valid within its sweep only.
         masks=masks if masks in ("", ALL_KEPT) else f"{path.parent} {masks}",
     )
+
+
+def _match_of(recipe: Recipe) -> MatchBy | None:
+    """What a baseline matches; None for another recipe."""
+    return recipe.counts.by if isinstance(recipe.counts, Match) else None
 
 
 def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
@@ -233,13 +220,11 @@ def _check_result(check: CheckRecord, record: PerplexityRecord) -> SuiteResult:
 
 def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
     for number, entry in enumerate(measure.measures):
-        recipe = measure.recipe.with_method(
-            f"emp-{entry.criterion}",
-            group="row",
-            order=entry.order,
-            score=entry.score,
-            count_by=entry.count_by,
-        )
+        score = measure.recipe.score
+        if score.method != entry.criterion:
+            score = recipe_of(entry.criterion, score=entry.score).score
+        counts = Effective(order=entry.order, count_by=entry.count_by or "own")
+        recipe = measure.recipe.but(score=score, counts=counts, group="row")
         yield MeasuredPoint(
             id=f"{path.resolve()}#{number}",
             name=printable(f"{path.stem} {entry.criterion} {entry.order:g}"),
@@ -249,9 +234,7 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
         )
 
 
-def _origin(
-    record: RunReport | Measure, recipe: RecipeOptions, targets: TargetsRecord
-) -> dict[str, Any]:
+def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord) -> dict[str, Any]:
     """The fields of a point that a run and a measure have in common."""
     point = {
         "model": printable(record.source.model),
@@ -280,35 +263,12 @@ def _origin(
     return point | {"variant": _variant(recipe, record.calibration), "facts": known}
 
 
-def _variant(recipe: RecipeOptions, calibration: CalibrationRecord | None) -> str:
-    """Everything that sets a recipe apart from others of the same method, in the words of its
-    options.
-    """
-    usual = RecipeOptions(
-        method=recipe.method, refit=recipe.refit, heal=recipe.heal, shares=recipe.shares
-    )
-    values = {name: getattr(recipe, name) for name in _VARIANT}
-    always = ("refit", "heal", "shares")
-    values = {
-        name: value
-        for name, value in values.items()
-        if value != getattr(usual, name) or name in always
-    }
-    if recipe.structure is not None:
-        structure = msgspec.to_builtins(recipe.structure)
-        values |= {
-            name: value
-            for name, value in structure.items()
-            if value != "group" and name != "width_multiple"
-        }
-    words = [
-        name if value is True else f"{name} {value}" for name, value in values.items() if value
-    ]
-    if digest := recipe.scores_digest or recipe.criterion_source:
-        words.append(f"version {digest[:6]}")
+def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
+    """Everything that sets a recipe apart from others of the same method."""
+    words = recipe.variant
     if calibration is not None and calibration.propagate == "pruned":
         words.append("propagate pruned")
-    return printable(", ".join(words).replace("_", " "))
+    return printable(", ".join(words))
 
 
 def _results(results: Results, path: Path) -> MeasuredPoint:
@@ -328,7 +288,7 @@ def _results(results: Results, path: Path) -> MeasuredPoint:
         identity=pruned.of,
         recipe=pruned.recipe,
         variant=_variant(pruned.recipe, None),
-        match=pruned.recipe.match_by,
+        match=_match_of(pruned.recipe),
         sparsity=pruned.sparsity_of_targets,
         results=(result,),
         signature=json.dumps(pruned.as_dict(), sort_keys=True),
@@ -514,13 +474,13 @@ def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
     taken: set[str] = set()
     for points_of_model in models.values():
         model = points_of_model[0].model
-        dense = [point for point in points_of_model if point.recipe.method == "dense"]
+        dense = [point for point in points_of_model if point.recipe is _DENSE]
         titles = (short_model_name(model), model, f"{model} ({len(taken) + 1})")
         title = next(name for name in titles if name not in taken)
         taken.add(title)
         scopes: dict[str, list[MeasuredPoint]] = {}
         for point in points_of_model:
-            if point.recipe.method != "dense":
+            if point.recipe is not _DENSE:
                 scopes.setdefault(scope_of(point.recipe), []).append(point)
         for scope, members in (scopes or {"": []}).items():
             linked = _named_apart(_linked(members))
@@ -533,9 +493,8 @@ def label_of(point: MeasuredPoint) -> str:
     """The method of a point in words, without the quantities that vary along a curve."""
     name = _NAMES.get(point.recipe.name, point.recipe.name)
     if point.recipe.adaptive:
-        words = [f"EMP-{name}"] + (
-            [f"order {point.recipe.order:g}"] if point.recipe.order != 2 else []
-        )
+        order = point.recipe.counts.order
+        words = [f"EMP-{name}", *([] if order in (None, 2) else [f"order {order:g}"])]
     elif point.match == "matrix":
         words = [f"{name}, same total per matrix"]
     else:
@@ -557,18 +516,15 @@ def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     for point in points:
         if point.recipe.adaptive and point.pruned:
             adaptive.setdefault(
-                (point.recipe.name, point.recipe.relative, point.sparsity), []
+                (point.recipe.name, point.recipe.score.relative, point.sparsity), []
             ).append(point)
     linked = []
     for point in points:
         recipe = point.recipe
-        same = adaptive.get((recipe.name, recipe.relative, point.sparsity), [])
+        same = adaptive.get((recipe.name, recipe.score.relative, point.sparsity), [])
         if same and not recipe.adaptive and recipe.group == "row" and point.baseline_of is None:
-            named = [
-                other
-                for other in same
-                if recipe.match and Path(recipe.match).resolve() == Path(other.id)
-            ]
+            run = recipe.counts.run if isinstance(recipe.counts, Match) else None
+            named = [other for other in same if run and Path(run).resolve() == Path(other.id)]
             point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
         linked.append(point)
     return linked
@@ -680,7 +636,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
             continue
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)
-        order = None if allocation == "total" else matched.recipe.order
+        order = None if allocation == "total" else matched.recipe.counts.order
         dot = Dot(point.sparsity, value.value, _error_of(measure, value, suite.dense.get(measure)))
         label = label_of(point) + (
             f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else ""
@@ -741,7 +697,7 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
             suite.measures.index(pair.measure),
             methods.index(label_of(pair.point)),
             pair.match != "total",
-            pair.point.recipe.beta or 0.0,
+            pair.point.recipe.counts.in_force or 0.0,
         ),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Counts, Effective, Match, Recipe, Share, StructureRecipe
+from emp_llm.options.recipe import Counts, Effective, Match, Recipe, Share, Structure
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
 from emp_llm.selection.reference import PowerSums, largest_mask
@@ -66,7 +66,7 @@ def choose_units(
     assert structure is not None
     counts = recipe.counts
     order = counts.order if isinstance(counts, Effective) else 2.0
-    together = structure.structure_group == "all"
+    together = structure.group == "all"
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
     widths: dict[str, int] = {}
@@ -128,9 +128,7 @@ def _kept_by_rule(
     raise UserError(f"--match {run}: that run has no {role[0]} of {role[1]}.")
 
 
-def _width_of(
-    units: Units, size: int, structure: StructureRecipe, widths: Mapping[str, int]
-) -> int:
+def _width_of(units: Units, size: int, structure: Structure, widths: Mapping[str, int]) -> int:
     """How many units stay where shapes change, for `size` by the rule.
 
     Args:
@@ -185,8 +183,8 @@ def _beta_of_units(counts: Counts, sums: Sequence[PowerSums]) -> float | None:
     """
     if not isinstance(counts, Effective):
         return None
-    if counts.beta is not None:
-        return counts.beta
+    if counts.in_force is not None:
+        return counts.in_force
     assert counts.sparsity is not None
     total = sum(group.size for group in sums)
     kept = total - floor_count(counts.sparsity * total)

@@ -15,7 +15,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.names import GATE_AND_UP
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.units import Indices, Scores, Squares, UnitModel
 
@@ -104,7 +104,7 @@ class Neurons(Parts):
             return np.zeros(self.output.matrix.columns)
         return super().collected(feature)
 
-    def rounded(self, number: int, structure: StructureRecipe) -> int:
+    def rounded(self, number: int, structure: Structure) -> int:
         multiple = structure.width_multiple or 1
         return -(-number // multiple) * multiple
 

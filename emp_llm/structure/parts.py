@@ -84,7 +84,7 @@ class Parts(Units):
             raise UserError(
                 f"{folder}: transformers does not load {shortened_list(further)}, which have the "
                 "shapes of a decoder block. They would not fit config.json after --structure "
-                f"{structure.structure}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
+                f"{structure.units}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
             )
         if is_heterogeneous(model.skeleton.config):
             raise UserError(

@@ -27,7 +27,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
-from emp_llm.options.recipe import Effective, Match, Recipe, Share, StructureRecipe
+from emp_llm.options.recipe import Effective, Match, Recipe, Share, Structure
 from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import recorded
@@ -88,7 +88,7 @@ class Decision:
         return [target for units, kept in self.kept.items() for target in units.fitted(kept)]
 
 
-def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
+def plan_units(run: PruneRun, structure: Structure) -> DryRun:
     """What `prune_units` would do."""
     model = _unit_model(run, structure)
     plan = run.plan()
@@ -100,7 +100,7 @@ def plan_units(run: PruneRun, structure: StructureRecipe) -> DryRun:
     return replace(plan, notes=[*notes, *plan.notes])
 
 
-def prune_units(run: PruneRun, structure: StructureRecipe) -> RunReport:
+def prune_units(run: PruneRun, structure: Structure) -> RunReport:
     """Write the checkpoint without whole heads, neurons, experts or layers, or with zeros in their
     place.
 
@@ -154,7 +154,7 @@ def prune_units(run: PruneRun, structure: StructureRecipe) -> RunReport:
         return run.finish(out, report, hashes, norms, dense)
 
 
-def _unit_model(run: PruneRun, structure: StructureRecipe) -> UnitModel:
+def _unit_model(run: PruneRun, structure: Structure) -> UnitModel:
     """The model and its units, which the run gets to know."""
     recipe = run.recipe
     trust = run.options.trust_remote_code
@@ -208,7 +208,7 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
 
 def _decided(
     run: PruneRun,
-    structure: StructureRecipe,
+    structure: Structure,
     model: UnitModel,
     feature: Feature | None = None,
 ) -> Decision:
@@ -229,7 +229,7 @@ def _decided(
         model.units, scores, recipe, model.width_by_block, _matched(recipe)
     )
     counts = recipe.counts
-    if isinstance(counts, Effective) and counts.beta is None and beta is not None:
+    if isinstance(counts, Effective) and counts.in_force is None and beta is not None:
         logger.info("sparsity %g is that of beta %.6g.", counts.sparsity, beta)
     total = sum(choice.record.units for choice in choices)
     rule = sum(choice.record.rule for choice in choices)
@@ -238,10 +238,10 @@ def _decided(
         if isinstance(counts, Effective) and counts.sparsity is not None:
             raise NothingRemovedError(
                 f"--sparsity {counts.sparsity:g} removes none of the {total} "
-                f"{structure.structure}. Give a higher one."
+                f"{structure.units}. Give a higher one."
             )
         raise NothingRemovedError(
-            f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity."
+            f"the rule keeps all {total} {structure.units}. Give a lower --beta, or --sparsity."
         )
     if kept == total:
         raise NothingRemovedError(
@@ -273,7 +273,7 @@ def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[S
 
 def _write(
     run: PruneRun,
-    structure: StructureRecipe,
+    structure: Structure,
     model: UnitModel,
     decision: Decision,
     sums: Mapping[str, Tensor],
@@ -406,7 +406,7 @@ def _sizes_by_share(model: UnitModel, recipe: Recipe) -> list[str]:
     routed = any(units.unreached(len(units)) for units in model.units)
     lines = []
     for share in (0.75, 0.5, 0.25):
-        asked = replace(recipe, counts=Share(1 - share))
+        asked = recipe.but(counts=Share(1 - share))
         ones = [np.ones(len(units)) for units in model.units]
         try:
             choices, _ = choose_units(model.units, ones, asked, model.width_by_block)
@@ -433,7 +433,7 @@ def _totals(choices: Sequence[Choice]) -> dict[str, tuple[int, int, int]]:
     return totals
 
 
-def _rounding(choices: Sequence[Choice], structure: StructureRecipe) -> list[str]:
+def _rounding(choices: Sequence[Choice], structure: Structure) -> list[str]:
     """A sentence for each kind of units of which far fewer go than the rule removes."""
     messages = []
     for noun, (units, rule, kept) in _totals(choices).items():
@@ -452,7 +452,7 @@ def _rounding(choices: Sequence[Choice], structure: StructureRecipe) -> list[str
     return messages
 
 
-def _decision_lines(decision: Decision, structure: StructureRecipe) -> list[str]:
+def _decision_lines(decision: Decision, structure: Structure) -> list[str]:
     """How many heads and neurons stay, and what changes in config.json."""
     lines = []
     for noun, (units, rule, kept) in _totals(decision.choices).items():

@@ -6,7 +6,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import build_skeleton
-from emp_llm.options.recipe import StructureRecipe
+from emp_llm.options.recipe import Structure
 from emp_llm.structure.experts import Experts
 from emp_llm.structure.heads import Heads
 from emp_llm.structure.layers import Layers
@@ -19,7 +19,7 @@ KINDS: dict[str, type[Units]] = {kind.kind: kind for kind in (Heads, Neurons, Ex
 
 def unit_model(
     folder: Path,
-    structure: StructureRecipe,
+    structure: Structure,
     blocks: str | None = None,
     trust_remote_code: bool = False,
 ) -> UnitModel:
@@ -47,7 +47,7 @@ def unit_model(
         )
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
     model = UnitModel(skeleton, architecture, structure)
-    for name in structure.kinds:
+    for name in structure.removed:
         model.units.extend(KINDS[name].find(model, blocks))
     model.units.sort(key=lambda units: units.block)  # of a block, heads come first
     return model

@@ -28,7 +28,7 @@ from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.loading import let_layers_differ
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.update.update import Update
 from emp_llm.walk.moved import MovedWeights
@@ -251,7 +251,7 @@ class Units(ABC):
         """How many must stay even where the others are set to zero."""
         return 0
 
-    def rounded(self, number: int, structure: StructureRecipe) -> int:
+    def rounded(self, number: int, structure: Structure) -> int:
         """The number of units that stay if all blocks keep `number`."""
         return number
 
@@ -370,7 +370,7 @@ class UnitModel:
 
     skeleton: PreTrainedModel
     architecture: Architecture
-    structure: StructureRecipe
+    structure: Structure
     units: list[Units] = field(default_factory=list)
 
     @property

@@ -26,38 +26,45 @@ does, their products with the inputs (`right` of `admm`) take the place of W G.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
-
-from emp_llm.common.machine import float32_products, has_bfloat16
-from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
+from emp_llm.common.declared import Opt
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import (
-    Solution,
-    add_product,
-    check_finite,
-    check_products,
-    cholesky,
-    symmetric,
-    workspace_bytes,
-)
 from emp_llm.update.update import Allowed, Moments, Search
 
-# rho of each stage, relative to an input's own second moment, and its number of steps
-_STAGES = tuple((0.15 ** (1 - stage / 5), steps) for stage, steps in enumerate((4, 5, 6, 7, 8, 5)))
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.update.least_squares import Solution
+
+_PENALTY = 0.15
+_STAGES = 6
 _INDEFINITE = "gram is no matrix of second moments: it is indefinite"
 _PANEL = 256  # columns of a symmetric product that are computed at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admm(Search):
-    """Mask and values by `admm`."""
+    """Mask and values by `admm`.
+
+    Attributes:
+        penalty: rho of the first stage; that of the last is 1.
+        stages: their number.
+    """
 
     name = "admm"
     title = "masks and weights searched for together (ADMM)"
+    penalty: Annotated[
+        float,
+        Opt("First penalty of ADMM, as a share of each second moment.", above=0, maximum=1),
+    ] = _PENALTY
+    stages: Annotated[
+        int, Opt("Stages in which the penalty of ADMM grows to 1.", minimum=2, maximum=100)
+    ] = _STAGES
 
-    def solve(self, weight: Tensor, moments: Moments, allowed: Allowed, damping: float) -> Solution:
+    def solve(
+        self, weight: "Tensor", moments: Moments, allowed: Allowed, damping: float
+    ) -> "Solution":
         return admm(
             weight,
             moments.gram,
@@ -65,23 +72,26 @@ class Admm(Search):
             pattern=allowed.pattern,
             right=moments.right,
             damping=damping,
+            penalty=self.penalty,
+            stages=self.stages,
         )
 
     def workspace_bytes(self, outputs: int, inputs: int) -> int:
-        return max(
-            4 * (7 * inputs * inputs + 12 * outputs * inputs), workspace_bytes(outputs, inputs)
-        )
+        of_refit = super().workspace_bytes(outputs, inputs)
+        return max(4 * (7 * inputs * inputs + 12 * outputs * inputs), of_refit)
 
 
 def admm(
-    weight: Tensor,
-    gram: Tensor,
+    weight: "Tensor",
+    gram: "Tensor",
     *,
-    counts: Tensor | None = None,
+    counts: "Tensor | None" = None,
     pattern: tuple[int, int] | None = None,
-    right: Tensor | None = None,
+    right: "Tensor | None" = None,
     damping: float = 0.01,
-) -> Solution:
+    penalty: float = _PENALTY,
+    stages: int = _STAGES,
+) -> "Solution":
     """Choose the kept weights of a layer, and their values, by ADMM.
 
     The values are close to the least-squares optimum of the mask; `refit_rows` reaches it.
@@ -96,12 +106,20 @@ def admm(
         right: what the layer shall return, as in `refit_rows`; None: what the dense weights return
             on the same inputs.
         damping: pull towards the dense weights, as a share of the mean diagonal of `gram`; above 0.
+        penalty: rho of the first stage, relative to an input's own second moment; above 0.
+        stages: their number, at least 2.
 
     Raises:
         NonFiniteError: an argument holds NaN or infinity, or values too large for their products,
             or `gram` is no matrix of second moments.
     """
+    import torch
+
+    from emp_llm.common.machine import float32_products, has_bfloat16
+    from emp_llm.update.least_squares import Solution, add_product, check_finite, check_products
+
     check_finite(weight=weight, gram=gram, right=right)
+    penalties = [penalty ** (1 - stage / (stages - 1)) for stage in range(stages)]
     with float32_products("highest"), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
@@ -115,20 +133,21 @@ def admm(
         aim.div_(root)
         point = point * root
         dual = torch.zeros_like(point)
-        before = _STAGES[0][0]
-        failed = list[Tensor]()
+        before = penalty
+        failed = []
         coarse = torch.bfloat16 if has_bfloat16(weight.device) else torch.float32
-        for penalty, steps in _STAGES:
+        for stage, rho in enumerate(penalties):
             factor = system.clone()
-            factor.diagonal().add_(penalty)
+            factor.diagonal().add_(rho)
             inverse, indefinite = _inverse(factor)
             failed.append(indefinite)
             constant = add_product(aim, inverse)
             # Until the last stage, the digits of bfloat16 are enough for the search.
-            last = penalty == _STAGES[-1][0]
+            last = stage == stages - 1
+            steps = 5 if last else 4 + stage
             digits = torch.float32 if last else coarse
-            pull = inverse.mul_(penalty).to(digits)
-            dual.mul_(before / penalty)  # it is relative to the penalty
+            pull = inverse.mul_(rho).to(digits)
+            dual.mul_(before / rho)  # it is relative to the penalty
             for step in range(steps):
                 point.add_(dual)
                 mask = _mask_of_largest(point, counts, pattern)
@@ -141,17 +160,21 @@ def admm(
                     point = add_product(point, pull, constant.clone())
                 else:
                     point = constant + point.to(digits) @ pull
-            before = penalty
+            before = rho
         if bool(torch.stack(failed).any()):
             raise NonFiniteError(_INDEFINITE)
         check_products(kept.div_(root))
         return Solution(kept, mask, damping)
 
 
-def _inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse(matrix: "Tensor") -> "tuple[Tensor, Tensor]":
     """The inverse of a positive definite matrix, float32, shape (n, n), which is overwritten; and
     whether it is not positive definite, on a GPU. Else that is an error.
     """
+    import torch
+
+    from emp_llm.update.least_squares import cholesky
+
     if matrix.is_cuda:  # without waiting for it
         factor, failed = torch.linalg.cholesky_ex(matrix)
         identity = torch.eye(len(matrix), device=matrix.device)
@@ -163,10 +186,14 @@ def _inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return _gram_of_lower(factor), torch.tensor(False)
 
 
-def _gram_of_lower(factor: Tensor) -> Tensor:
+def _gram_of_lower(factor: "Tensor") -> "Tensor":
     """factor^T @ factor of a lower triangular matrix, float32, shape (n, n). The bits are the same
     for any number of threads.
     """
+    import torch
+
+    from emp_llm.update.least_squares import add_product, symmetric
+
     gram = torch.empty_like(factor)
     for start in range(0, len(factor), _PANEL):
         panel = slice(start, start + _PANEL)
@@ -176,9 +203,11 @@ def _gram_of_lower(factor: Tensor) -> Tensor:
 
 
 def _mask_of_largest(
-    values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None
-) -> Tensor:
+    values: "Tensor", counts: "Tensor | None", pattern: tuple[int, int] | None
+) -> "Tensor":
     """The mask of the largest values of a matrix."""
+    from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
+
     if pattern is not None:
         return pattern_mask(order_keys(values), *pattern)
     assert counts is not None

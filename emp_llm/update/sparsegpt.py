@@ -18,59 +18,70 @@ one by one, and the columns to its right once, by a matrix product.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
-
-from emp_llm.common.machine import float32_products, runs_triton
-from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
+from emp_llm.common.declared import Opt
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import (
-    Solution,
-    check_finite,
-    check_products,
-    cholesky,
-    raised_dampings,
-)
 from emp_llm.update.update import LEAST_DAMPING, Allowed, Moments, Search
 
-_BLOCK = 128  # columns
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.update.least_squares import Solution
+
+_COLUMNS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGPT(Search):
-    """Mask and values by `sparsegpt`, which spreads the kept weights of a matrix over its rows."""
+    """Mask and values by `sparsegpt`, which spreads the kept weights of a matrix over its rows.
+
+    Attributes:
+        damping: lambda as a share of the mean second moment. The paper's is 0.01.
+        columns: how many columns get their mask at a time.
+    """
 
     name = "sparsegpt"
     title = "SparseGPT"
     keeps = "matrix"
+    damping: Annotated[
+        float,
+        Opt("Damping of SparseGPT, as a share of the mean second moment.", above=0, maximum=1),
+    ] = LEAST_DAMPING
+    columns: Annotated[
+        int, Opt("Columns that SparseGPT gives their mask at a time.", minimum=1)
+    ] = _COLUMNS
 
     @property
     def restores_dense(self) -> bool:
         return self.refit is not None
 
     def damping_of(self, inputs: int, tokens: int) -> float:
-        return LEAST_DAMPING if self.refit is None else super().damping_of(inputs, tokens)
+        return self.damping if self.refit is None else super().damping_of(inputs, tokens)
 
-    def solve(self, weight: Tensor, moments: Moments, allowed: Allowed, damping: float) -> Solution:
+    def solve(
+        self, weight: "Tensor", moments: Moments, allowed: Allowed, damping: float
+    ) -> "Solution":
         counts = allowed.counts
         return sparsegpt(
             weight,
             moments.gram,
             count=None if counts is None else int(counts.sum()),
             pattern=allowed.pattern,
+            block=self.columns,
+            damping=self.damping,
         )
 
 
 def sparsegpt(
-    weight: Tensor,
-    gram: Tensor,
+    weight: "Tensor",
+    gram: "Tensor",
     *,
     count: int | None = None,
     pattern: tuple[int, int] | None = None,
-    block: int = _BLOCK,
+    block: int = _COLUMNS,
     damping: float = LEAST_DAMPING,
-) -> Solution:
+) -> "Solution":
     """Prune a layer by SparseGPT, to a number of weights of the matrix or to an N:M pattern.
 
     With a count, the mask of a block of columns keeps its largest (w_ij / U_jj)^2 over all rows: of
@@ -92,6 +103,12 @@ def sparsegpt(
         NonFiniteError: weight or gram holds NaN or infinity, or `gram` is no matrix of second
             moments.
     """
+    import torch
+
+    from emp_llm.common.machine import float32_products
+    from emp_llm.selection.reference import largest_mask
+    from emp_llm.update.least_squares import Solution, check_finite, check_products
+
     check_finite(weight=weight, gram=gram)
     outputs, inputs = weight.shape
     if pattern is not None:  # a block holds whole groups
@@ -121,12 +138,16 @@ def sparsegpt(
     return Solution(weight, mask, damping)
 
 
-def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
+def _inverse_factor(gram: "Tensor", dead: "Tensor", damping: float) -> "tuple[Tensor, float]":
     """U with H^-1 = U^T U, and the damping with which H is positive definite.
 
     U is the inverse of the upper triangular T with H = T T^T, which is the Cholesky factor of H
     with rows and columns in reverse order. So H^-1 is never formed.
     """
+    import torch
+
+    from emp_llm.update.least_squares import cholesky, raised_dampings
+
     scale = float(gram.diagonal().double().mean()) or 1.0
     identity = torch.eye(len(gram), device=gram.device)
     for raised in raised_dampings(damping):
@@ -141,8 +162,8 @@ def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor,
 
 
 def _prune_block(
-    weight: Tensor, mask: Tensor, factor: Tensor, pattern: tuple[int, int] | None
-) -> Tensor:
+    weight: "Tensor", mask: "Tensor", factor: "Tensor", pattern: tuple[int, int] | None
+) -> "Tensor":
     """Prune the columns of a block one after the other, in place; with a pattern, choose the mask
     on the way.
 
@@ -150,6 +171,11 @@ def _prune_block(
         w_j / U_jj of each removed weight when its column was reached, and 0 of a kept one; shape of
         the block.
     """
+    import torch
+
+    from emp_llm.common.machine import runs_triton
+    from emp_llm.selection.reference import order_keys, pattern_mask
+
     if runs_triton(weight.device):
         from emp_llm.update.cuda_kernel import WIDEST, prune_columns
 

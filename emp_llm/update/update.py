@@ -1,15 +1,14 @@
 """Updates of the kept weights, and the refit. torch is imported when one is solved.
 
-A new update that searches for its own mask is one file beside this one, with a class like
-`admm.Admm`, and its line in `SEARCHES`.
+A new update that searches for its own mask is one file with a class like `admm.Admm`. Its fields
+are its parameters: in Python, on the command line once the class is defined, and in records.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.declared import Node, Opt
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 Pattern = tuple[int, int]
 LEAST_DAMPING = 0.01
-# The method of the command line -> module and class of the search.
-SEARCHES = {
-    "sparsegpt": "emp_llm.update.sparsegpt:SparseGPT",
-    "admm": "emp_llm.update.admm:Admm",
-}
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,17 @@ class Allowed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update(ABC):
+class Update(Node, ABC):
     """New values for the weights that stay, layer by layer, by the outputs on calibration tokens.
 
     Attributes:
-        name: of the stage of a run.
-        title: of a search, for messages and the model card.
+        name: of the stage of a run; of a search, the method.
+        title: for messages and the model card.
         searches: whether it decides which weights stay; else masks are given.
         keeps: the groups in which a search keeps the number of weights that the recipe says.
     """
 
-    name: ClassVar[str]
+    kinds: ClassVar[dict[str, Any]] = {}
     title: ClassVar[str] = ""
     searches: ClassVar[bool] = False
     keeps: ClassVar[Literal["row", "matrix"]] = "row"
@@ -140,31 +134,37 @@ class Refit(Update):
 
     Attributes:
         weighting: of the tokens: "equal", or "relative": 1 / ||y_t||^2 for the dense outputs y_t.
-        target: what the last layer of a block restores: the outputs of the "block", or of the
-            "layer".
-        damping: the pull towards the dense weights, as a share of the mean second moment;
-            None: inputs / tokens, at least 0.01.
+        target: what the last layer of a block restores.
+        damping: the pull towards the dense weights; None: inputs / tokens, at least 0.01.
     """
 
     name = "refit"
-    weighting: Literal["equal", "relative"] = "equal"
-    target: Literal["block", "layer"] = "block"
-    damping: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, choices in (
-            ("weighting", ("equal", "relative")),
-            ("target", ("block", "layer")),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise UserError(f"{name} {value!r} is not one of {', '.join(choices)}.")
-        if self.damping is None:
-            return
-        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float):
-            raise UserError(f"damping must be a number, got {self.damping!r}.")
-        if not 0 < self.damping <= 1:
-            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.damping:g}.")
+    title = "a refit of the kept weights"
+    switch = Opt(
+        "Move the kept weights so that each layer's outputs stay close to the dense model's.",
+        name="refit",
+    )
+    weighting: Annotated[
+        Literal["equal", "relative"],
+        Opt("Weight of each token: equal, or relative to its output.", name="refit_weighting"),
+    ] = "equal"
+    target: Annotated[
+        Literal["block", "layer"],
+        Opt(
+            "What the last layer of a block restores: the outputs of the block, or of the layer.",
+            name="refit_target",
+        ),
+    ] = "block"
+    damping: Annotated[
+        float | None,
+        Opt(
+            "Pull towards the dense weights, as a share of the mean second moment; default: inputs "
+            "/ tokens, at least 0.01.",
+            name="refit_damping",
+            above=0,
+            maximum=1,
+        ),
+    ] = None
 
     @property
     def refit(self) -> "Refit":
@@ -208,17 +208,6 @@ class Search(Update):
 
     searches = True
     refit: Refit | None = None
-
-    def __post_init__(self) -> None:
-        if self.refit is not None and not isinstance(self.refit, Refit):
-            raise UserError(f"refit must be Refit(...) or None, got {self.refit!r}.")
-
-
-def search_named(name: str) -> type[Search]:
-    """The class of a search, by the name in `SEARCHES`."""
-    module, _, class_name = SEARCHES[name].partition(":")
-    search: type[Search] = getattr(import_module(module), class_name)
-    return search
 
 
 def damping_for(inputs: int, tokens: int) -> float:

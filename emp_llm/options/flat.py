@@ -1,0 +1,293 @@
+"""The flat options of a recipe, as on the command line, and the tree that they mean."""
+
+from collections.abc import Iterable, Mapping
+from inspect import Parameter
+from typing import Any, NoReturn
+
+from emp_llm.common.declared import Option, asked, built, options_of
+from emp_llm.common.errors import UserError, did_you_mean
+from emp_llm.options.base import Opt
+from emp_llm.options.criterion import custom_name
+from emp_llm.options.recipe import (
+    UNIT_CRITERIA,
+    UNIT_KINDS,
+    Counts,
+    Effective,
+    Given,
+    Heal,
+    Magnitude,
+    Match,
+    Own,
+    Pattern,
+    Recipe,
+    Relative,
+    Score,
+    Share,
+    Structure,
+    Targets,
+    UnitScore,
+    Wanda,
+    score_kinds,
+    searches,
+)
+from emp_llm.update.update import Refit, Update
+
+_METHOD = Opt(
+    "admm, sparsegpt, wanda, relative, ria, magnitude or own; with emp- before it, N_eff says how "
+    "many weights stay; best: emp-admm --refit --heal. Heads and neurons also taylor; experts "
+    "reap, man, frequency, mass; layers cosine. Default: emp-wanda (experts: emp-reap, layers: "
+    "emp-cosine)."
+)
+
+
+class RecipeWords(dict[str, Any]):
+    """The options of a recipe that a call gives, by name. A command with a parameter of this type
+    has all of them.
+    """
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """The options, by name."""
+        parameter = Parameter("method", Parameter.KEYWORD_ONLY, default=None)
+        return {"method": Option(parameter, str, _METHOD)} | options_of(Recipe)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that they mean.
+
+        Raises:
+            UserError: a value is out of range, or options do not go together.
+        """
+        return self.read()[0]
+
+    def but(self, **changes: Any) -> "RecipeWords":
+        """The same, with other values of some."""
+        return RecipeWords(self | changes)
+
+    def read(
+        self, unused: tuple[str, ...] = (), flag: str = "--method"
+    ) -> tuple[Recipe, frozenset[str]]:
+        """The recipe, and the options that have no place in it.
+
+        Args:
+            unused: options that may have none; others are refused.
+            flag: the option that names the method, for errors.
+        """
+        given = {name: value for name, value in self.items() if _says_something(name, value)}
+        structure = built(Structure, given) if "structure" in given else None
+        if structure is not None:
+            given.setdefault("targets", structure.layers)
+        method = _method_of(given, structure)
+        adaptive = method.startswith("emp-")
+        name = method.removeprefix("emp-")
+        score_kind = _score_kind(method, given, structure is not None, flag)
+        counts_kind = _counts_kind(adaptive, given)
+        if adaptive and name == Relative.name:
+            given.setdefault("count_by", "magnitude")
+        if counts_kind is Effective and {"beta", "sparsity"} <= given.keys():
+            raise UserError(f"--sparsity finds the beta of {method}; leave out --beta.")
+        score = built(score_kind, given)
+        update: Update | None = (
+            built(searches()[name], given) if name in searches() else asked(Refit, given)
+        )
+        fields: dict[str, Any] = {"counts": built(counts_kind, given)}
+        fields |= {"targets": built(Targets, given), "heal": asked(Heal, given)}
+        if "group" in given:
+            fields["group"] = given.pop("group")
+        for left in given:
+            if left not in unused:
+                _refuse(left, given[left], method, self)
+        if isinstance(score, Own) and score.source is None:
+            calibrated = score.criterion.calibrated
+            if "score" in self and not calibrated and "score" not in unused:
+                _refuse("score", self["score"], method, self)
+        recipe = Recipe(score=score, update=update, structure=structure, **fields)
+        return recipe, frozenset(given)
+
+
+def recipe_of(method: str | None = None, **options: Any) -> Recipe:
+    """The recipe that options of the command line mean: `recipe_of("emp-admm", refit=True)`.
+
+    Args:
+        method: None: "emp-wanda".
+        options: their names are those of the command line, with underscores.
+
+    Raises:
+        UserError: an option is unknown, out of range, or does not go with another.
+    """
+    known = RecipeWords.options()
+    words = RecipeWords()
+    for name, value in ({"method": method} | options).items():
+        if name not in known:
+            raise UserError(f"{name} is not an option of a recipe.{did_you_mean(name, known)}")
+        if value is not None:
+            words[name] = known[name].checked(value)
+    return words.recipe
+
+
+def check_used(shared: RecipeWords, left: Iterable[frozenset[str]], methods: str) -> None:
+    """Raise UserError for an option that has no place in any of several recipes.
+
+    Args:
+        shared: what they share.
+        left: of each recipe, the options without a place in it.
+        methods: the option that names the methods.
+    """
+    for name in frozenset.intersection(*left):
+        flag = RecipeWords.options()[name].flag
+        raise UserError(
+            f"{flag} {shared[name]} changes none of the methods in {methods}. Leave it out, or add "
+            "one that it changes."
+        )
+
+
+def method_names() -> list[str]:
+    """The methods, without the prefix "emp-"."""
+    return [*score_kinds(), *searches()]
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Whether an option asks for more than its absence does."""
+    return value is not None and value is not False and (name, value) != ("shares", "uniform")
+
+
+def _method_of(given: dict[str, Any], structure: Structure | None) -> str:
+    """The method that is asked for, or the default; taken out of the options. "best" adds
+    options.
+    """
+    method: str | None = given.pop("method", None)
+    if method is None:
+        default = Wanda.name
+        if structure is not None and structure.criteria[0] != Magnitude.name:
+            default = structure.criteria[0]
+        own = custom_name(given.get("criterion"), given.get("scores"))
+        return f"emp-{own or default}"
+    if method == "best":  # its evidence is in docs/heal.md
+        given |= {Refit.name: True, "heal": True}
+        return "admm" if {"pattern", "match"} & given.keys() else "emp-admm"
+    return method
+
+
+def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -> type[Score]:
+    """The class of the scores of a method; UserError if there is none."""
+    name = method.removeprefix("emp-")
+    if {"criterion", "scores"} <= given.keys():
+        raise UserError("--criterion and --scores both define the scores; give only one.")
+    if name in searches():
+        return Magnitude
+    if name in score_kinds():
+        return score_kinds()[name]
+    if of_units and name in UNIT_CRITERIA:
+        given["unit_criterion"] = name
+        return UnitScore
+    if name == Given.name and "scores" in given:
+        return Given
+    if "criterion" in given:
+        own = custom_name(given["criterion"])
+        if own is None:
+            given["named"] = name
+        if own in (None, name):
+            return Own
+    for option in ("criterion", "scores"):
+        if option in given:
+            _refuse(option, given[option], method, given)
+    if name == Given.name:
+        raise UserError(f"{flag} {method} needs your scores; give a file with --scores.")
+    if name in UNIT_CRITERIA:
+        scored = [units for units, kind in UNIT_KINDS.items() if name in kind.criteria]
+        raise UserError(
+            f"{flag} {method} scores {' and '.join(scored)}, not weights. Add --structure, or use "
+            "emp-wanda."
+        )
+    names = ", ".join(
+        built_in if built_in == "sparsegpt" else f"emp-{built_in}, {built_in}"
+        for built_in in method_names()
+    )
+    hint = did_you_mean(method, names.split(", "))
+    raise UserError(
+        f"{flag} {method!r} is not one of {names}.{hint} A criterion of your own is named by "
+        "--criterion MODULE:FUNCTION."
+    )
+
+
+def _counts_kind(adaptive: bool, given: Mapping[str, Any]) -> type[Counts]:
+    """The class of the counts that options ask for."""
+    if adaptive:
+        return Effective
+    if "match" in given:
+        return Match
+    return Pattern if "pattern" in given else Share
+
+
+def _refuse(name: str, value: Any, method: str, words: Mapping[str, Any]) -> NoReturn:
+    """Raise UserError for an option that has no place in the recipe of a method."""
+    flag = RecipeWords.options()[name].flag
+    raise UserError(
+        _why_not_counts(name, flag, method, words)
+        or _why_not_scores(name, flag, method, words)
+        or _why_not_alone(name, flag)
+        or _why_not_method(name, flag, method)
+    )
+
+
+def _why_not_counts(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
+    """What is wrong with an option of the counts; empty for another option."""
+    plain = method.removeprefix("emp-")
+    adaptive = plain != method
+    if name in options_of(Effective) and name != "sparsity":
+        other = {"sparsegpt": "admm"}.get(plain, plain)
+        instead = "Use --sparsity, or" if name == "beta" else "Use"
+        return (
+            f"{flag} does not go with method {method}: its sparsity is fixed, and --sparsity sets "
+            f"it. {instead} --method emp-{other}."
+        )
+    if name not in options_of(Counts):
+        return ""
+    if name == "match_by" and "match" not in words:
+        return f"--match-by {words[name]} needs an earlier run; name it with --match."
+    if adaptive:
+        return (
+            f"{flag} does not go with method {method}: the effective number sets its sparsity, and "
+            f"--beta scales it. Use --method {plain}."
+        )
+    other = "match" if "match" in words else "pattern"
+    if name == "shares":
+        return f"--shares cost goes with --sparsity, not with --{other}; leave one out."
+    return f"{flag} and --{other} both set the sparsity; give only one."
+
+
+def _why_not_scores(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
+    """What is wrong with an option of the scores; empty for another option."""
+    if name in ("criterion", "scores"):
+        named = custom_name(words.get("criterion"), words.get("scores"))
+        other = named or "the name of its function"
+        return (
+            f"--method {method} does not use {flag}; leave one out, or give --method {other} or "
+            f"emp-{other}."
+        )
+    if name == "score_map":
+        return (
+            f"--map is for scores of your own; the scores of {method.removeprefix('emp-')} are "
+            "never negative. Leave it out."
+        )
+    if name == "score":
+        return (
+            f"--score chooses the norms of the inputs, and method {method} leaves no choice. Leave "
+            "it out, or use --method wanda or emp-wanda."
+        )
+    return ""
+
+
+def _why_not_alone(name: str, flag: str) -> str:
+    """What is missing for an option that needs another; empty if nothing is."""
+    for node, needed in ((Refit, "refit"), (Heal, "heal"), (Structure, "structure")):
+        if name in options_of(node):
+            return f"{flag} has no effect without --{needed}. Add --{needed}, or leave it out."
+    return ""
+
+
+def _why_not_method(name: str, flag: str, method: str) -> str:
+    """The methods that an option is for."""
+    kinds = (score_kinds() | searches()).items()
+    others = " or ".join(other for other, kind in kinds if name in options_of(kind))
+    return f"{flag} is for method {others}, not for {method}. Leave it out, or use that method."
