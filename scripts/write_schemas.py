@@ -7,6 +7,7 @@ write and read the files.
 """
 
 import argparse
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ import msgspec
 from emp_llm.cluster.jobs import Job, JobState
 from emp_llm.cluster.slurm import Site
 from emp_llm.collect import Collected
+from emp_llm.common.declared import declared, has_kinds
 from emp_llm.evaluation.suites import SuiteFile
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
 from emp_llm.records.corpus import Corpus
@@ -50,11 +53,61 @@ FORMATS: dict[str, tuple[Any, str]] = {
 _IN_MEMORY = ("push",)  # fields that are never written
 
 
+def tree_schemas(kind: Any) -> dict[str, Any]:
+    """The JSON Schemas of a node and of those in it, by class, from the declarations."""
+    if has_kinds(kind):
+        own = {name: each for name, each in kind.kinds.items() if "emp_llm" in each.__module__}
+        properties = {name: _reference(each) for name, each in sorted(own.items())}
+        schema = _object(kind, properties) | {"minProperties": 1, "maxProperties": 1}
+        found = {kind.__name__: schema}
+        for each in own.values():
+            found |= tree_schemas(each)
+        return found
+    found = {}
+    properties = {}
+    for field in declared(kind):
+        if field.node is not None:
+            properties[field.name] = _reference(field.node)
+            found |= tree_schemas(field.node)
+            continue
+        annotation = field.value.annotation
+        properties[field.name] = {} if annotation is Any else msgspec.json.schema(annotation)
+        about = field.value.about
+        limits = {
+            "description": about.help or None,
+            "minimum": about.minimum,
+            "maximum": about.maximum,
+            "exclusiveMinimum": about.above,
+            "exclusiveMaximum": about.below,
+        }
+        known = {name: value for name, value in limits.items() if value is not None}
+        properties[field.name] |= known
+    return {kind.__name__: _object(kind, properties)} | found
+
+
+def _reference(kind: Any) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+def _object(kind: Any, properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "title": kind.__name__,
+        "description": (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " "),
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON Schema of a format; its id and title name the version."""
     kind, file = FORMATS[name]
-    schema: dict[str, Any] = msgspec.json.schema(kind)
+    schema: dict[str, Any] = msgspec.json.schema(kind, schema_hook=_reference)
     definitions = schema["$defs"]
+    if "#/$defs/Recipe" in json.dumps(schema):
+        for title, each in tree_schemas(Recipe).items():
+            assert title not in definitions, title
+            definitions[title] = each
     record = definitions[kind.__name__]
     version = kind.VERSION if issubclass(kind, FileRecord) else 1
     if issubclass(kind, FileRecord):

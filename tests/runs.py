@@ -60,7 +60,7 @@ def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
     }
     sparsity = report["targets"]["sparsity_of_targets"]
     return {
-        "format": "emp-llm results 3",
+        "format": "emp-llm results 4",
         "model": "pruned",
         "revision": None,
         "pruned": {
@@ -83,10 +83,14 @@ def make_sweep(runs: Path, folder: Path) -> Path:
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
         point = report_of(runs / name)
         evaluation = point["evaluation"]["pruned"]
-        point["recipe"] |= {"match": None} if name in links else {}
         save_run(folder / "points" / name, point)
         of, match = links.get(name, (None, None))
-        points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
-    sweep = {"format": "emp-llm sweep 2", "suite": "mine", "dense": dense, "points": points}
+        if of is not None:
+            point["recipe"]["counts"] = {"match": {"run": "elsewhere", "by": match}}
+            save_run(folder / "points" / name, point)
+        recipe = point["recipe"]
+        entry = {"name": name, "recipe": recipe, "baseline_of": of, "evaluation": evaluation}
+        points.append(entry)
+    sweep = {"format": "emp-llm sweep 3", "suite": "mine", "dense": dense, "points": points}
     (folder / "sweep.json").write_text(json.dumps(sweep))
     return folder

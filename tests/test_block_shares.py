@@ -71,7 +71,7 @@ def test_a_run(
     if how["method"] != "wanda":  # one run measures
         monkeypatch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
     report = prune(short_demo, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
-    removed = report.recipe.removed
+    removed = report.recipe.counts.shares.removed
     assert isinstance(removed, dict)
     assert report.recipe.tree.counts == Share(0.5, ByCost(removed))
     assert report.targets.sparsity_of_targets == pytest.approx(0.5, abs=2e-3)
@@ -98,8 +98,8 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:  # what is known is not measured again
         patch.setattr(block_shares, "costs_of_blocks", _killed)
         report = prune(short_demo, **how)
-    assert isinstance(report.recipe.removed, dict)
-    assert len(set(report.recipe.removed.values())) == 2
+    assert isinstance(report.recipe.counts.shares.removed, dict)
+    assert len(set(report.recipe.counts.shares.removed.values())) == 2
     assert oracle.shards(tmp_path / "killed" / "out") == oracle.shards(tmp_path / "whole" / "out")
     assert not verify(tmp_path / "killed" / "out", source=str(short_demo)).differences
 

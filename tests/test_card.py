@@ -9,21 +9,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from emp_llm.options.recipe_options import RecipeOptions
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Structure
+from emp_llm.options.flat import recipe_of
 from emp_llm.prune import prune
 from emp_llm.push import push
+from emp_llm.records.base import converted
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.card import Origin, cached_repository, card_text, method_words
+from emp_llm.reporting.card import Origin, cached_repository, card_text
 from emp_llm.reporting.push import _public, public
 from emp_llm.verify import verify
 
@@ -100,7 +99,7 @@ def test_the_card(
         "neither smaller nor faster",
         'from_pretrained("user/card"',
         "[LICENSE](LICENSE)",
-        "| beta | `1.0` |",
+        '| counts | `{"effective": {"beta": 1.0, "order": 2.0}}` |',
         '| group | `"row"` |',
         '| targets | `"mlp"` |',
     ):
@@ -159,8 +158,8 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: st
     for found, word in ((harmless, "word"), (hostile, written)):
         changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
         changed["source"] = values["source"] | {"model": word, "revision": None}
-        changed["recipe"] = values["recipe"] | {"criterion": word, "method": "own"}
-        report = msgspec.convert(changed, RunReport)
+        changed["recipe"] = values["recipe"] | {"score": {"own": {"function": word, "named": word}}}
+        report = converted(changed, RunReport, "a report")
         found += [tags(html(report, None)), tags(html(report, word))]
     assert hostile == harmless
 
@@ -171,18 +170,18 @@ def test_a_command_with_an_open_quote() -> None:
 
 
 def test_methods_in_words() -> None:
-    wanda = RecipeOptions(method="wanda")
-    admm = RecipeOptions(method="emp-admm")
-    assert method_words(wanda).endswith("Wanda scores (weight magnitude times input norm)")
-    assert method_words(admm).endswith(
+    wanda = recipe_of("wanda")
+    admm = recipe_of("emp-admm")
+    assert wanda.words.endswith("Wanda scores (weight magnitude times input norm)")
+    assert admm.words.endswith(
         "(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)"
     )
-    neurons = RecipeOptions(method="emp-wanda", refit=True, structure=Structure(units="neurons"))
+    neurons = recipe_of("emp-wanda", refit=True, structure="neurons")
     words = (
         "EMP of whole MLP neurons scored by the norms of their weights and activations, with a "
         "refit of the kept weights"
     )
-    assert method_words(neurons).endswith(words)
+    assert neurons.words.endswith(words)
 
 
 def test_a_card_of_ones_own_is_kept(hub: Hub, client: Client, checkpoint: Path) -> None:
@@ -200,7 +199,7 @@ def test_evidence_of_something_else_is_refused(
 
     def write(path: Path, **more: Any) -> None:
         path.write_text(
-            json.dumps({"format": "emp-llm results 3", "model": "m", "complete": True} | more)
+            json.dumps({"format": "emp-llm results 4", "model": "m", "complete": True} | more)
         )
 
     def made_by(identity: str | None, **more: Any) -> dict[str, Any]:
@@ -306,8 +305,8 @@ def test_nothing_published_names_a_folder(
     )
     assert report["source"]["model"] == "llama"
     assert (
-        report["recipe"]["match"]
-        == json.loads(files["emp_manifest.json"])["recipe"]["match"]
+        report["recipe"]["counts"]["match"]["run"]
+        == json.loads(files["emp_manifest.json"])["recipe"]["counts"]["match"]["run"]
         == "first"
     )
     (tmp_path / "there" / "emp_llm").mkdir(parents=True)

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from emp_llm.options.recipe_options import RecipeOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
-from emp_llm.options.recipe import Structure
 from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import (
@@ -122,10 +120,7 @@ def checked_at(pruned: float, **options: Any) -> list[str]:
             dense=Measures(perplexity=check.dense),
             pruned=Measures(perplexity=check.pruned),
         )
-    structure = options.pop("structure", None)
-    if structure is not None:
-        structure = Structure(units=structure)
-    recipe = RecipeOptions(**options, structure=structure)
+    recipe = recipe_of(**options)
     report: Any = SimpleNamespace(
         check=None if evaluation else check, evaluation=evaluation, loss=None, recipe=recipe
     )

@@ -19,6 +19,7 @@ import torch
 from oracle import Array
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from emp_llm import Recipe
 from emp_llm.calibrate import calibrate
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
@@ -50,6 +51,10 @@ class Pruned:
     report: dict[str, Any]
 
     @property
+    def method(self) -> str:
+        return Recipe.of_dict(self.report["recipe"]).method
+
+    @property
     def transposed(self) -> bool:
         return json.loads((self.source / "config.json").read_text())["model_type"] == "gpt2"
 
@@ -61,7 +66,7 @@ class Pruned:
     def scores(self, layer: str) -> Array:
         """The oracle's scores of a layer from the run's own norms, one output to a row."""
         matrix = self.magnitudes(layer)
-        method = self.report["recipe"]["method"]
+        method = self.method
         if method.endswith("magnitude"):
             return matrix
         norm = norms_of(
@@ -75,15 +80,11 @@ class Pruned:
 
     def counting(self, layer: str) -> Array:
         """The scores of a layer whose effective number sets the counts."""
-        return (
-            self.magnitudes(layer)
-            if self.report["recipe"]["method"] == "emp-relative"
-            else self.scores(layer)
-        )
+        return self.magnitudes(layer) if self.method == "emp-relative" else self.scores(layer)
 
     def mask(self, layer: str) -> Array:
         """The oracle's mask of a layer at the method's defaults."""
-        adaptive = self.report["recipe"]["method"].startswith("emp-")
+        adaptive = self.method.startswith("emp-")
         return oracle.row_masks(self.scores(layer), adaptive, counting=self.counting(layer))
 
     def kept(self, layer: str) -> Array:

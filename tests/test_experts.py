@@ -357,7 +357,7 @@ def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) ->
     assert report["targets"]["scored_by_magnitude"] == {
         name: count for name, count in counts.items() if count < line
     }
-    assert report["recipe"].min_expert_tokens == line
+    assert report["recipe"].targets.min_expert_tokens == line
     with pytest.raises(
         UserError,
         match=r"group all: .*experts\.\d\.w\d saw \d+ calibration "

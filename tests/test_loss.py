@@ -32,6 +32,7 @@ from emp_llm.measure import measure
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.flat import recipe_of
+from emp_llm.options.recipe import Pattern
 from emp_llm.prune import prune
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table
@@ -114,7 +115,7 @@ def test_masks_keep_to_the_budget(two_blocks: Path, tmp_path: Path) -> None:
     """
     report, loss = pruned(two_blocks, tmp_path, loss="5%", method="wanda")
     assert loss.budget == pytest.approx(math.log(1.05))
-    assert report.recipe.sparsity == loss.sparsity
+    assert report.recipe.counts.sparsity == loss.sparsity
     assert 3 <= len(loss.points) <= 8
     taken = next(each for each in loss.points if each.sparsity == loss.sparsity)
     assert taken.rise + taken.error <= loss.budget
@@ -154,7 +155,7 @@ def check_moved(folder: Path, model: Path, report: RunReport, loss: LossRecord, 
     taken = next(each for each in runs if each.sparsity == loss.sparsity)
     assert taken.rise + taken.error <= loss.budget
     assert any(each.sparsity == loss.sparsity for each in loss.points if not each.whole_run)
-    assert report.recipe.refit
+    assert report.recipe.update is not None
     assert report.fits
     assert not verify(folder, source=model).differences
 
@@ -249,7 +250,7 @@ def test_a_disk_that_is_full(
 def test_patterns(tmp_path: Path) -> None:
     how = {"method": "wanda", "pattern": "2:4", "seqlen": 128}
     report, loss = pruned(DEMO, tmp_path, loss="6%", **how)
-    assert report.recipe.pattern == "3:4"
+    assert report.recipe.counts == Pattern(3, 4)
     assert loss.sparsity == 0.25
     assert report.targets.sparsity_of_targets == 0.25
 
@@ -268,7 +269,7 @@ def test_units(short_demo: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     assert all(each.whole_run for each in loss.points)
     taken = next(each for each in loss.points if each.sparsity == loss.sparsity)
     assert taken.rise + taken.error <= loss.budget
-    assert report.recipe.sparsity == loss.sparsity
+    assert report.recipe.counts.sparsity == loss.sparsity
     assert not verify(tmp_path / "out", source=short_demo).differences
     if how["structure"] == "layers":
         assert loss.sparsity * 3 == pytest.approx(round(loss.sparsity * 3))

@@ -165,7 +165,7 @@ def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_pat
         assert words in done.stdout
     before = (tmp_path / "m.json").read_bytes()
     record = json.loads(before)
-    assert (record["format"], record["calibration"]["tokens"]) == ("emp-llm measure 2", 256)
+    assert (record["format"], record["calibration"]["tokens"]) == ("emp-llm measure 3", 256)
     again = command(*line, code=2)
     assert "it exists; name another file, or add --overwrite" in again.stderr
     assert (tmp_path / "m.json").read_bytes() == before

@@ -232,7 +232,7 @@ def test_the_vision_tower_alone(towers: Towers, pruned: Pruned, name: str) -> No
         each for each in oracle.tensors(towers(name)) if re.fullmatch(pattern, each)
     }
     assert len(report["matrices"]) == number
-    assert report["recipe"]["tower"] == "vision"
+    assert report["recipe"]["targets"]["tower"] == "vision"
     (share,) = report["targets"]["dense_towers"].values()
     assert 0.2 < share < 0.8
     assert {entry["role"].partition(".")[0] for entry in report["matrices"].values()} == {"vision"}

@@ -58,7 +58,10 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def test_the_manifest_records_the_name_and_verify_uses_it(source: Path, pruned: Path) -> None:
-    assert json.loads((pruned / "emp_manifest.json").read_text())["recipe"]["blocks"] == BLOCKS
+    assert (
+        json.loads((pruned / "emp_manifest.json").read_text())["recipe"]["targets"]["blocks"]
+        == BLOCKS
+    )
     matrices = json.loads((pruned / "emp_report.json").read_text())["matrices"]
     assert {name.rpartition(".mlp")[0] for name in matrices} == {f"{BLOCKS}.0", f"{BLOCKS}.1"}
 

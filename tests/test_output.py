@@ -107,7 +107,7 @@ def test_older_output_is_kept_until_it_is_replaced(
             prune(**options, overwrite=True)
     assert (tmp_path / ".out.partial" / "replaced").is_dir()
     prune(**options, overwrite=True, beta=2.0)
-    assert report_of(out)["recipe"]["beta"] == 2
+    assert report_of(out)["recipe"]["counts"]["effective"]["beta"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"], (
         "nothing is left beside the output"
     )
@@ -148,7 +148,7 @@ def test_output_that_appears_during_the_run(
                 r"--overwrite",
             ):
                 prune(**options)
-        assert report_of(tmp_path / "out")["recipe"]["beta"] == 0.5
+        assert report_of(tmp_path / "out")["recipe"]["counts"]["effective"]["beta"] == 0.5
         assert {path.name for path in tmp_path.iterdir()} == left
         shutil.rmtree(tmp_path / "out")
     prune(**options)

@@ -23,6 +23,7 @@ from emp_llm import masks_of
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.options.flat import recipe_of
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.report import report
 from emp_llm.selection.criteria import InputStatistics
@@ -135,11 +136,9 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     # Whole matrices, once for each.
     assert sorted(sys.modules["my_scores"].calls) == [(32, 80)] * 2 + [(80, 32)] * 4
     recipe = report_of(out)["recipe"]
-    assert (recipe["method"], recipe["criterion"], len(recipe["criterion_source"])) == (
-        method,
-        "my_scores:my_ria",
-        64,
-    )
+    score = recipe["score"]["own"]
+    assert (score["function"], len(score["source"])) == ("my_scores:my_ria", 64)
+    assert Recipe.of_dict(recipe).method == method
     by = ("--criterion", "my_scores.py:my_ria")
     checked = command("verify", out, "--source", source, *by)
     assert "0 differences" in checked.stdout
@@ -181,7 +180,7 @@ def test_a_criterion_of_a_script_is_kept_beside_the_report(
     script.write_text(SCRIPT.format(source=str(models("llama"))))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
-    assert report_of(tmp_path / "saved")["recipe"]["criterion"] == "nb3.py:my_score"
+    assert report_of(tmp_path / "saved")["recipe"]["score"]["own"]["function"] == "nb3.py:my_score"
     script.unlink()
     line = ["verify", "saved", "--source", models("llama")]
     (given,) = re.findall(r"--criterion (\S+): this runs", command(*line, code=2).stderr)
@@ -227,7 +226,7 @@ def test_signed_scores_from_a_file(
     scores = {name: torch.randn(t.shape, generator=generator) for name, t in stored.items()}
     save_file(scores, path)
     recipe = prune(model=source, scores=path, score_map=kind, group=group, output=out).recipe
-    assert (recipe.method, recipe.scores, recipe.score_map) == (
+    assert (recipe.method, recipe.score.scores, recipe.score.score_map) == (
         "emp-scores",
         "scores.safetensors",
         kind,

@@ -27,7 +27,7 @@ from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
-from emp_llm.options.prune import check_options
+from emp_llm.options.prune import checked_recipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, read_report
 from emp_llm.unpack import unpack
@@ -161,7 +161,7 @@ def test_an_option_with_its_default_is_given(line: str, says: str) -> None:
     """What conflicts with other values conflicts with the default too, if it is written."""
     groups = options_from("prune", ["llama", *line.split()]).groups
     with pytest.raises(UserError, match=re.escape(says)) if says else nullcontext():
-        check_options(**groups)
+        checked_recipe(**groups)
 
 
 def test_options_of_the_dense_model_need_it(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None
     """In every option that takes a number, and in lists of numbers."""
     line = ("prune", models("llama"), "--method", "magnitude", "--output", tmp_path / "out")
     command(*line, "--sparsity", "28.7%")
-    assert read_report(tmp_path / "out").recipe.sparsity == 0.287
+    assert read_report(tmp_path / "out").recipe.counts.sparsity == 0.287
     assert parse_numbers("50%, 0.5,7%", "--sparsities") == [0.5, 0.5, 0.07]
     for wrong in ("half", "%", "5%%"):
         done = command(*line, "--sparsity", wrong, code=2)

@@ -172,7 +172,7 @@ def test_another_run_does_not_continue_it(
         terminate_when(lambda results, _: results.complete, patch)
         command(*line, "--output", out, "--overwrite", code=143)
     done = command(*line, "--beta", 0.5, "--output", out, "--overwrite")
-    assert report_of(out)["recipe"]["beta"] == 0.5
+    assert report_of(out)["recipe"]["counts"]["effective"]["beta"] == 0.5
     assert report_of(out)["evaluation"]["pruned"]
     assert not (out / "emp_llm" / "evaluation").exists()
 

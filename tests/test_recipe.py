@@ -1,11 +1,11 @@
 """The recipe: a tree, its words, and what cannot be meant."""
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from emp_llm.options.recipe_options import RecipeOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +30,13 @@ from emp_llm import (
     Wanda,
     recipe_of,
 )
+from emp_llm.options.recipe import Score, Structure, UnitScore
+from emp_llm.pruning.scores import recorded
+from emp_llm.records.base import record_of
+from emp_llm.records.manifest import Manifest
 from emp_llm.update.update import Search
+
+DATA = Path(__file__).parent / "data"
 
 
 def row_share(weight: Any, inputs: Any) -> Any:
@@ -38,10 +44,8 @@ def row_share(weight: Any, inputs: Any) -> Any:
     return weight.abs() * inputs.norms
 
 
-class Mine(Search):
-    """An update that the package does not know."""
-
-    name = "mine"
+class Nameless(Search):
+    """An update that no record could name."""
 
     def solve(self, *_: Any) -> Any:
         raise NotImplementedError
@@ -54,11 +58,21 @@ scores = st.one_of(
     st.sampled_from(["plain", "relative"]).flatmap(
         lambda norms: st.sampled_from([Wanda(norms), Ria(norms), Own(row_share, norms)])  # type: ignore[arg-type]
     ),
-    st.builds(Given, st.just({"a": 1}), st.sampled_from([None, "abs", "shift", "exp"])),
+    st.builds(
+        Given,
+        st.just("scores.safetensors"),
+        st.sampled_from([None, "abs", "shift", "exp"]),
+        st.just("a hash"),
+    ),
 )
 effective = st.one_of(
     st.builds(Effective, beta=st.floats(0.1, 4), order=st.sampled_from([0.0, 1.0, 2.0])),
-    st.builds(Effective, sparsity=share, count_by=st.sampled_from(["own", "magnitude"])),
+    st.builds(
+        Effective,
+        sparsity=share,
+        count_by=st.sampled_from(["own", "magnitude"]),
+        found=st.sampled_from([None, 0.75]),
+    ),
     st.just(Effective(neff_dtype="bfloat16")),
 )
 fixed = st.one_of(
@@ -66,7 +80,12 @@ fixed = st.one_of(
     st.integers(2, 16).flatmap(
         lambda group: st.builds(Pattern, st.integers(1, group - 1), st.just(group))
     ),
-    st.builds(Match, st.just("run"), st.sampled_from(["total", "matrix"])),
+    st.builds(
+        Match,
+        st.just("run"),
+        st.sampled_from(["total", "matrix"]),
+        st.sampled_from([None, 7, {"a.b": 3}]),
+    ),
 )
 # Any fields; the nodes refuse those that do not go together.
 any_effective = st.fixed_dictionaries(
@@ -74,12 +93,12 @@ any_effective = st.fixed_dictionaries(
     optional={
         "beta": st.sampled_from([None, 0.5, 2.0]),
         "order": st.sampled_from([0.0, 1.0, 2.0]),
-        "neff_dtype": st.sampled_from([None, "float64", "bfloat16"]),
+        "neff_dtype": st.sampled_from(["float64", "bfloat16"]),
         "count_by": st.sampled_from(["own", "magnitude"]),
         "sparsity": st.sampled_from([None, 0.0, 0.5]),
     },
 )
-any_shares = st.one_of(st.none(), st.just(ByCost()))
+any_shares = st.one_of(st.none(), st.builds(ByCost, st.sampled_from([None, {"a.b": 3}])))
 refits = st.builds(
     Refit,
     weighting=st.sampled_from(["equal", "relative"]),
@@ -87,7 +106,11 @@ refits = st.builds(
     damping=st.sampled_from([None, 0.01, 1.0]),
 )
 some_refit = st.one_of(st.none(), refits)
-searches = st.one_of(st.builds(SparseGPT, refit=some_refit), st.builds(Admm, refit=some_refit))
+sparsegpts = st.builds(
+    SparseGPT, refit=some_refit, damping=st.floats(0.001, 1), columns=st.integers(1, 512)
+)
+admms = st.builds(Admm, refit=some_refit, penalty=st.floats(0.01, 1), stages=st.integers(2, 12))
+searches = st.one_of(sparsegpts, admms)
 targets = st.builds(
     Targets,
     st.sampled_from(["mlp", "all-linear", ["up_proj", "q_proj"]]),
@@ -97,6 +120,16 @@ targets = st.builds(
 )
 heals = st.one_of(
     st.none(), st.builds(Heal, st.integers(1, 500), st.sampled_from(["targets", "all"]))
+)
+structures = st.one_of(
+    st.builds(
+        Structure,
+        units=st.sampled_from(["neurons", "both"]),
+        group=st.sampled_from(["layer", "all"]),
+        width_multiple=st.sampled_from([None, 8]),
+        per_layer=st.booleans(),
+    ),
+    st.builds(Structure, units=st.sampled_from(["heads", "experts"]), keep_shapes=st.booleans()),
 )
 recipes = st.one_of(
     st.builds(
@@ -118,7 +151,7 @@ recipes = st.one_of(
         Recipe,
         score=st.just(Magnitude()),
         counts=effective,
-        update=st.builds(Admm, refit=some_refit),
+        update=admms,
     ),
     st.builds(
         Recipe,
@@ -126,7 +159,22 @@ recipes = st.one_of(
         counts=effective.filter(lambda each: each.neff_dtype != "bfloat16"),
         group=st.sampled_from(["row", "matrix", "all"]),
     ),
+    st.builds(
+        Recipe,
+        score=st.sampled_from([Magnitude(), UnitScore("taylor"), UnitScore("reap")]),
+        counts=st.one_of(effective, st.builds(Share, share)),
+        update=some_refit,
+        heal=heals,
+        structure=structures,
+    ),
 )
+
+
+def read_again(recipe: Recipe) -> Recipe:
+    """A recipe that went through the JSON of a record."""
+    written = Manifest(source={}, recipe=recorded(recipe), files={})  # type: ignore[arg-type]
+    values = json.loads(written.encoded())
+    return record_of(values, Manifest, "a manifest").recipe
 
 
 @given(
@@ -148,27 +196,58 @@ def test_what_is_not_refused_is_recorded(
         recipe = Recipe(score=score, counts=counts(), group=group, update=update, heal=heal)
     except UserError:
         return
-    options = RecipeOptions.of(recipe)
-    options.check()
-    assert options.tree == recipe
+    assert read_again(recipe) == recorded(recipe)
 
 
 @given(recipes)
-def test_options_and_back(recipe: Recipe) -> None:
-    options = RecipeOptions.of(recipe)
-    options.check()
-    assert options.tree == recipe
-    assert RecipeOptions.of(options.tree) == options
+def test_the_record_of_a_recipe_reads_back_equal(recipe: Recipe) -> None:
+    assert read_again(recipe) == recorded(recipe)
+    assert read_again(read_again(recipe)) == read_again(recipe)
 
 
-@given(recipes)
-def test_records_hold_a_recipe(recipe: Recipe) -> None:
-    """The options go through JSON, unless a function or tensors are in them."""
-    import msgspec
+def test_the_tree_is_what_is_written() -> None:
+    admm = recipe_of("admm", refit=True, refit_target="layer", pattern="2:4", stages=4)
+    assert admm.as_dict() == {
+        "score": {"magnitude": {}},
+        "counts": {"pattern": {"n": 2, "m": 4}},
+        "update": {"admm": {"refit": {"target": "layer"}, "penalty": 0.15, "stages": 4}},
+        "targets": {"layers": "mlp", "min_expert_tokens": 32},
+    }
+    assert recipe_of("wanda", sparsity=0.5).as_dict()["counts"] == {"share": {"sparsity": 0.5}}
 
-    options = RecipeOptions.of(recipe)
-    if options.criterion is None and options.scores is None:
-        assert msgspec.convert(options.as_dict(), RecipeOptions).tree == recipe
+
+@pytest.mark.parametrize(
+    "case", json.loads((DATA / "flat_recipes.json").read_text()), ids=lambda case: case["name"]
+)
+def test_flat_recipes_of_old_records_are_read(case: dict[str, Any]) -> None:
+    """Those of version 0.2, and of the weeks after it."""
+    read = record_of(
+        {"format": "emp-llm manifest 2", "source": {}, "recipe": case["flat"], "files": {}},
+        Manifest,
+        "a manifest",
+    )
+    assert read.recipe.as_dict() == case["tree"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"score": {"wandaa": {}}}, r"recipe\.score: unknown value 'wandaa'.* Did you mean wanda"),
+        ({"score": "wanda"}, r"recipe\.score: expected object, got 'wanda'"),
+        ({"counts": {"share": {"sparsity": 5.0}}}, r"recipe\.counts\.share: .*sparsity must be"),
+        ({"counts": {"share": {"beta": 1}}}, r"recipe\.counts\.share: unknown field 'beta'"),
+        ({"counts": {"share": {}, "pattern": {}}}, r"recipe\.counts: unknown value"),
+        ({"update": {"admm": {"refit": {"damping": 2}}}}, r"update\.admm\.refit: .*at most 1"),
+        ({"update": {"shrunk": {}}}, r"recipe\.update: unknown value 'shrunk'"),
+        ({"group": "rows"}, "recipe: .*group 'rows' is not one of"),
+        ({"colour": 1}, "recipe: unknown field 'colour'"),
+        ([], r"recipe: expected object, got \[\]"),
+    ],
+)
+def test_a_wrong_tree_is_refused(tree: Any, said: str) -> None:
+    values = {"format": "emp-llm manifest 3", "source": {}, "recipe": tree, "files": {}}
+    with pytest.raises(UserError, match=said):
+        record_of(values, Manifest, "a manifest")
 
 
 def test_defaults_are_the_papers() -> None:
@@ -187,7 +266,7 @@ def test_defaults_are_the_papers() -> None:
 
 @pytest.mark.parametrize("counts", [Effective(), Share(0.5), Pattern(1, 8)])
 def test_a_recipe_at_a_sparsity(counts: Any) -> None:
-    found = replace(Recipe(), counts=counts).at(0.25).counts
+    found = Recipe(counts=counts).at(0.25).counts
     assert type(found) is type(counts)
     assert found in (Effective(sparsity=0.25), Share(0.25), Pattern(6, 8))
 
@@ -219,11 +298,11 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Match("a", "rows"), "by 'rows' is not one of total, matrix"),
         (lambda: Match("a", removed={"b": "c"}), "removed must be a whole number or a mapping"),
         (lambda: ByCost(3), "removed must be a mapping from names to whole numbers, got 3"),
-        (lambda: Refit(damping=0), "refit.damping must be above 0"),
+        (lambda: Refit(damping=0), "damping must be above 0"),
         (lambda: Refit(damping="1"), "damping must be a number, got '1'"),
         (lambda: Refit(weighting="rows"), "weighting 'rows' is not one of equal, relative"),
         (lambda: SparseGPT(refit=True), r"refit must be Refit\(...\) or None, got True"),
-        (lambda: Heal(steps=0), "heal.steps must be at least 1, got 0"),
+        (lambda: Heal(steps=0), "steps must be at least 1, got 0"),
         (lambda: Targets(min_expert_tokens=-1), "min.expert.tokens must be at least 0"),
         (lambda: Targets(tower="vision", blocks="a"), "blocks and .*tower both choose"),
         (lambda: Recipe(counts=Pattern(2, 4), group="matrix"), "needs group row, not matrix"),
@@ -241,7 +320,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
             lambda: Recipe(score=Ria(), counts=Share(0.5), update=SparseGPT()),
             r"update SparseGPT counts by magnitudes",
         ),
-        (lambda: Recipe(update=Mine()), "update Mine is not known by its name.*SEARCHES"),
+        (lambda: Recipe(update=Nameless()), "update Nameless has no name of its own"),
         (lambda: Effective(beta=2, sparsity=0.5), "sparsity finds the beta; leave out beta"),
         (
             lambda: Effective(sparsity=0.5, neff_dtype="bfloat16"),
@@ -264,3 +343,15 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
 def test_what_cannot_be_meant(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         make()
+
+
+def test_a_recipe_does_not_change() -> None:
+    with pytest.raises(AttributeError, match=r"use recipe\.but\(heal=\.\.\.\)"):
+        Recipe().heal = None
+
+
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+def test_a_name_belongs_to_one_class(name: str) -> None:
+    kind: Any = Score if name == "wanda" else Search
+    with pytest.raises(UserError, match=f"name '{name}' of .*Other is that of"):
+        type("Other", (kind,), {"name": name})

@@ -251,8 +251,10 @@ def test_masks_of_every_method_stay(pruned: Pruning, name: str) -> None:
             oracle.bits(before[entry.tensor]), oracle.bits(after[entry.tensor])
         )
     assert run.report.matrices == plain.report.matrices
-    assert run.report.recipe.refit
-    assert run.report.recipe.refit_weighting == options.get("refit_weighting", "equal")
+    update = run.report.recipe.update
+    assert update is not None
+    assert update.refit is not None
+    assert update.refit.weighting == options.get("refit_weighting", "equal")
     check_verified(run)
 
 

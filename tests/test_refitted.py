@@ -7,7 +7,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from emp_llm.options.recipe_options import RecipeOptions
 from hub_client import Client, card_of, contents
 from hub_server import Hub
 from torch import nn
@@ -19,7 +18,6 @@ from transformers import (
 )
 
 from emp_llm import (
-    Recipe,
     masks_of,
     pack,
     prune,
@@ -127,29 +125,32 @@ def test_the_last_pass_goes_on_from_the_end(
     assert len(compared) == (2 * batches if continued else 0)
 
 
-CASES: dict[str, tuple[str, Recipe]] = {
-    "refit": ("llama", recipe_of(method="wanda", targets="all-linear", refit=True)),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "refit": ("llama", {"method": "wanda", "targets": "all-linear", "refit": True}),
     "Conv1D": (
         "gpt2",
-        recipe_of(
-            method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02
-        ),
+        {
+            "method": "emp-relative",
+            "refit": True,
+            "refit_weighting": "relative",
+            "refit_damping": 0.02,
+        },
     ),
-    "experts": ("mixtral", recipe_of(method="magnitude", refit=True)),
-    "sparsegpt": ("qwen3_moe", recipe_of(method="sparsegpt", targets="all-linear")),
+    "experts": ("mixtral", {"method": "magnitude", "refit": True}),
+    "sparsegpt": ("qwen3_moe", {"method": "sparsegpt", "targets": "all-linear"}),
     "admm": (
         "mixtral",
-        recipe_of(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True),
+        {"method": "emp-admm", "sparsity": 0.4, "targets": "all-linear", "refit": True},
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, case: str) -> None:
-    family, recipe = CASES[case]
+    family, options = CASES[case]
+    recipe = recipe_of(**options)
     source = models(family)
     out = tmp_path / "out"
-    options = RecipeOptions.of(recipe).as_dict()
     written = prune(
         model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN
     )

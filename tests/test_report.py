@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from emp_llm.options.recipe_options import RecipeOptions
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of
 from tiny import weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.comparison import Value
+from emp_llm.options.flat import recipe_of
 from emp_llm.prune import prune
+from emp_llm.records.flat import recipe_of_flat
 from emp_llm.reporting.page import difference_rows, role_rows
 from emp_llm.reporting.run_tables import pruning_table
 from emp_llm.reporting.studies import (
@@ -146,7 +147,7 @@ def test_a_sweep_a_measure_and_results_are_read(runs: Path, tmp_path: Path) -> N
     ]
     assert changes[0] == changes[1]
     report = report_of(runs / "emp")
-    measures = {"format": "emp-llm measure 2", "source": report["source"], "measures": []}
+    measures = {"format": "emp-llm measure 3", "source": report["source"], "measures": []}
     measures["measures"] = [
         {
             "criterion": "magnitude",
@@ -230,11 +231,7 @@ def test_the_label_of_a_point_names_what_sets_its_recipe_apart(
     runs: Path, tmp_path: Path, recipe: dict[str, Any], label: str
 ) -> None:
     (point,) = read_points(
-        [
-            save_run(
-                tmp_path, report_of(runs / "emp") | {"recipe": RecipeOptions(**recipe).as_dict()}
-            )
-        ]
+        [save_run(tmp_path, report_of(runs / "emp") | {"recipe": recipe_of_flat(recipe).as_dict()})]
     )
     assert label_of(point) == label
 
@@ -242,13 +239,11 @@ def test_the_label_of_a_point_names_what_sets_its_recipe_apart(
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
     """Also if several runs remove as many weights."""
     emp = [
-        MeasuredPoint(
-            str(tmp_path / name), name, "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5
-        )
+        MeasuredPoint(str(tmp_path / name), name, "m", "m", recipe_of("emp-wanda"), sparsity=0.5)
         for name in ("a", "b", "c")
     ]
     baseline = MeasuredPoint(
-        "u", "u", "m", "m", RecipeOptions(method="wanda", match=str(tmp_path / "b")), sparsity=0.5
+        "u", "u", "m", "m", recipe_of("wanda", match=str(tmp_path / "b")), sparsity=0.5
     )
     (study,) = studies([*emp, baseline])
     assert study.points[-1].baseline_of == emp[1].id
@@ -279,15 +274,13 @@ def with_perplexities(point: MeasuredPoint, *values: float) -> MeasuredPoint:
 def test_equal_masks_and_rounding_are_no_difference(
     masks: tuple[str, str], value: float, base: float, change: float, better: bool
 ) -> None:
-    emp = MeasuredPoint(
-        "e", "e", "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5, masks=masks[0]
-    )
+    emp = MeasuredPoint("e", "e", "m", "m", recipe_of("emp-wanda"), sparsity=0.5, masks=masks[0])
     uniform = MeasuredPoint(
         "u",
         "u",
         "m",
         "m",
-        RecipeOptions(method="wanda"),
+        recipe_of("wanda"),
         sparsity=0.5,
         masks=masks[1],
         baseline_of="e",
@@ -304,8 +297,8 @@ def test_equal_masks_and_rounding_are_no_difference(
 
 
 def test_two_infinite_perplexities_are_not_compared() -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", RecipeOptions(method="emp-wanda"), sparsity=0.5)
-    uniform = replace(emp, id="u", name="u", recipe=RecipeOptions(method="wanda"))
+    emp = MeasuredPoint("e", "e", "m", "m", recipe_of("emp-wanda"), sparsity=0.5)
+    uniform = replace(emp, id="u", name="u", recipe=recipe_of("wanda"))
     (study,) = studies([with_perplexities(each, math.inf) for each in (emp, uniform)])
     assert study.points[1].baseline_of == "e"
     assert differences(study, study.suites[0]) == curves(study, study.suites[0], PERPLEXITY) == []

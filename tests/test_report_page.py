@@ -124,7 +124,7 @@ def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_pat
         "matrices": values["matrices"],
         "targets": values["targets"],
     }
-    measure = {"format": "emp-llm measure 2", "source": values["source"], "measures": [entry]}
+    measure = {"format": "emp-llm measure 3", "source": values["source"], "measures": [entry]}
     (tmp_path / "measure.json").write_text(json.dumps(measure))
     text = markdown([tmp_path / "measure.json"], tmp_path / "measured")
     removed = f"{100 * values['targets']['sparsity_of_targets']:.2f}"
@@ -138,7 +138,7 @@ def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
     folders = []
     for name, correct in (("emp", "1111100000"), ("uniform", "1111011000")):
         values = report_of(runs / name)
-        values["recipe"]["match"] = None
+        values["recipe"]["counts"].pop("match", None)
         bits = base64.b64encode(int(correct.ljust(16, "0"), 2).to_bytes(2)).decode()
         for which in ("dense", "pruned"):
             task = {
@@ -208,7 +208,7 @@ def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None
 def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     values["source"]["model"] = values["evaluation"]["suite"] = HOSTILE
-    values["recipe"]["targets"] = [HOSTILE]
+    values["recipe"]["targets"]["layers"] = [HOSTILE]
     for entry in values["matrices"].values():
         entry["role"] = HOSTILE * 20 + entry["role"]
     folder = save_run(tmp_path / "run", values)

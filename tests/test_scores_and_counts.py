@@ -82,7 +82,7 @@ def test_counts_by_magnitude_and_choice_by_score(
     else:
         assert entry.n_eff_mean == pytest.approx(numbers[0])
         assert entry.s_eff_bound is None
-    assert (report.recipe.method, report.recipe.count_by) == ("emp-relative", "magnitude")
+    assert (report.recipe.method, report.recipe.counts.count_by) == ("emp-relative", "magnitude")
     assert verify(tmp_path / "out", source=str(source), activations=file).differences == []
 
 
@@ -118,7 +118,7 @@ def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path) -> Non
     assert any(not np.array_equal(mask, same[0][0][layer]) for layer, mask in plain.items())
     assert verify(tmp_path / "b", source=str(source), activations=file).differences == []
     manifest = json.loads((tmp_path / "b" / "emp_manifest.json").read_text())
-    manifest["recipe"].pop("count_by")
+    manifest["recipe"]["counts"]["effective"].pop("count_by")
     (tmp_path / "b" / "emp_manifest.json").write_text(json.dumps(manifest))
     assert len(verify(tmp_path / "b", source=str(source), activations=file).differences) > 1
 
@@ -313,7 +313,7 @@ def test_a_requested_sparsity_in_memory_and_at_the_ends(models: Models, tmp_path
     source = models("llama")
     written = prune(model=source, method="emp-magnitude", sparsity=0.3, output=tmp_path / "out")
     found = prune_model(source, recipe_of(method="emp-magnitude", sparsity=0.3))
-    assert (found.record.recipe.beta, found.targets) == (written.recipe.beta, written.targets)  # type: ignore[union-attr]
+    assert (found.record.recipe.counts, found.targets) == (written.recipe.counts, written.targets)  # type: ignore[union-attr]
     nothing = prune(model=source, method="emp-magnitude", sparsity=0, output=tmp_path / "nothing")
     assert nothing.targets.kept == nothing.targets.weights  # type: ignore[union-attr]
 

@@ -5,7 +5,6 @@ commands for such checkpoints.
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -447,7 +446,7 @@ def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
     runs = [removed(source, first, method="emp-magnitude", sparsity=0.25, **options)]
     runs += [removed(source, tmp_path / "second", method="magnitude", match=first, **options)]
     counts = [[units.kept for units in structure.layers.values()] for _, structure in runs]
-    assert runs[0][0].recipe.beta is not None
+    assert runs[0][0].recipe.counts.in_force is not None
     assert sum(counts[0]) == sum(counts[1]) == 120  # of 160
     assert max(counts[1]) - min(counts[1]) <= 1
     prune(str(source), output=tmp_path / "weights", method="magnitude", quiet=True)
@@ -605,7 +604,7 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     values = [np.array(of_layer[:size]) for of_layer in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
     zeroed = Structure(units="neurons", keep_shapes=True)
-    rule = recipe_of(method="emp-magnitude", beta=beta, structure=zeroed)
+    rule = recipe_of("emp-magnitude", beta=beta).but(structure=zeroed)
     choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
@@ -617,11 +616,11 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     even, _ = choose_units(
         every,
         values,
-        replace(rule, structure=Structure(units="neurons", width_multiple=4)),
+        rule.but(structure=Structure(units="neurons", width_multiple=4)),
     )
     mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
-    half = recipe_of(method="magnitude", sparsity=0.5, structure=zeroed)
+    half = recipe_of("magnitude", sparsity=0.5).but(structure=zeroed)
     ratio, _ = choose_units(every, values, half)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 

@@ -14,7 +14,6 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
-from emp_llm.options.recipe_options import RecipeOptions
 from safetensors.torch import load_file, save_file
 from tiny import weights_of
 from torch import equal
@@ -26,6 +25,7 @@ from emp_llm.evaluation.suites import find_suite
 from emp_llm.evaluation.sweep_folder import SweepFolder
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.options.flat import RecipeWords
 from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
@@ -89,13 +89,13 @@ def test_names_of_points() -> None:
     }
     names = [
         point.name
-        for point in plan_points(SweepOptions(**asked, matched_baselines=True), RecipeOptions())
+        for point in plan_points(SweepOptions(**asked, matched_baselines=True), RecipeWords())
     ]
     assert len(names) == len(set(names)) == 2 * 2 * 3 + 2
     assert "emp-magnitude-order-1-beta-0.75" in names
     assert names[-2:] == ["wanda-0.3", "wanda-2of4"]
     close = SweepOptions(methods="emp-wanda", betas="1.00000001,1.00000002")
-    assert len({point.name for point in plan_points(close, RecipeOptions())}) == 2
+    assert len({point.name for point in plan_points(close, RecipeWords())}) == 2
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -237,14 +237,17 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any) -> Any:
         "source",
         "recipe",
         "recipe.targets",
+        "recipe.score",
+        "recipe.counts",
+        "recipe.update",
+        "recipe.targets.layers",
         "source.identity",
-        "recipe.ignore",
-        "recipe.min_expert_tokens",
-        "recipe.method",
+        "recipe.targets.ignore",
+        "recipe.targets.min_expert_tokens",
         "recipe.group",
-        "recipe.beta",
-        "recipe.order",
-        "recipe.neff_dtype",
+        "recipe.counts.effective.beta",
+        "recipe.counts.effective.order",
+        "recipe.counts.effective.neff_dtype",
         "activations",
         "activations.norms",
     ],
@@ -264,7 +267,7 @@ def test_manifests_that_lie(
         default = path.startswith("recipe") and new in (None, {})  # the run was the default recipe
         # Then all is compared by the names of tensors.
         as_in_memory = path.startswith("source") and new in (None, {})
-        unused = path in ("files", "recipe.ignore", "recipe.min_expert_tokens", "recipe.neff_dtype")
+        unused = path in ("files", "recipe.targets.ignore", "recipe.targets.min_expert_tokens")
         assert found or default or as_in_memory or unused, "it is a lie"
 
 

@@ -235,8 +235,8 @@ class Field(NamedTuple):
 class Node:
     """A value of a tree: a frozen dataclass whose fields are declared with their options.
 
-    A class with a `name` of its own is known by it from then on, on the command line and in
-    records.
+    A class with a `name` of its own is known by it from its definition on: as a method, with its
+    options, and in records.
 
     Attributes:
         name: in records, after the field that holds the node; "" if the field holds one class.
@@ -250,9 +250,15 @@ class Node:
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            base = next((base for base in cls.__mro__ if "kinds" in vars(base)), None)
-            if base is not None:
-                vars(base)["kinds"][cls.name] = cls
+            bases = (vars(base) for base in cls.__mro__)
+            kinds: dict[str, Any] = next((own["kinds"] for own in bases if "kinds" in own), {})
+            known = kinds.setdefault(cls.name, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise UserError(
+                    f"name {cls.name!r} of {cls.__qualname__} is that of {known.__qualname__}. "
+                    "Give it another."
+                )
+            kinds[cls.name] = cls
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -392,7 +398,9 @@ def options_apart(node: Any) -> dict[str, Any]:
     for field in declared(type(node)):
         value = getattr(node, field.name)
         if isinstance(value, Node):
-            apart |= dict.fromkeys(switch_of(type(value)), True) | options_apart(value)
+            for name, option in switch_of(type(value)).items():
+                apart[name] = True if option.annotation is bool else value.name
+            apart |= options_apart(value)
         elif field.option is not None and value != field.value.parameter.default:
             apart[field.option.parameter.name] = value
     return apart

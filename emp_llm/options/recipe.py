@@ -374,6 +374,7 @@ class ByCost(Node):
         removed: name of a target -> number of weights that it loses; None until it is measured.
     """
 
+    name = "cost"
     switch = Opt(
         "Sparsity of each block: uniform; cost: lower where a block costs more alone, on held-out "
         "text; default: uniform.",
@@ -860,6 +861,12 @@ class Recipe:
     def at(self, sparsity: float) -> "Recipe":
         """The recipe at a sparsity, or with the pattern that has it."""
         return self.but(counts=self.counts.at(sparsity))
+
+    def with_found(self, beta: float | None) -> "Recipe":
+        """The recipe with the beta that reaches its sparsity, if it has one to reach."""
+        if not isinstance(self.counts, Effective) or self.counts.sparsity is None:
+            return self
+        return self.but(counts=replace(self.counts, found=beta))
 
     def check_propagated(self, activations: object) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -173,13 +173,9 @@ def log_warnings(warnings: list[str]) -> None:
 
 def recipe_in_force(pruner: "Pruner") -> Recipe:
     """The recipe as records hold it, with the beta of a requested sparsity."""
-    recipe = recorded(pruner.scores.recipe)
-    counts = recipe.counts
-    if not isinstance(counts, Effective) or counts.sparsity is None:
-        return recipe
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
-    return recipe.but(counts=replace(counts, found=beta))
+    return recorded(pruner.scores.recipe).with_found(beta)
 
 
 def targets_record(outcomes: Outcomes, coverage: TargetsRecord, pruner: "Pruner") -> TargetsRecord:

@@ -155,7 +155,7 @@ def _sentence(error: BaseException) -> str:
     text = text.replace(
         "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
     )
-    if text.startswith("."):  # of a recipe, whose message begins with the path inside it
+    if text.startswith((".", ": ")):  # of a recipe, whose message begins with the path inside it
         inside, _, text = text.partition(": ")
         field += inside
     words = quotable(text[:1].lower() + text[1:])

@@ -314,7 +314,7 @@ def _write(
     report = RunReport(
         source=run.made_from(identity_of(model.checkpoint)),
         command=command_line(),
-        recipe=recorded(decision.recipe).but(beta=decision.beta),
+        recipe=recorded(decision.recipe).with_found(decision.beta),
         calibration=None,
         versions=versions(),
         stages={},
