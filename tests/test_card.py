@@ -100,8 +100,7 @@ def test_the_card(
         'from_pretrained("user/card"',
         "[LICENSE](LICENSE)",
         '| counts | `{"effective": {"beta": 1.0, "order": 2.0}}` |',
-        '| group | `"row"` |',
-        '| targets | `"mlp"` |',
+        '| targets | `{"layers": "mlp", "min_expert_tokens": 32}` |',
     ):
         assert words in body, words
     pushed = json.loads(held(hub, "user/card")["emp_llm/pruned-lamps.json"])
@@ -158,7 +157,7 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: st
     for found, word in ((harmless, "word"), (hostile, written)):
         changed = values | {"command": word, "warnings": [word], "versions": {word: word}}
         changed["source"] = values["source"] | {"model": word, "revision": None}
-        changed["recipe"] = values["recipe"] | {"score": {"own": {"function": word, "named": word}}}
+        changed["recipe"] = values["recipe"] | {"score": {"own": {"function": f"{word}:own"}}}
         report = converted(changed, RunReport, "a report")
         found += [tags(html(report, None)), tags(html(report, word))]
     assert hostile == harmless

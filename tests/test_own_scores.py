@@ -346,7 +346,7 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
 def test_a_file_of_the_user_shadows_no_module(code: Path, tmp_path: Path) -> None:
     """The method names the function; the file may be named alone."""
     (tmp_path / "colorsys.py").write_text("raise SystemExit('shadowed')")
-    assert recipe_of(method="emp-signed", criterion="my_scores.py").score.name == "signed"
+    assert recipe_of(method="emp-signed", criterion="my_scores.py").score.method == "signed"
     assert recipe_of(method="my_ria", criterion="my_scores").needs_activations
     with pytest.raises(UserError, match=r"my_scores\.py has no function other"):
         recipe_of(method="other", criterion="my_scores.py")

@@ -303,7 +303,7 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
 
 def test_every_option_of_a_long_help_has_a_group() -> None:
     for name in emp_llm.COMMANDS:
-        options = getattr(importlib.import_module(f"emp_llm.{name}"), name).options
+        options = getattr(importlib.import_module(f"emp_llm.{name}"), name).options()
         groups = help_groups(options, everything=True)
         assert sorted(option for names in groups.values() for option in names) == sorted(options)
         assert len(help_groups(options, everything=False)["Options"]) <= 30, name

@@ -26,6 +26,7 @@ from emp_llm.evaluation.sweep_folder import SweepFolder
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.flat import RecipeWords
+from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
@@ -170,13 +171,15 @@ def test_a_point_measures_what_its_checkpoint_does(
     )
     for name, entry in entries(record).items():
         match = out / "points" / entry["baseline_of"] if entry["baseline_of"] else None
-        own = {key: entry.get(key) for key in ("method", "beta", "order", "sparsity", "pattern")}
-        common = {
-            "targets": "all-linear",
-            "activations": norms,
-            "match": match,
-            "match_by": entry["match"],
-        }
+        recipe = Recipe.of_dict(entry["recipe"])
+        counts = recipe.counts
+        own = {"method": recipe.method, "sparsity": counts.sparsity, "order": counts.order}
+        own |= {"beta": counts.in_force if counts.sparsity is None else None}
+        if isinstance(counts, Pattern):
+            own["pattern"] = f"{counts.n}:{counts.m}"
+        if isinstance(counts, Match):
+            own |= {"match": match, "match_by": counts.by}
+        common = {"targets": "all-linear", "activations": norms}
         group = {"group": changes["group"]} if "group" in changes else {}
         report = prune(source, output=tmp_path / name, **own, **common, **group).as_dict()  # type: ignore[arg-type, union-attr]
         assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(
@@ -306,7 +309,7 @@ def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Pat
     # A sweep without a calibration can be extended by points that need one.
     sweep(source, output=out, **options)
     changes = (
-        (source, {"targets": "attention"}, r"recipe\.targets mlp, this one has attention"),
+        (source, {"targets": "attention"}, r"shared\.targets mlp, this one has attention"),
         (source, {"limit": 3}, r"limit None, this one has 3"),
         (source, {"samples": 3}, r"activations\."),
         (source, {"dtype": "float32"}, r"dtype auto, this one has float32"),

@@ -325,10 +325,10 @@ def options_of(group: type[Any]) -> dict[str, Option]:
                     found |= switch_of(node)
                 found |= options_of(field.node)
             for name, option in found.items():
-                known = options.get(name, option)
+                known = options.setdefault(name, option)
                 if known.parameter.default != option.parameter.default:
-                    option = option._replace(parameter=option.parameter.replace(default=None))
-                options[name] = option
+                    without = known.parameter.replace(default=None)
+                    options[name] = known._replace(parameter=without)
     return options
 
 

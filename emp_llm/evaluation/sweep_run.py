@@ -6,6 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -241,7 +242,8 @@ class SweepRun:
         if self.norms is not None:
             warn_if_foreign(self.norms, identity, self.source.folder)
         # A criterion or scores of the user's own are recorded by their hashes.
-        words = dict(shared)
+        scope = {"targets": self.leading.targets.layers, "group": self.leading.group}
+        words: dict[str, Any] = scope | shared
         for recipe in self.recipes.values():
             if isinstance(recipe.score, Own | Given):
                 name = "criterion" if isinstance(recipe.score, Own) else "scores"

@@ -135,9 +135,10 @@ def check_used(shared: RecipeWords, left: Iterable[frozenset[str]], methods: str
     """
     for name in frozenset.intersection(*left):
         flag = RecipeWords.options()[name].flag
+        value = "" if isinstance(shared[name], bool) else f" {shared[name]}"
         raise UserError(
-            f"{flag} {shared[name]} changes none of the methods in {methods}. Leave it out, or add "
-            "one that it changes."
+            f"{flag}{value} is for {_users_of(name)}, and {methods} has none that it changes. "
+            "Leave it out, or add one."
         )
 
 
@@ -288,6 +289,17 @@ def _why_not_alone(name: str, flag: str) -> str:
 
 def _why_not_method(name: str, flag: str, method: str) -> str:
     """The methods that an option is for."""
+    return f"{flag} is for {_users_of(name)}, not for {method}. Leave it out, or use that method."
+
+
+def _users_of(name: str) -> str:
+    """The methods whose recipes have a place for an option."""
+    if name in options_of(Effective):
+        return "emp methods"
+    if name == "score":
+        return "methods that need activations"
+    if name in ("criterion", "scores", "score_map"):
+        return "scores of your own"
     kinds = (score_kinds() | searches()).items()
-    others = " or ".join(other for other, kind in kinds if name in options_of(kind))
-    return f"{flag} is for method {others}, not for {method}. Leave it out, or use that method."
+    users = [user for user, kind in kinds if name in options_of(kind)]
+    return f"method {' or '.join(users)}"

@@ -90,15 +90,6 @@ class Score(Node, ABC):
 
 
 @dataclass(frozen=True)
-class Magnitude(Score):
-    """|W_ij|. It needs no text."""
-
-    name = "magnitude"
-    title = "weight magnitudes"
-    criterion = MAGNITUDE
-
-
-@dataclass(frozen=True)
 class NormScore(Score):
     """Scores by the norms of the inputs.
 
@@ -124,12 +115,12 @@ class Wanda(NormScore):
 
 
 @dataclass(frozen=True)
-class Ria(NormScore):
-    """Relative importance times the root of the norms (Zhang et al. 2024)."""
+class Magnitude(Score):
+    """|W_ij|. It needs no text."""
 
-    name = "ria"
-    title = "RIA scores (relative importance and activations)"
-    criterion = RIA
+    name = "magnitude"
+    title = "weight magnitudes"
+    criterion = MAGNITUDE
 
 
 @dataclass(frozen=True)
@@ -140,6 +131,15 @@ class Relative(Score):
     title = "relative scores (weight magnitude times input norm relative to each token's output)"
     criterion = WANDA
     relative = True
+
+
+@dataclass(frozen=True)
+class Ria(NormScore):
+    """Relative importance times the root of the norms (Zhang et al. 2024)."""
+
+    name = "ria"
+    title = "RIA scores (relative importance and activations)"
+    criterion = RIA
 
 
 @dataclass(frozen=True)
