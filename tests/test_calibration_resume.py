@@ -16,13 +16,11 @@ import pytest
 import tiny
 from launch import launch
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune, sweep
 from emp_llm.calibration import passes
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import format_bytes
 from emp_llm.models.blockwise import Step
-from emp_llm.prune import prune
-from emp_llm.sweep import sweep
 
 SAMPLES = 4
 LENGTH = 64
