@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import prune_model, recipe_of
+from emp_llm import prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
 from emp_llm.options.recipe import StructureRecipe
 from emp_llm.options.recipe_options import RecipeOptions
-from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import (
     CheckRecord,

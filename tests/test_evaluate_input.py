@@ -12,8 +12,8 @@ import pytest
 from suites import CHOICE, TASK, Models, few_task_files
 from tiny import make_model
 
+from emp_llm import evaluate
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
 
 
 def refused(says: str, /, **options: Any) -> None:

@@ -12,15 +12,12 @@ from tiny import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import prune_model, recipe_of
+from emp_llm import prune, prune_model, recipe_of, sweep, verify
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 from emp_llm.reporting.card import method_words
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
-from emp_llm.sweep import sweep
 from emp_llm.update.least_squares import Solution
 from emp_llm.update.update import SEARCHES, Allowed, Moments, Search
-from emp_llm.verify import verify
 
 TEXT: dict[str, Any] = {"samples": 4, "seqlen": 64}
 
