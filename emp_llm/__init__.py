@@ -95,8 +95,10 @@ def __getattr__(name: str) -> object:
     """
     if name in _MODULE_OF:
         return getattr(import_module(f"emp_llm.{_MODULE_OF[name]}"), name)
-    if name in COMMANDS or name == "runtime":  # a command can be called like its function
-        return import_module(f"emp_llm.{name}")
+    if name in COMMANDS:
+        return getattr(import_module(f"emp_llm.commands.{name}"), name)
+    if name == "runtime":
+        return import_module("emp_llm.runtime")
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 
 

@@ -8,11 +8,19 @@ from typing import Any, Literal, overload
 
 from emp_llm import runtime as runtime
 from emp_llm.calibration.activations import Activations as Activations
-from emp_llm.collect import CollectSummary as CollectSummary
+from emp_llm.commands.collect import CollectSummary as CollectSummary
+from emp_llm.commands.evaluate import Evaluated as Evaluated
+from emp_llm.commands.export import Exported as Exported
+from emp_llm.commands.generate import Generation as Generation
+from emp_llm.commands.pack import Packed as Packed
+from emp_llm.commands.plan import PlanSummary as PlanSummary
+from emp_llm.commands.report import ReportSummary as ReportSummary
+from emp_llm.commands.run import RunSummary as RunSummary
+from emp_llm.commands.status import StudyStatus as StudyStatus
+from emp_llm.commands.submit import SubmitSummary as SubmitSummary
+from emp_llm.commands.sweep import SweepDryRun as SweepDryRun
+from emp_llm.commands.unpack import Unpacked as Unpacked
 from emp_llm.common.errors import UserError as UserError
-from emp_llm.evaluate import Evaluated as Evaluated
-from emp_llm.export import Exported as Exported
-from emp_llm.generate import Generation as Generation
 from emp_llm.healing.training import heal_model as heal_model
 from emp_llm.in_memory.model_report import ModelReport as ModelReport
 from emp_llm.in_memory.prune_model import masks_of as masks_of
@@ -35,8 +43,6 @@ from emp_llm.options.recipe import Share as Share
 from emp_llm.options.recipe import Targets as Targets
 from emp_llm.options.recipe import Wanda as Wanda
 from emp_llm.options.recipe_options import recipe_of as recipe_of
-from emp_llm.pack import Packed as Packed
-from emp_llm.plan import PlanSummary as PlanSummary
 from emp_llm.pruning.dry_run import DryRun as DryRun
 from emp_llm.pruning.verification import Findings as Findings
 from emp_llm.records.base import read_record as read_record
@@ -44,9 +50,7 @@ from emp_llm.records.bench import Bench as Bench
 from emp_llm.records.measure import Measure as Measure
 from emp_llm.records.run_report import RunReport as RunReport
 from emp_llm.records.sweep import Sweep as Sweep
-from emp_llm.report import ReportSummary as ReportSummary
 from emp_llm.reporting.push import Pushed as Pushed
-from emp_llm.run import RunSummary as RunSummary
 from emp_llm.selection.criteria import InputStatistics as InputStatistics
 from emp_llm.selection.criteria import exponential as exponential
 from emp_llm.selection.criteria import shift as shift
@@ -55,10 +59,6 @@ from emp_llm.selection.effective import effective_mass as effective_mass
 from emp_llm.selection.effective import effective_mass_bound as effective_mass_bound
 from emp_llm.selection.effective import effective_number as effective_number
 from emp_llm.selection.effective import loss_change_bound as loss_change_bound
-from emp_llm.status import StudyStatus as StudyStatus
-from emp_llm.submit import SubmitSummary as SubmitSummary
-from emp_llm.sweep import SweepDryRun as SweepDryRun
-from emp_llm.unpack import Unpacked as Unpacked
 from emp_llm.update.admm import Admm as Admm
 from emp_llm.update.sparsegpt import SparseGPT as SparseGPT
 from emp_llm.update.update import Refit as Refit

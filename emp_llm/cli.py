@@ -18,9 +18,10 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from textwrap import fill
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
+import emp_llm
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
 from emp_llm.common.declared import Node, Opt, Option, built, options_of
@@ -165,24 +166,6 @@ class _Terminated(BaseException):
     """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
-class CommandModule(ModuleType):
-    """A command's module that can be called like its function:
-    `from emp_llm import prune; prune(...)`.
-    """
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._command(*arguments, **keywords)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._command)
-
-    @property
-    def _command(self) -> Callable[..., Any]:
-        command: Callable[..., Any] = vars(self)[self.__name__.rpartition(".")[2]]
-        return command
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loudness:
     """What a command tells while it works. Warnings and errors are always shown."""
@@ -199,8 +182,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
 
     Each parameter of the function is an option, annotated with an `Opt`; a group of options (a
     class with such fields, or `Some` of them); or `GivenOptions`. The options of `Loudness` are
-    added. They are read when they are needed: a new method brings its own. The module of the
-    function can be called like it.
+    added. They are read when they are needed: a new method brings its own.
     """
     taken = inspect.signature(function).parameters
 
@@ -253,8 +235,6 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     flat.__doc__ = _documented(function, options())
     flat.options = options  # type: ignore[attr-defined]
     flat.grouped = grouped  # type: ignore[attr-defined]
-    if function.__module__ != "__main__":
-        sys.modules[function.__module__].__class__ = CommandModule
     return flat
 
 
@@ -268,9 +248,7 @@ def _documented(function: Callable[..., Any], options: Mapping[str, Option]) -> 
 
 
 def run(
-    command: Callable[..., Any],
-    show: Callable[[Any], None] | None = None,
-    arguments: list[str] | None = None,
+    command: Callable[..., Any], show: Callable[[Any], None] | None, arguments: list[str]
 ) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
@@ -281,9 +259,7 @@ def run(
     """
 
     def work(rank: int) -> None:
-        options = parse(
-            command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}"
-        )
+        options = parse(command, arguments, f"emp-llm {command.__name__}")
         if options.get("quiet"):
             logging.getLogger().setLevel(logging.WARNING)
             _hide_bars_of_libraries()
@@ -544,7 +520,7 @@ def options_from(name: str, words: list[str]) -> SimpleNamespace:
     Returns all its options as attributes, and `groups`: the values that its function takes, by
     name.
     """
-    command = getattr(import_module(f"emp_llm.{name}"), name)
+    command = getattr(emp_llm, name)
     values = parse(command, words, f"emp-llm {name}")
     defaults = {key: option.parameter.default for key, option in command.options().items()}
     return SimpleNamespace(**defaults | values, groups=command.grouped(values))
@@ -573,14 +549,14 @@ def help_of(command: Callable[..., Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console script: `emp-llm COMMAND ...`, equivalent to `python -m emp_llm.COMMAND ...`.
+    """The console script: `emp-llm COMMAND ...`.
 
     Args:
         arguments: the words after `emp-llm`; None: those of the shell.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:
-        module = import_module(f"emp_llm.{name}")
+        module = import_module(f"emp_llm.commands.{name}")
         run(getattr(module, name), getattr(module, "show", None), rest)
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
@@ -614,7 +590,7 @@ def _completions(line: str) -> list[str]:
     if len(words) == 2:
         candidates = [*COMMANDS, "--help", "--version", "--completion"]
     elif len(words) > 2 and words[1] in COMMANDS:
-        options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options().values()
+        options = getattr(emp_llm, words[1]).options().values()
         flags = {
             flag: option
             for option in options

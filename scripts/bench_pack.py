@@ -27,10 +27,9 @@ import torch
 from bench_helpers import forget, processor, read_to_cache, run_and_watch
 from safetensors.torch import save_file
 
+from emp_llm import pack, unpack
 from emp_llm.checkpoint.files import sync_tree
 from emp_llm.common.errors import count_of
-from emp_llm.pack import pack
-from emp_llm.unpack import unpack
 
 _SPARSITY = 0.4
 _COLUMNS = 4096

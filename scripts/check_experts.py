@@ -21,9 +21,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from emp_llm import prune
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.modules import find_stacks
-from emp_llm.prune import prune
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 tiny = import_module("tiny")

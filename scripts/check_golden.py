@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from emp_llm import prune
 from emp_llm.common.errors import count_of
-from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
 DIGESTS = ROOT / "tests" / "data" / "golden.json"

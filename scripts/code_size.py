@@ -38,14 +38,14 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Python programs; {out} is an empty folder, {model} the demo model.
 RUNS = {
-    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', "
+    "prune": "from emp_llm import prune; prune(model={model!r}, calibration='demo', "
     "samples=8, seqlen=64, output={out!r} + '/p', quiet=True)",
-    "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, "
+    "data-free prune": "from emp_llm import prune; prune(model={model!r}, "
     "method='emp-magnitude', output={out!r} + '/p', quiet=True)",
     "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, "
     "prune_model; prune_model(AutoModelForCausalLM.from_pretrained({model!r}, dtype='auto'), "
     "Recipe(), ['Once upon a time. ' * 600] * 8, {model!r}, samples=8, seqlen=64)",
-    "perplexity": "from emp_llm.evaluate import evaluate; evaluate(model={model!r}, "
+    "perplexity": "from emp_llm import evaluate; evaluate(model={model!r}, "
     "suite='perplexity-of-demo.toml', limit=4, output={out!r} + '/r.json', quiet=True)",
 }
 _SUITE = '[perplexity]\nfile = "{text}"\njoin = "\\n"\nseqlen = 512\n'
@@ -69,7 +69,7 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def sizes() -> dict[str, tuple[int, int, int]]:
-    """Room -> (tokens, statements, files); the files beside the rooms are the commands."""
+    """Room -> (tokens, statements, files); with the commands, the files beside the rooms."""
     tokens: Counter[str] = Counter()
     statements: Counter[str] = Counter()
     files: Counter[str] = Counter()

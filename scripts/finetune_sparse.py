@@ -32,9 +32,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from emp_llm import SparsityCallback
+from emp_llm import SparsityCallback, prune
 from emp_llm.models.reapply import masks_in
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
 ROOT = Path(__file__).parents[1]

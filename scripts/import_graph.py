@@ -29,13 +29,14 @@ ROOMS = (
     "pruning",
     "hub",
     "evaluation",
+    "runs",
     "in_memory",
     "reporting",
     "structure",
     "cluster",
     "runtime",
 )
-COMMANDS = "commands"  # the files beside the rooms
+COMMANDS = "commands"  # with the files beside the rooms, through which they start
 
 
 def main(line: list[str] | None = None) -> None:
@@ -75,7 +76,9 @@ def python_files() -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """The room of a module: its folder, relative to the package."""
+    """The room of a module: its folder, relative to the package. The files beside the rooms count
+    as commands.
+    """
     folder = path.parent.relative_to(PACKAGE).as_posix()
     return COMMANDS if folder == "." else folder
 

@@ -23,13 +23,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import Value, change_of, change_text, losses_of
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.prune import prune
 from emp_llm.pruning.starving import LEAST
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import RunReport
@@ -177,7 +176,7 @@ def measured(
         }
 
     norms = scratch / f"{name}.safetensors"
-    text = {"calibration": model.text, "samples": model.samples, "seqlen": 512}
+    text: dict[str, Any] = {"calibration": model.text, "samples": model.samples, "seqlen": 512}
     needs: dict[str, dict[str, Any]] = {
         "wanda": {"activations": norms},
         "relative": {"activations": norms},
@@ -195,24 +194,20 @@ def measured(
         about = {"model": name, "criterion": "", "counts": "dense", "equal": False, "sparsity": 0.0}
         yield about | {"perplexity": dense.value, "losses": losses_of(dense)}
     for criterion in options.criteria:
+        counted: dict[str, Any] = {"count_by": "own"} if criterion == "relative" else {}
         first = prune(
             model.folder,
             output=scratch / "paper",
             overwrite=True,
             method=f"emp-{criterion}",
             **needs[criterion],
-            **({"count_by": "own"} if criterion == "relative" else {}),
+            **counted,
         )
-        assert isinstance(first, RunReport)
         removed = first.targets.sparsity_of_targets
         for counts, recipe in OWN.items():
             if criterion in COUNTED_BY_MAGNITUDE and "count_by" in recipe:
                 continue
-            how = (
-                {"method": f"emp-{criterion}"}
-                | ({"count_by": "own"} if criterion == "relative" else {})
-                | recipe
-            )
+            how = {"method": f"emp-{criterion}"} | counted | recipe
             yield from point(criterion, counts, False, how)
             if recipe:
                 yield from point(criterion, counts, True, how | {"sparsity": removed})

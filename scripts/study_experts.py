@@ -170,12 +170,13 @@ class Study:
 
     def pruned(self, structure: str | None, method: str, **how: Any) -> Entry:
         """A point of `prune`, written and loaded again."""
+        from emp_llm import prune
         from emp_llm.checkpoint.matrices import packed_bytes
         from emp_llm.models.loading import load_model
-        from emp_llm.prune import prune
 
         o = self.options
         how |= {
+            "structure": structure,
             "calibration": o.calibration,
             "samples": o.samples,
             "seqlen": o.seqlen,
@@ -185,9 +186,7 @@ class Study:
             how["width_multiple"] = 8  # bfloat16 on a CPU: rows of whole 16 bytes
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
-            report: Any = prune(
-                str(self.folder), output=out, structure=structure, method=method, **how
-            )
+            report: Any = prune(str(self.folder), output=out, method=method, **how)
             losses = self.losses(load_model(out, "cpu"))
         dense = sum(self.plan.checkpoint.sizes.values())
         if report.structure is not None:

@@ -54,9 +54,8 @@ def points() -> list[str]:
 
 def run(options: argparse.Namespace, point: str, texts: list[Any]) -> Entry:
     """The result of a point."""
-    from emp_llm.heal import heal
+    from emp_llm import heal, prune
     from emp_llm.models.loading import load_model
-    from emp_llm.prune import prune
 
     mask, size, how = (*point.split(), "")[:3]
     text = {

@@ -384,7 +384,7 @@ def speed(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Seconds of the new tokens of each way, in rounds."""
     from bench_helpers import hardware
 
-    from emp_llm.bench import _timed_run
+    from emp_llm.commands.bench import _timed_run
     from emp_llm.common.errors import count_of
 
     models = {name: make()[0] for name, make in ways(options, folder).items()}

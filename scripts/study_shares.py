@@ -30,22 +30,22 @@ from emp_llm.calibration.data import CHOOSING, calibration_data
 from emp_llm.calibration.passes import calibrated, model_origin
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import markdown_table
-from emp_llm.evaluation.block_shares import (
-    BlockCost,
-    costs_of_blocks,
-    removed_weights,
-    shares_by_cost,
-)
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
-from emp_llm.evaluation.loss_budget import LossCurve
 from emp_llm.evaluation.perplexity import text_tokens
-from emp_llm.evaluation.prune_run import split_held_out
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import NormOptions
 from emp_llm.pruning.chosen import targets_of_folder
 from emp_llm.pruning.outcome import Outcomes
+from emp_llm.runs.block_shares import (
+    BlockCost,
+    costs_of_blocks,
+    removed_weights,
+    shares_by_cost,
+)
+from emp_llm.runs.loss_budget import LossCurve
+from emp_llm.runs.prune_run import split_held_out
 
 TOTALS = (0.3, 0.5)
 

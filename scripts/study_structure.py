@@ -124,8 +124,8 @@ class StructureStudy:
         self, name: str, structure: Any, method: str, calibration: bool = False, **more: Any
     ) -> Any:
         """(report, losses, folder) of one run; None if the rule keeps everything."""
+        from emp_llm import prune
         from emp_llm.common.errors import UserError
-        from emp_llm.prune import prune
 
         options = self._options
         out = self._folder / name

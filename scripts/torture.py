@@ -43,12 +43,10 @@ from typing import Any
 import torch
 from bench_helpers import processor
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, heal, prune
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.heal import heal
-from emp_llm.prune import prune
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from emp_llm import evaluate, prune
 from emp_llm.cli import parse
 from emp_llm.common.machine import free_memory
-from emp_llm.evaluate import evaluate
 from emp_llm.evaluation.comparison import Value, change_of, formatted, values_of
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
 # Rows that do not fit in the time are left out, from the end.

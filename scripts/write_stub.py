@@ -13,7 +13,6 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -64,8 +63,7 @@ def stub_text() -> str:
 
 def command_stub(name: str) -> tuple[str, set[str]]:
     """The stub of a command, and the imports that its result needs."""
-    module = import_module(f"emp_llm.{name}")
-    function = vars(module)[name]
+    function = getattr(emp_llm, name)
     results, imports = results_of(name)
     options: dict[str, Option] = function.options()
     parameters: list[str] = []
@@ -121,7 +119,7 @@ def _text(kind: Any) -> str:
 
 def results_of(name: str) -> tuple[list[str], set[str]]:
     """The types that a command returns, and the lines that import them."""
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / "commands" / f"{name}.py").read_text(encoding="utf-8"))
     function = next(
         node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
     )
@@ -136,7 +134,7 @@ def results_of(name: str) -> tuple[list[str], set[str]]:
     imports = set()
     for word in ast.walk(ast.parse(text)):
         if isinstance(word, ast.Name) and word.id not in dir(builtins):
-            module = modules.get(word.id, f"emp_llm.{name}")
+            module = modules.get(word.id, f"emp_llm.commands.{name}")
             imports.add(f"from {module} import {word.id} as {word.id}")
     return text.split(" | "), imports
 

@@ -26,10 +26,9 @@ from runs import make_runs
 from suites import make_evaluable_model, make_suite
 from tiny import first_blocks, make_model
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.cli import main
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 
 pytest_plugins = ["hub_fixtures"]
 SHARED = Path(__file__).parents[2] / "shared"
@@ -199,7 +198,7 @@ def run(tmp_path: Path) -> Run:
     def call(
         name: str, *arguments: object, cwd: Path = tmp_path
     ) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
+        line = [sys.executable, "-m", "emp_llm", name, *map(str, arguments)]
         environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
             line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False

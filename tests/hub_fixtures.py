@@ -13,8 +13,7 @@ from hub_server import TOKEN, Hub, hub_server
 from hub_store import User
 from tiny import make_model
 
-from emp_llm.pack import pack
-from emp_llm.prune import prune
+from emp_llm import pack, prune
 
 READER = "hf_markedtokenofareader"
 STRANGER = "hf_markedtokenofastranger"

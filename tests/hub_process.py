@@ -17,12 +17,9 @@ from typing import Any
 import msgspec
 from huggingface_hub.utils import logging as hub_logging
 
-from emp_llm import cli
+from emp_llm import cli, evaluate, prune, push
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
 from emp_llm.hub.local_model import find_config, find_model
-from emp_llm.prune import prune
-from emp_llm.push import push
 
 
 def command(line: list[str], folder: str) -> dict[str, Any]:

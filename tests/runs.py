@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emp_llm.prune import prune
+from emp_llm import prune
 from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
 
 

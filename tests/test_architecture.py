@@ -3,15 +3,12 @@ the checkout.
 """
 
 import os
-import runpy
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import regex
@@ -19,7 +16,6 @@ from conftest import Run
 from import_graph import PACKAGE, ROOMS, import_graph, imported_files, order_of, python_files
 
 import emp_llm
-from emp_llm import cli
 from emp_llm.cli import COMMANDS, help_of
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import is_named
@@ -29,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_imports_go_one_way() -> None:
-    folders = {path.parent for path in python_files()} - {PACKAGE}
+    folders = {path.parent for path in python_files()} - {PACKAGE, PACKAGE / "commands"}
     assert {folder.relative_to(PACKAGE).as_posix() for folder in folders} == set(ROOMS)
     for room, imported in import_graph().items():
         for other, lines in imported.items():
@@ -49,24 +45,87 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_runs_as_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its help leaves out what is for Python."""
-    called: list[Any] = []
-    monkeypatch.setattr(cli, "run", lambda command, *more: called.append(command))
-    monkeypatch.setattr(emp_llm, name, getattr(emp_llm, name))  # the package keeps its own module
-    monkeypatch.delitem(sys.modules, f"emp_llm.{name}", raising=False)
-    runpy.run_module(f"emp_llm.{name}", run_name="__main__")
-    assert [command.__name__ for command in called] == [name]
-    told = help_of(getattr(import_module(f"emp_llm.{name}"), name))
+def test_the_help_of_a_command_leaves_out_what_is_for_python(name: str) -> None:
+    told = help_of(getattr(emp_llm, name))
     assert len(told) > 40
     assert not any(word in told for word in ("Returns", "Raises", "UserError", "Args:"))
 
 
+DOORS = ("calibrate", "evaluate", "prune")
+
+
+def test_the_root_holds_only_doors() -> None:
+    """Whatever else a reader looks for is in a room."""
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert files == {"__init__", "__main__", "cli", *DOORS}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_runs_its_command(name: str, run: Run, tmp_path: Path) -> None:
+    """With the options, output and exit code of the command, and no warning."""
+    line = [sys.executable, "-W", "error", "-m", f"emp_llm.{name}"]
+    for words, code in (["--version"], 2), (["--model", "x", "--seqlen", "much"], 2), (["-h"], 0):
+        door = subprocess.run([*line, *words], capture_output=True, text=True, check=False)
+        command = run(name, *words)
+        assert door.returncode == command.returncode == code
+        assert door.stderr == command.stderr
+
+
+ORDERS = """
+import inspect, sys, importlib
+
+def check(found):
+    assert inspect.isfunction(found) and found.__name__ == "prune", found
+    assert "sparsity" in inspect.signature(found).parameters
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "emp_llm"]:
+        del sys.modules[name]
+
+def of_package():
+    from emp_llm import prune
+    check(prune)
+
+def attribute():
+    import emp_llm
+    check(emp_llm.prune)
+
+def door():
+    import emp_llm.prune
+    check(emp_llm.prune)
+
+def door_as():
+    import emp_llm.prune as prune
+    check(prune)
+    check(importlib.import_module("emp_llm.prune"))
+
+def command():
+    from emp_llm.commands.prune import prune
+    check(prune)
+
+def told():
+    import pydoc
+    assert "prune(model: " in pydoc.render_doc("emp_llm.prune", renderer=pydoc.plaintext)
+
+ways = (of_package, attribute, door, door_as, command, told)
+for first in ways:
+    for second in ways:
+        forget()
+        first()
+        second()
+        attribute()
+"""
+
+
+def test_prune_is_a_function_whatever_was_imported_before() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", ORDERS], check=True)
+
+
 def test_the_shell_starts_commands(run: Run, tmp_path: Path) -> None:
-    usage = run("__main__", "--help")
+    usage = run("--help")
     assert usage.returncode == 0
     assert all(name in usage.stdout for name in COMMANDS)
-    wrong = run("__main__", "prnue")
+    wrong = run("prnue")
     assert wrong.returncode == 2
     assert "'prnue' is not a command" in wrong.stderr
     without = run("prune", "--model", "x", "--beta", "much")
@@ -129,7 +188,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path, models: Callable[[str]
     # A user's file of that name is none of our business.
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")
     program = (
-        "from emp_llm.calibration.texts import find_corpus\nfrom emp_llm.prune import prune\n"
+        "from emp_llm.calibration.texts import find_corpus\nfrom emp_llm import prune\n"
         f"prune(model={str(models('llama'))!r}, method='magnitude', "
         "output='out')\nprint(find_corpus('demo').samples)"
     )

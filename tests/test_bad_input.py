@@ -27,10 +27,9 @@ from conftest import Run
 from safetensors.torch import save_file
 from test_fp8 import make_fp8
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 
 Refused = Callable[..., None]
 SHARD = "model-00001-of-00002.safetensors"

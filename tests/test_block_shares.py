@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny import weights_of
 
 from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, verify
-from emp_llm.evaluation import block_shares
-from emp_llm.evaluation.block_shares import ALONE, BlockCost, shares_by_cost
 from emp_llm.pruning.masks import Pruner
 from emp_llm.records.run_report import RunReport
+from emp_llm.runs import block_shares
+from emp_llm.runs.block_shares import ALONE, BlockCost, shares_by_cost
 
 # Of the short demo model, all blocks but the first alike.
 COSTS = [BlockCost(block, 1000, (0.1 + (block == 0), 0.3, 0.9)) for block in range(3)]

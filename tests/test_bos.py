@@ -14,15 +14,14 @@ from test_conversations import write
 from tiny import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import data_in_memory, read_text, sequences
+from emp_llm.commands.evaluate import Evaluated, evaluate
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import Evaluated, evaluate
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.models.loading import load_model
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
 BOS = 1

@@ -16,13 +16,11 @@ import pytest
 import tiny
 from launch import launch
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune, sweep
 from emp_llm.calibration import passes
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import format_bytes
 from emp_llm.models.blockwise import Step
-from emp_llm.prune import prune
-from emp_llm.sweep import sweep
 
 SAMPLES = 4
 LENGTH = 64
@@ -231,7 +229,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         sweep(model, output=tmp_path / "out", **options)
 
     with monkeypatch.context() as patch:
-        for module in ("evaluation.sweep_run", "calibration.passes"):
+        for module in ("runs.sweep_run", "calibration.passes"):
             patch.setattr(f"emp_llm.{module}.delete_progress", _kill)
         with pytest.raises(_Killed):
             run()

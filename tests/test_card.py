@@ -13,18 +13,16 @@ import pytest
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
+from emp_llm import prune, push, verify
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
 from emp_llm.options.flat import recipe_of
-from emp_llm.prune import prune
-from emp_llm.push import push
 from emp_llm.records.base import converted
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.card import Origin, cached_repository, card_text
 from emp_llm.reporting.push import _public, public
-from emp_llm.verify import verify
 
 
 def add_task(path: Path, accuracy: float) -> None:

@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import prune_model, recipe_of
+from emp_llm import prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
-from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import (
     CheckRecord,

@@ -20,8 +20,7 @@ from oracle import Array
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm import Recipe
-from emp_llm.calibrate import calibrate
-from emp_llm.prune import prune
+from emp_llm import calibrate, prune
 from emp_llm.records.run_report import RunReport
 
 METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")

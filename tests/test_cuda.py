@@ -28,12 +28,10 @@ from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 from test_solvers import inputs_of, layer, moments, objective
 
-from emp_llm import effective_mask, prune_model, recipe_of
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, effective_mask, prune, prune_model, recipe_of, verify
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
-from emp_llm.prune import prune
 from emp_llm.pruning.masks import Pruner
 from emp_llm.records.run_report import read_report
 from emp_llm.runtime import SparseLinear, load
@@ -41,7 +39,6 @@ from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
 from emp_llm.update.sparsegpt import sparsegpt
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

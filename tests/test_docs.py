@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from run_docs import blocks_of, commands_of, pages, tolerated
 
+import emp_llm
 from emp_llm.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def test_commands_parse(page: Path) -> None:
                     continue
                 assert name in COMMANDS, command.line
                 if "--help" not in arguments:
-                    parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
+                    parse(getattr(emp_llm, name), arguments, name)
 
 
 def test_commands_are_found() -> None:
@@ -79,7 +80,7 @@ def test_commands_are_found() -> None:
 def test_options_and_links_exist(page: Path) -> None:
     flags = set(OTHER_FLAGS.split())
     for name in COMMANDS:
-        for option in getattr(import_module(f"emp_llm.{name}"), name).options().values():
+        for option in getattr(emp_llm, name).options().values():
             flags.update(option.flag.split("/"))
     text = page.read_text(encoding="utf-8")
     for code in re.findall(
@@ -98,9 +99,12 @@ def test_readme_is_a_front_door() -> None:
     assert len(text.split()) <= 1100
     assert text.count("python -m emp_llm.") == 1
     for page in pages():
-        assert page.name == "README.md" or "python -m emp_llm." not in page.read_text(
-            encoding="utf-8"
-        ).replace("-m emp_llm.evaluate", "")
+        assert page.name in (
+            "README.md",
+            "design.md",
+        ) or "python -m emp_llm." not in page.read_text(encoding="utf-8").replace(
+            "-m emp_llm.evaluate", ""
+        )
 
 
 TABLE = """
@@ -161,14 +165,14 @@ def test_commands_of_the_demo_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = [words for line in lines for words in arguments_of(line)]
     assert len(parsed) == len(lines) == 9
     for name, *arguments in parsed:
-        parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
+        parse(getattr(emp_llm, name), arguments, name)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_two_examples_that_parse(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = getattr(import_module(f"emp_llm.{name}"), name)
+    command = getattr(emp_llm, name)
     with pytest.raises(SystemExit):
         parse(command, ["--help"], name)
     shown = capsys.readouterr().out.partition("\nExamples:\n")[2].replace("\\\n", "")

@@ -16,11 +16,10 @@ import pytest
 from conftest import Run
 from suites import TASKS, Models, few_task_files
 
+from emp_llm import evaluate, prune
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
-from emp_llm.evaluate import evaluate
 from emp_llm.evaluation import evaluate as evaluation
-from emp_llm.prune import prune
 from emp_llm.records.results import Results
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"

@@ -19,16 +19,15 @@ from launch import launch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from emp_llm import prune, verify
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Structure
-from emp_llm.prune import prune
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure import experts
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
-from emp_llm.verify import verify
 
 SIZES = {
     "hidden_size": 32,

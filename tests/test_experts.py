@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune, verify
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -28,9 +28,7 @@ from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import weight_of
-from emp_llm.prune import prune
 from emp_llm.pruning.masks import Pruner
-from emp_llm.verify import verify
 
 SIZES = {
     "hidden_size": 32,

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from tiny import make_tokenizer, random_model
 from transformers import AutoModelForCausalLM
 
-from emp_llm import prune_model
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune, prune_model, verify
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
@@ -29,9 +28,7 @@ from emp_llm.models.layers import is_router
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import find_blocks, model_layers
 from emp_llm.options.calibration import Place
-from emp_llm.prune import prune
 from emp_llm.selection.statistics import NORM
-from emp_llm.verify import verify
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,

@@ -15,6 +15,7 @@ import pytest
 from blake3 import blake3
 from safetensors import SafetensorError
 
+from emp_llm import prune, verify
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.files import (
     FilePool,
@@ -28,8 +29,6 @@ from emp_llm.checkpoint.files import (
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
-from emp_llm.prune import prune
-from emp_llm.verify import verify
 
 CONTENT = bytes(range(256)) * 40
 PAGE = 4096

@@ -19,13 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from emp_llm import reapply_mask
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, pack, prune, reapply_mask, unpack, verify
 from emp_llm.models.loading import load_model
-from emp_llm.pack import pack
-from emp_llm.prune import prune
-from emp_llm.unpack import unpack
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 UP = "model.layers.0.mlp.up_proj"

@@ -44,9 +44,14 @@ from emp_llm import (
     Pattern,
     Recipe,
     Refit,
+    heal,
     heal_model,
+    pack,
+    prune,
     prune_model,
     recipe_of,
+    sweep,
+    verify,
 )
 from emp_llm.calibration.data import read_text
 from emp_llm.checkpoint import files
@@ -55,7 +60,6 @@ from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
 from emp_llm.common.ranks import ranks
-from emp_llm.heal import heal
 from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
@@ -63,14 +67,9 @@ from emp_llm.healing.checks import sequences_for, set_aside
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.pack import pack
-from emp_llm.prune import prune
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.card import method_words
 from emp_llm.reporting.run_tables import check_lines, healing_lines
-from emp_llm.sweep import sweep
-from emp_llm.verify import verify
 from emp_llm.walk.moved import MovedWeights
 
 Models = Callable[[str], Path]
@@ -287,11 +286,11 @@ def test_the_command_makes_the_bytes_of_prune(
     assert "again is healed: its kept weights may differ" in caplog.text
     for weight in (matrix for name, matrix in weights_of(healed).items() if "mlp" in name):
         assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
-    assert "healed" in method_words(again.recipe)
+    assert "healed" in again.recipe.words
     with pytest.raises(UserError, match="fitted or healed"):
         pack(healed, tmp_path / "mask", mask_only=True)
     pack(healed, tmp_path / "packed")
-    from emp_llm.unpack import unpack
+    from emp_llm import unpack
 
     unpack(tmp_path / "packed", tmp_path / "unpacked")
     assert torture.snapshot(tmp_path / "unpacked") == torture.snapshot(healed)
@@ -770,7 +769,7 @@ def test_memory_that_runs_out_in_the_training(
         plans.append(find(*given, **how))
         return plans[-1]
 
-    monkeypatch.setattr("emp_llm.evaluation.prune_run.plan_healing", planned)
+    monkeypatch.setattr("emp_llm.runs.prune_run.plan_healing", planned)
 
     def fail(self: Any, numbers: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -19,24 +19,18 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm import prune_model, recipe_of
-from emp_llm.bench import bench
+from emp_llm import bench, evaluate, generate, pack, prune, prune_model, recipe_of, verify
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, read_json
 from emp_llm.checkpoint.headers import header_text, read_header
 from emp_llm.checkpoint.packed_format import packed_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.evaluate import evaluate
-from emp_llm.generate import generate
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import load_model
-from emp_llm.pack import pack
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.runtime import load
 from emp_llm.runtime.loader import StoredWeights, sparse_layers
-from emp_llm.verify import verify
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"

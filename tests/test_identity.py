@@ -10,12 +10,10 @@ import numpy as np
 import oracle
 import pytest
 
+from emp_llm import evaluate, heal, prune
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
-from emp_llm.heal import heal
 from emp_llm.options.criterion import find_criterion
-from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
 UP = "model.layers.1.mlp.up_proj.weight"

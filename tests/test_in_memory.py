@@ -4,7 +4,6 @@ other commands take.
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import emp_llm
 from emp_llm import (
     Masks,
     Recipe,
@@ -520,7 +520,7 @@ def test_arguments_of_other_types_are_named(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_has_a_type(name: str) -> None:
     """What an option takes is of its type."""
-    options = getattr(import_module(f"emp_llm.{name}"), name).options
+    options = getattr(emp_llm, name).options
     for option in options.values():
         for value in (5, 2.5, True, "no", b"no", [5], {"a": 1}, object(), torch.ones(2), None):
             try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launch import launch
 
-from emp_llm.prune import prune
+from emp_llm import prune
 from emp_llm.pruning.masks import Pruner
 
 TARGETS = "down_proj,lm_head"  # in two shards

@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import Run
 
-from emp_llm import cli
+from emp_llm import cli, collect, plan, status
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster import jobs as cluster_jobs
 from emp_llm.cluster.jobs import (
@@ -34,13 +34,10 @@ from emp_llm.cluster.jobs import (
     read_plan,
     write_plan,
 )
-from emp_llm.collect import collect
+from emp_llm.commands.run import run as run_study
+from emp_llm.commands.run import show as show_run
+from emp_llm.commands.status import show as show_status
 from emp_llm.common.errors import UserError
-from emp_llm.plan import plan
-from emp_llm.run import run as run_study
-from emp_llm.run import show as show_run
-from emp_llm.status import show as show_status
-from emp_llm.status import status
 
 Models = Callable[[str], Path]
 
@@ -230,6 +227,8 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
     table.write_text("models = 'x\n")
     with pytest.raises(UserError, match="cannot be read as TOML"):
         plan(table, output=tmp_path / "c")
+    with pytest.raises(UserError, match=r"is a folder.*--models"):
+        plan(models("llama"), output=tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +344,7 @@ def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
 def test_the_process_of_a_job() -> None:
     norms = job("norms", kind="calibrate", command="emp-llm calibrate --model 'my model'")
     words, environment = launch_of(norms, environment={"PATH": "/bin"})
-    assert words == [sys.executable, "-m", "emp_llm.calibrate", "--model", "my model"]
+    assert words == [sys.executable, "-m", "emp_llm", "calibrate", "--model", "my model"]
     assert environment == {"PATH": "/bin"}
     shown = {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
     _, environment = launch_of(norms, gpus=[1], threads=3, environment=shown)
@@ -519,7 +518,7 @@ def test_a_killed_run_loses_nothing(
     """Its command goes on alone and holds the lock; the next run waits for it and does not start
     it twice.
     """
-    monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
+    monkeypatch.setattr(sys.modules["emp_llm.commands.run"], "_LOOK", 0.1)
     scripted["a"] = (
         "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', "
         "'a').write('x'); WRITE"
@@ -580,7 +579,7 @@ def test_a_job_that_another_process_has_just_finished(
 def test_two_runs_share_the_jobs(
     scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
+    monkeypatch.setattr(sys.modules["emp_llm.commands.run"], "_LOOK", 0.1)
     jobs = [job(f"j{number}") for number in range(8)]
     for each in jobs:
         scripted[each.id] = (

@@ -21,22 +21,19 @@ from hypothesis import strategies as st
 from tiny import first_blocks
 from transformers import AutoModelForCausalLM
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, measure, prune, verify
 from emp_llm.calibration.data import read_text
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation import loss_budget
-from emp_llm.evaluation.loss_budget import LossBudget, next_point, sparsities_of
-from emp_llm.measure import measure
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Pattern
-from emp_llm.prune import prune
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.reporting.run_tables import measure_table
-from emp_llm.verify import verify
+from emp_llm.runs import loss_budget
+from emp_llm.runs.loss_budget import LossBudget, next_point, sparsities_of
 
 TEXT: dict[str, Any] = {"calibration": "demo", "samples": 8, "seqlen": 64, "device_map": "cpu"}
 

@@ -15,9 +15,8 @@ import pytest
 from conftest import Run
 from safetensors.torch import load_file, save_file
 
+from emp_llm import measure, prune
 from emp_llm.common.errors import UserError
-from emp_llm.measure import measure
-from emp_llm.prune import prune
 from emp_llm.records.measure import Measure
 from emp_llm.reporting.run_tables import measure_table
 

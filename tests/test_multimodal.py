@@ -22,11 +22,8 @@ from safetensors.torch import save_file
 from tiny import weights_of
 from transformers import AutoTokenizer, PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from emp_llm import prune_model, reapply_mask, recipe_of
+from emp_llm import evaluate, prune, prune_model, reapply_mask, recipe_of, verify
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
-from emp_llm.prune import prune
-from emp_llm.verify import verify
 
 Towers = Callable[[str], Path]
 ALL_METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")

@@ -11,12 +11,9 @@ import transformers
 from tiny import FAMILIES, make_tokenizer, random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from emp_llm import reapply_mask
+from emp_llm import pack, prune, reapply_mask, verify
 from emp_llm.common.errors import UserError
 from emp_llm.models.reapply import masks_in
-from emp_llm.pack import pack
-from emp_llm.prune import prune
-from emp_llm.verify import verify
 
 BLOCKS = "model.language_model.layers"
 VISION = {

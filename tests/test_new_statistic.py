@@ -15,21 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import prune_model, recipe_of
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, measure, prune, prune_model, recipe_of, report, sweep, verify
 from emp_llm.calibration import input_sums
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_sums import InputSums
 from emp_llm.calibration.passes import CalibrationProgress
 from emp_llm.common.errors import UserError
-from emp_llm.measure import measure
 from emp_llm.options.recipe import Score
-from emp_llm.prune import prune
-from emp_llm.report import report
 from emp_llm.selection.criteria import Criterion
 from emp_llm.selection.statistics import STATISTICS, Statistic
-from emp_llm.sweep import sweep
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 CODE = """

@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 from tiny import weights_of
 from transformers import AutoConfig
 
+from emp_llm import prune, verify
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Structure
-from emp_llm.prune import prune
 from emp_llm.structure.neurons import Neurons
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import KINDS, unit_model
 from emp_llm.structure.units import UnitModel
-from emp_llm.verify import verify
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

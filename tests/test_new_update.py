@@ -21,15 +21,13 @@ from emp_llm.cli import options_from
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt
 from emp_llm.options.recipe import Score
-from emp_llm.prune import prune
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.run_report import read_report
 from emp_llm.selection.criteria import Criterion, own_criterion
+from emp_llm import prune, prune_model, recipe_of, sweep, verify
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
-from emp_llm.sweep import sweep
 from emp_llm.update.least_squares import Solution
 from emp_llm.update.update import Allowed, Moments, Search, Update
-from emp_llm.verify import verify
 
 TEXT: dict[str, Any] = {"samples": 4, "seqlen": 64}
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from emp_llm import prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_sums import InputSums
-from emp_llm.prune import prune
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import TextRecord
 from emp_llm.selection.statistics import NORM, RELATIVE

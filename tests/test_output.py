@@ -16,6 +16,7 @@ import torch
 import torture
 from runs import NAMES, report_of
 
+from emp_llm import pack, prune, report, unpack
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint import output
 from emp_llm.checkpoint.files import write_bytes
@@ -23,11 +24,7 @@ from emp_llm.checkpoint.locks import FileLock, locked
 from emp_llm.checkpoint.output import OutputFile, OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import CARD_MARK
-from emp_llm.pack import pack
-from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
-from emp_llm.report import report
-from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
 

@@ -19,16 +19,11 @@ from conftest import Run
 from runs import report_of
 from safetensors.torch import load_file, save_file
 
-from emp_llm import masks_of
+from emp_llm import masks_of, measure, prune, report, sweep, verify
 from emp_llm.common.errors import UserError
-from emp_llm.measure import measure
 from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Recipe
-from emp_llm.prune import prune
-from emp_llm.report import report
 from emp_llm.selection.criteria import InputStatistics
-from emp_llm.sweep import sweep
-from emp_llm.verify import verify
 
 CODE = '''
 import torch

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tiny import weights_of
 from transformers import AutoModelForCausalLM
 
+from emp_llm import pack, unpack
 from emp_llm.checkpoint.bits import (
     join_planes,
     mask_of,
@@ -34,8 +35,6 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.packed_format import PackedFolder, PackLayout
 from emp_llm.checkpoint.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
 from emp_llm.common.errors import UserError
-from emp_llm.pack import pack
-from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
 

@@ -17,11 +17,9 @@ from launch import launch
 from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from emp_llm import heal_model, masks_of, prune_model, recipe_of
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, evaluate, heal_model, masks_of, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluate import evaluate
 from emp_llm.healing import training
 from emp_llm.in_memory.model_report import ModelReport
 

@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 from conftest import Run
 
+import emp_llm
+from emp_llm import evaluate, prune
 from emp_llm.cli import COMMANDS
 from emp_llm.common import progress
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar, progress_of
-from emp_llm.evaluate import evaluate
-from emp_llm.prune import prune
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
     told = command(name, "--help").stdout
     assert "-v, --verbose" in told
     assert "-q, --quiet" in told
-    function = getattr(import_module(f"emp_llm.{name}"), name)
+    function = getattr(emp_llm, name)
     given = {
         "model": "m",
         "folder": "f",

@@ -16,7 +16,7 @@ from test_blockwise import block_map, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.calibration import passes
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
@@ -28,7 +28,6 @@ from emp_llm.models.layers import Layer
 from emp_llm.models.loading import build_skeleton, load_model
 from emp_llm.options.calibration import Place
 from emp_llm.options.flat import recipe_of
-from emp_llm.prune import prune
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores

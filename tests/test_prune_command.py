@@ -2,7 +2,6 @@
 and the package's front door.
 """
 
-import importlib
 import inspect
 import json
 import os
@@ -22,16 +21,13 @@ from conftest import Run
 from transformers import AutoModelForCausalLM
 
 import emp_llm
-from emp_llm import prune as prune_module
+from emp_llm import prune, unpack, verify
 from emp_llm.cli import help_groups, options_from, parse
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import versions
 from emp_llm.options.base import parse_numbers
 from emp_llm.options.prune import checked_recipe
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, read_report
-from emp_llm.unpack import unpack
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 
@@ -186,13 +182,11 @@ def test_a_pruned_model_is_noticed(
 
 
 def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
-    """`from emp_llm import prune` can be called, and is documented, as the function in it."""
-    parameters = inspect.signature(prune_module).parameters
-    assert parameters == inspect.signature(prune).parameters
+    parameters = inspect.signature(prune).parameters
     assert all(
         parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values()
     )
-    report = prune_module(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
+    report = prune(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
     assert isinstance(report, RunReport)
     assert report.source.model == str(models("llama"))
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
@@ -303,7 +297,7 @@ def test_help_fits_on_a_screen_and_help_all_has_the_rest(
 
 def test_every_option_of_a_long_help_has_a_group() -> None:
     for name in emp_llm.COMMANDS:
-        options = getattr(importlib.import_module(f"emp_llm.{name}"), name).options()
+        options = getattr(emp_llm, name).options()
         groups = help_groups(options, everything=True)
         assert sorted(option for names in groups.values() for option in names) == sorted(options)
         assert len(help_groups(options, everything=False)["Options"]) <= 30, name
@@ -334,7 +328,7 @@ def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
 def test_a_model_stands_first_or_after_its_flag(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = getattr(importlib.import_module(f"emp_llm.{name}"), name)
+    command = getattr(emp_llm, name)
     more = {
         "generate": ["--prompt", "text"],
         "push": ["a/b"],

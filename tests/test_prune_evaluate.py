@@ -15,14 +15,12 @@ from conftest import Run
 from runs import report_of, save_run
 from suites import TASKS, Models
 
+from emp_llm import evaluate, prune, verify
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
 from emp_llm.models.one_model import OneModel
-from emp_llm.prune import prune
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
-from emp_llm.verify import verify
 
 Values = dict[str, Any]
 

@@ -17,10 +17,8 @@ from hub_fixtures import READER, STRANGER
 from hub_server import CUT, TOKEN, Hub
 from hub_store import Commit, Repository, sha256
 
-from emp_llm.bench import bench
+from emp_llm import bench, prune, verify
 from emp_llm.checkpoint.files import file_hash
-from emp_llm.prune import prune
-from emp_llm.verify import verify
 
 # Pushed in a form without folders of the machine, so not byte for byte.
 PUBLIC = {"emp_report.json", "emp_manifest.json", "emp_llm/activations.safetensors"}
@@ -159,7 +157,7 @@ def test_an_interrupted_push_resumes_after_the_last_finished_file(
 ) -> None:
     slow = sha256(shards(checkpoint)[2].read_bytes())
     fault = hub.fail("PUT", slow, hold=True)
-    line = [sys.executable, "-m", "emp_llm.push", str(checkpoint), "user/cut"]
+    line = [sys.executable, "-m", "emp_llm", "push", str(checkpoint), "user/cut"]
     with subprocess.Popen(
         line, env=environment(hub.endpoint, tmp_path / "home", TOKEN), stderr=subprocess.PIPE
     ) as process:

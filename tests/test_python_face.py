@@ -35,8 +35,7 @@ def test_the_stub_is_that_of_the_options() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_describes_every_argument(name: str) -> None:
     command = getattr(emp_llm, name)
-    function = vars(sys.modules[f"emp_llm.{name}"])[name]
-    about = inspect.getdoc(function) or ""
+    about = inspect.getdoc(command) or ""
     for argument in inspect.signature(command).parameters:
         assert re.search(rf"^    {argument}: \w", about, re.MULTILINE), argument
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, evaluate, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
 from emp_llm.models.loading import load_model
 from emp_llm.models.placement import Quantization
-from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "scripts" / "demo" / "model"

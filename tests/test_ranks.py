@@ -18,12 +18,9 @@ import torch
 import transformers
 from launch import Launched, launch
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, evaluate, heal, prune
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
-from emp_llm.heal import heal
-from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "scripts" / "demo" / "model"

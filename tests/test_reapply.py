@@ -16,11 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from emp_llm import SparsityCallback, reapply_mask
+from emp_llm import SparsityCallback, pack, prune, reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.models.reapply import masks_in
-from emp_llm.pack import pack
-from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_neox")

@@ -12,20 +12,14 @@ import pytest
 from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
 
-from emp_llm.bench import bench
+from emp_llm import bench, collect, evaluate, measure, plan, prune, report, sweep
 from emp_llm.calibration.activations import METADATA_KEY
 from emp_llm.cluster.jobs import JobState, read_plan
-from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
-from emp_llm.evaluate import evaluate
-from emp_llm.measure import measure
-from emp_llm.plan import plan
-from emp_llm.prune import prune
 from emp_llm.records.base import FileRecord, converted, read_record
+from emp_llm.records.base import FileRecord, read_record
 from emp_llm.records.manifest import Manifest
-from emp_llm.report import report
-from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
 

@@ -15,10 +15,9 @@ import torch
 from refit_reference import references
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from emp_llm import prune, verify
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.verify import verify
 
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64, "batch_size": 3, "device_map": "cpu"}
 

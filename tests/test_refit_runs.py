@@ -20,14 +20,12 @@ from launch import launch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from emp_llm import prune_model, recipe_of
+from emp_llm import prune, prune_model, recipe_of, verify
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import HiddenStates
-from emp_llm.prune import prune
 from emp_llm.pruning import writing
 from emp_llm.records.run_report import read_report
-from emp_llm.verify import verify
 from emp_llm.walk import update as walk
 from emp_llm.walk.moved import MovedWeights
 

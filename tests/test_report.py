@@ -12,10 +12,9 @@ import torch
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of
 from tiny import weights_of
 
-from emp_llm import effective_mass, effective_number
+from emp_llm import effective_mass, effective_number, prune
 from emp_llm.evaluation.comparison import Value
 from emp_llm.options.flat import recipe_of
-from emp_llm.prune import prune
 from emp_llm.records.flat import recipe_of_flat
 from emp_llm.reporting.page import difference_rows, role_rows
 from emp_llm.reporting.run_tables import pruning_table

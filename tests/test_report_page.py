@@ -22,10 +22,10 @@ from conftest import Run
 from PIL import Image
 from runs import NAMES, make_sweep, report_of, save_run
 
+from emp_llm import report
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import csv_table
 from emp_llm.evaluation.comparison import signed
-from emp_llm.report import report
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
@@ -187,7 +187,8 @@ def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None
     line = [
         sys.executable,
         "-m",
-        "emp_llm.report",
+        "emp_llm",
+        "report",
         *map(str, folders),
         "--no-plots",
         "--output",

@@ -21,13 +21,12 @@ import torch
 import torture
 import transformers
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, prune
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import Step
-from emp_llm.prune import prune
 from emp_llm.pruning import writing
 
 Models = Callable[[str], Path]
@@ -235,7 +234,7 @@ def test_run_with_other_options_is_refused(
     options = unfinished | {"calibration": str(text), "samples": 2, "seqlen": 32} | change
     with monkeypatch.context() as patch:
         patch.setattr(
-            "emp_llm.evaluation.prune_run.load_packages", lambda: pytest.fail("torch is loaded")
+            "emp_llm.runs.prune_run.load_packages", lambda: pytest.fail("torch is loaded")
         )
         with pytest.raises(UserError, match=match):
             prune(**options)

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import emp_llm
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.packed_format import PackedFolder, PackedShard
+from emp_llm.commands import bench as bench_file
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import torch_openmp
 from emp_llm.records.base import read_record
@@ -594,8 +595,8 @@ def test_bench_prompts(
 ) -> None:
     """The first tokens of a text; random ones without a tokenizer."""
     model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
-    prompts = partial(emp_llm.bench._prompts, model, sequences=4)
-    options = emp_llm.bench.BenchOptions(str(model), prompt_tokens=100, new_tokens=1)
+    prompts = partial(bench_file._prompts, model, sequences=4)
+    options = bench_file.BenchOptions(str(model), prompt_tokens=100, new_tokens=1)
     text, ids = prompts(options)
     assert (
         AutoTokenizer.from_pretrained(model).decode(ids.view(-1))
@@ -753,18 +754,18 @@ def test_a_bench_on_a_failing_disk(
         "--device",
         "cpu",
     )
-    run = emp_llm.bench._timed_run
+    run = bench_file._timed_run
 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     for moment in ("before", "after"):
         if moment == "before":
-            monkeypatch.setattr("emp_llm.bench.write_bytes", fail)
-            monkeypatch.setattr(emp_llm.bench, "_timed_run", None)
+            monkeypatch.setattr("emp_llm.commands.bench.write_bytes", fail)
+            monkeypatch.setattr(bench_file, "_timed_run", None)
         else:
             monkeypatch.undo()
-            assert emp_llm.bench._timed_run is run
+            assert bench_file._timed_run is run
             monkeypatch.setattr(Bench, "save", fail)
         done = command("bench", *line, "--output", output, code=2)
         assert (

@@ -19,15 +19,11 @@ from hypothesis import strategies as st
 from runs import report_of
 from transformers import AutoModelForCausalLM
 
-from emp_llm import prune_model, recipe_of
+from emp_llm import measure, prune, prune_model, recipe_of, sweep, verify
 from emp_llm.calibration.activations import Activations
-from emp_llm.measure import measure
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.selection.criteria import InputStatistics, ria
 from emp_llm.selection.rule import beta_keeping, kept_at
-from emp_llm.sweep import sweep
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 

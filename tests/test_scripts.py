@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from emp_llm import prune
 from emp_llm.cli import parse
-from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"

@@ -15,16 +15,13 @@ from conftest import Run
 from multimodal import make_multimodal
 from test_conversations import TEMPLATE, write
 
-from emp_llm.calibrate import calibrate
+from emp_llm import calibrate, measure, prune, sweep
 from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import cache_folder
-from emp_llm.measure import measure
-from emp_llm.prune import prune
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.records.run_report import RunReport
-from emp_llm.sweep import sweep
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 SIZE: dict[str, Any] = {"samples": 6, "seqlen": 48, "device_map": "cpu", "dtype": "float32"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from emp_llm.prune import prune
+from emp_llm import prune
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,15 @@ def test_nothing_is_submitted_twice(
     stand_in(
         tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; kill -9 $PPID', squeue=queue
     )
-    line = [sys.executable, "-m", "emp_llm.submit", str(study), "--site", str(study / "site.toml")]
+    line = [
+        sys.executable,
+        "-m",
+        "emp_llm",
+        "submit",
+        str(study),
+        "--site",
+        str(study / "site.toml"),
+    ]
     assert subprocess.run(line, check=False, env=os.environ).returncode == -9
     stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; echo 42')
     done = command("submit", study, "--site", study / "site.toml")

@@ -10,7 +10,7 @@ import pytest
 import smollm2
 import transformers
 
-from emp_llm.prune import prune
+from emp_llm import prune
 from emp_llm.records.run_report import RunReport
 
 MADE = Path(__file__).parents[1] / "smollm2" / "model"

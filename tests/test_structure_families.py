@@ -12,10 +12,9 @@ import tiny
 import torch
 import transformers
 
+from emp_llm import prune, verify
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.verify import verify
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny import weights_of
 from transformers import AutoModelForCausalLM
 
+from emp_llm import prune, report, verify
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.checkpoint.headers import StoredTensor
@@ -29,15 +30,12 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.options.flat import recipe_of
 from emp_llm.options.recipe import Structure
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport, StructureRecord
-from emp_llm.report import report
 from emp_llm.structure import writing
 from emp_llm.structure.choice import choose_units
 from emp_llm.structure.neurons import Neurons
 from emp_llm.structure.parts import Parts
 from emp_llm.structure.unit_model import unit_model
-from emp_llm.verify import verify
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads
 # share a norm.

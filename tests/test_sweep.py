@@ -18,21 +18,19 @@ from safetensors.torch import load_file, save_file
 from tiny import weights_of
 from torch import equal
 
+from emp_llm import prune, sweep, verify
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluate
 from emp_llm.evaluation.evaluate import measure, prepare_suite
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.evaluation.sweep_folder import SweepFolder
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.recipe import Match, Pattern, Recipe
 from emp_llm.options.sweep import SweepOptions, plan_points
-from emp_llm.prune import prune
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import sweep_table
-from emp_llm.sweep import sweep
-from emp_llm.verify import verify
+from emp_llm.runs.sweep_folder import SweepFolder
 
 Models = Callable[[str], Path]
 Record = dict[str, Any]

@@ -12,14 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from emp_llm.bench import bench
+from emp_llm import bench, evaluate, generate, heal, prune, verify
 from emp_llm.common.errors import UserError
-from emp_llm.evaluate import evaluate
-from emp_llm.generate import generate
-from emp_llm.heal import heal
-from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 

@@ -17,14 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Recipe, prune_model, recipe_of
-from emp_llm.calibrate import calibrate
+from emp_llm import Recipe, calibrate, prune, prune_model, recipe_of, verify
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash
 from emp_llm.common.errors import UserError
-from emp_llm.prune import prune
 from emp_llm.pruning import masks, verification
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 DOWN = "model.layers.1.mlp.down_proj"

@@ -338,7 +338,7 @@ def launch_of(
         threads: number of cores; None: as the environment says.
         environment: variables of this process.
     """
-    words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
+    words = [sys.executable, "-m", "emp_llm", job.kind, *job.arguments[1:]]
     variables = dict(environment)
     if job.needs.gpus == 0:
         variables["CUDA_VISIBLE_DEVICES"] = ""

@@ -22,7 +22,6 @@ from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.prune_run import PruneRun
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
@@ -38,6 +37,7 @@ from emp_llm.records.run_report import (
     TargetsRecord,
     read_report,
 )
+from emp_llm.runs.prune_run import PruneRun
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model

@@ -86,7 +86,7 @@ def run(line: str, log: Path) -> float:
     start = time.perf_counter()
     with log.open("a", encoding="utf-8") as file:
         print(f"$ {line}", file=file, flush=True)
-        program = [sys.executable, "-m", f"emp_llm.{name}", *arguments, "--overwrite"]
+        program = [sys.executable, "-m", "emp_llm", name, *arguments, "--overwrite"]
         code = subprocess.run(program, stdout=file, stderr=file, check=False).returncode
     if code:
         sys.exit(f"The command failed. Its messages are in {log}.")

@@ -17,11 +17,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from emp_llm import env
 from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.cluster.jobs import option_of, read_plan
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.env import env
 from emp_llm.evaluation.comparison import Value, shown_change
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results

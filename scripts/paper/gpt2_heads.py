@@ -109,7 +109,7 @@ class HeadModel:
 
     def run(self, method: str, beta: float) -> HeadRun | None:
         """Prune by a rule; None if it keeps all heads."""
-        from emp_llm.prune import prune
+        from emp_llm import prune
         from emp_llm.records.run_report import RunReport
 
         data = self._data if method == "emp-taylor" else {}

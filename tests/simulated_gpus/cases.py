@@ -23,19 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from emp_llm import (
+    calibrate,
     effective_mask,
     effective_mass,
     effective_mass_bound,
     effective_number,
+    prune,
     prune_model,
     recipe_of,
+    verify,
 )
-from emp_llm.calibrate import calibrate
 from emp_llm.calibration import passes
 from emp_llm.common.machine import has_float64
 from emp_llm.models.loading import load_model
-from emp_llm.prune import prune
-from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 TEXT: dict[str, Any] = {"samples": 8, "seqlen": 32}

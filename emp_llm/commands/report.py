@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import count_of
 from emp_llm.options.base import Opt
 
@@ -67,7 +67,3 @@ def show(summary: ReportSummary) -> None:
         f"{count_of(len(summary.files), 'file')} in {summary.output}; open "
         f"{summary.output / 'report.md'}"
     )
-
-
-if __name__ == "__main__":
-    run(report, show)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.common.tables import table
 from emp_llm.options.base import Opt
@@ -102,7 +102,3 @@ def _attempts(view: "JobView") -> str:
         if view.state is not None and view.state.attempts > 1
         else ""
     )
-
-
-if __name__ == "__main__":
-    run(status, show)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
@@ -58,7 +58,3 @@ def show(pushed: "Pushed") -> None:
     from emp_llm.reporting.push import pushed_words
 
     print(pushed_words(pushed))
-
-
-if __name__ == "__main__":
-    run(push, show)

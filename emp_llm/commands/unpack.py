@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.options.base import Opt
 
@@ -79,7 +79,3 @@ def show(unpacked: Unpacked) -> None:
     """Print one line: the folder and its size."""
     written = f"{count_of(unpacked.files, 'file')}, {format_bytes(unpacked.bytes)}"
     print(f"{unpacked.folder}: {written}; {unpacked.seconds:.1f} s")
-
-
-if __name__ == "__main__":
-    run(unpack, show)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cli import command, options_from, run
+from emp_llm.cli import command, options_from
 from emp_llm.cluster.jobs import PLAN_NAME, Job, read_plan, writable, write_plan
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
@@ -88,7 +88,3 @@ def show(summary: PlanSummary) -> None:
         f"written to {study / PLAN_NAME}; start it with emp-llm run {study}, or emp-llm submit "
         "with a site file, which says what the jobs need"
     )
-
-
-if __name__ == "__main__":
-    run(plan, show)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.tables import percent_cell
-from emp_llm.evaluation.loss_budget import LossCurve
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import ByCost, Magnitude, Recipe, Share, Wanda
+from emp_llm.runs.loss_budget import LossCurve
 
 logger = logging.getLogger(__name__)
 ALONE = (0.25, 0.5, 0.75)  # sparsities of a block that is pruned alone

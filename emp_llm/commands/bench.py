@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import check_output_file
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
 from emp_llm.common.paths import data_folder
@@ -345,7 +345,3 @@ def _figures_text(record: Bench) -> str:
         fractions = ", ".join(f"{fraction:.1%}" for fraction in same)
         lines.append(f"{fractions} of the new tokens are the same")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run(bench, show)

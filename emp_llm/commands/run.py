@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
-from emp_llm.cli import run as run_command
 from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, read_plan
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.machine import available_cores
@@ -317,7 +316,3 @@ def show(summary: RunSummary) -> None:
     print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
     if not summary.complete:
         sys.exit(LOST_CODE if summary.stopped and not summary.failed else 1)
-
-
-if __name__ == "__main__":
-    run_command(run, show)

@@ -47,7 +47,6 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
-from emp_llm.evaluation.prune_run import LossSearch, PruneRun
 from emp_llm.healing.checks import check_healable
 from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
@@ -66,6 +65,7 @@ from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
+from emp_llm.runs.prune_run import LossSearch, PruneRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

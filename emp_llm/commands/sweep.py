@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.calibration.texts import self_notes
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.progress import load_packages
 from emp_llm.common.ranks import ranks
@@ -20,8 +20,8 @@ from emp_llm.records.sweep import Sweep
 from emp_llm.update.update import Update
 
 if TYPE_CHECKING:
-    from emp_llm.evaluation.sweep_run import SweepRun
     from emp_llm.records.run_report import TargetsRecord
+    from emp_llm.runs.sweep_run import SweepRun
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def sweep(
         )
     load_packages()
     from emp_llm.evaluation.suites import suite_of
-    from emp_llm.evaluation.sweep_run import SweepRun
+    from emp_llm.runs.sweep_run import SweepRun
 
     sweeping = SweepRun.of(points, model, text, loading, suite_of(suite_options), options, given)
     if options.dry_run:
@@ -117,7 +117,3 @@ def show(result: Sweep | SweepDryRun) -> None:
     from emp_llm.reporting.run_tables import sweep_table
 
     print(sweep_table(result))
-
-
-if __name__ == "__main__":
-    run(sweep, show)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.options.base import Opt
 
@@ -106,7 +106,3 @@ def show(exported: Exported) -> None:
     """Print one line: the file and its size."""
     size = f"{format_bytes(exported.bytes)}, {exported.bytes / exported.dense_bytes:.1%}"
     print(f"{exported.output}: {size} of the checkpoint; {exported.seconds:.1f} s")
-
-
-if __name__ == "__main__":
-    run(export, show)

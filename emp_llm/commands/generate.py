@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import load_packages
@@ -256,7 +256,3 @@ def show(generation: Generation) -> None:
         speed,
         format_bytes(figures.memory_bytes),
     )
-
-
-if __name__ == "__main__":
-    run(generate, show)

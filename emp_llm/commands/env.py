@@ -1,6 +1,6 @@
 """`emp-llm env`: versions, processor and kernels, for a report of an error."""
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 
 _RUNTIMES = {"avx512bf16": "AVX-512 BF16", "avx512": "AVX-512", "avx2": "AVX2"}
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -48,7 +48,3 @@ def show(lines: dict[str, str]) -> None:
     """Print the lines."""
     for name, value in lines.items():
         print(f"{name:<16}{value}")
-
-
-if __name__ == "__main__":
-    run(env, show)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import Opt
 
@@ -92,7 +92,3 @@ def show(packed: Packed) -> None:
         f"{count_of(sizes.tensors, 'tensor')} sparse; {format_bytes(sizes.file_bytes)} of other "
         f"files; {packed.seconds:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    run(pack, show)

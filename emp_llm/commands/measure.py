@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
@@ -89,8 +89,8 @@ def measure(
 
     budgets = []
     if loss is not None:
-        from emp_llm.evaluation.loss_budget import LossBudget, LossCurve, within_budgets
-        from emp_llm.evaluation.prune_run import split_held_out
+        from emp_llm.runs.loss_budget import LossBudget, LossCurve, within_budgets
+        from emp_llm.runs.prune_run import split_held_out
 
         budgets = [LossBudget.of(budget) for budget in parse_list(loss, "--loss")]
     if ranks().count > 1:
@@ -228,7 +228,3 @@ def show(record: Measure) -> None:
     from emp_llm.reporting.run_tables import measure_table
 
     print(measure_table(record))
-
-
-if __name__ == "__main__":
-    run(measure, show)

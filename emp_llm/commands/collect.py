@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, quotable, shortened_list
 from emp_llm.options.base import Opt
 from emp_llm.options.jobs import StudyFolder
@@ -134,7 +134,3 @@ def show(summary: CollectSummary) -> None:
     report = summary.output / "report" / "report.md"
     where = f"; open {report}" if "report/report.md" in record.files else ""
     print(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")
-
-
-if __name__ == "__main__":
-    run(collect, show)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, MANIFEST_NAME, SUMS_NAME
 from emp_llm.hub.local_model import find_model
@@ -277,7 +277,3 @@ def show(result: "Findings") -> None:
     print(f"{count_of(len(result.differences), 'difference')}; checked {checked}.")
     if result.differences:
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    run(verify, show)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import command, run
+from emp_llm.cli import command
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
@@ -231,7 +231,3 @@ def show(report: RunReport) -> None:
     from emp_llm.reporting.run_tables import check_lines, healing_lines
 
     print("\n".join([*healing_lines(report), *check_lines(report)]))
-
-
-if __name__ == "__main__":
-    run(heal, show)

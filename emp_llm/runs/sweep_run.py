@@ -35,7 +35,6 @@ from emp_llm.evaluation.evaluate import (
 )
 from emp_llm.evaluation.results import new_results, open_results
 from emp_llm.evaluation.suites import Suite
-from emp_llm.evaluation.sweep_folder import SweepFolder, measures_of, point_record
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
@@ -64,6 +63,7 @@ from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy
+from emp_llm.runs.sweep_folder import SweepFolder, measures_of, point_record
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from emp_llm.checkpoint.files import write_text
 from emp_llm.checkpoint.locks import locked
-from emp_llm.cli import command, options_from, run
+from emp_llm.cli import command, options_from
 from emp_llm.cluster.downloads import download, wanted_by
 from emp_llm.cluster.jobs import JobFiles, read_plan, writable
 from emp_llm.cluster.slurm import (
@@ -220,7 +220,3 @@ def show(summary: SubmitSummary) -> None:
         what = "" if number == 0 else ", which differs from the first in these lines"
         print(f"\n{submitted.array.name}.sh{what}:")
         print(*lines, f"\n$ {shlex.join(submitted.command)}", sep="\n")
-
-
-if __name__ == "__main__":
-    run(submit, show)
