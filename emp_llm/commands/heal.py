@@ -78,7 +78,7 @@ def heal(
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
-    from emp_llm.pruning.outcome import log_warnings
+    from emp_llm.pruning.report import log_warnings
     from emp_llm.pruning.writing import are_as_written, read_manifest, write_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records

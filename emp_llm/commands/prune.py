@@ -125,7 +125,7 @@ def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
     from emp_llm.pruning.budget import Budget, with_budget
     from emp_llm.pruning.chosen import scores_of, targets_of_folder
     from emp_llm.pruning.masks import check_device
-    from emp_llm.pruning.outcome import pruned_before
+    from emp_llm.pruning.report import pruned_before
 
     options = pruning.options
     recipe = pruning.recipe
@@ -246,7 +246,7 @@ def _write(
     out: "OutputFolder",
 ) -> tuple[RunReport, dict[str, str]]:
     """Write the shards and side files; the report so far, and the hash of each shard."""
-    from emp_llm.pruning.outcome import report_of
+    from emp_llm.pruning.report import report_of
     from emp_llm.pruning.starving import starving_rows
     from emp_llm.pruning.writing import write_checkpoint
 

@@ -37,7 +37,8 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets, scores_of
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import Outcomes, pruned_before, report_of
+from emp_llm.pruning.outcome import Outcomes
+from emp_llm.pruning.report import pruned_before, report_of
 from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
 from emp_llm.pruning.updates import move_weights

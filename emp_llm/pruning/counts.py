@@ -19,13 +19,8 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Effective, Magnitude, Match, Pattern, Recipe, Share
 from emp_llm.pruning.masks import KeptCounts, Pruner
-from emp_llm.pruning.outcome import (
-    Outcomes,
-    matrix_records,
-    sizes_record,
-    targets_record,
-    warnings_of,
-)
+from emp_llm.pruning.outcome import Outcomes
+from emp_llm.pruning.report import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint, MeasureEntry
 from emp_llm.records.run_report import TargetsRecord, read_report
@@ -268,7 +263,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
                 [scores.targets] if group == "all" else [[target] for target in scores.targets]
             ):
                 of_group = PowerSumsOfGroup(order)
-                for rows_scores in pruner.scored(members, files):
+                for rows_scores in scores.of_chunks(members, files):
                     of_group.add(rows_scores)
                     bar.update(rows_scores.numel())
                 moments = of_group.merged()
@@ -334,9 +329,8 @@ def _kept_in_bfloat16(scores: Scores, betas: Sequence[float]) -> list[int]:
     from emp_llm.selection.reference import select_rows
 
     kept = [0] * len(betas)
-    pruner = Pruner(scores, KeptCounts("row", scores.recipe.rule))
     with scores.reading("effective numbers") as (files, bar):
-        for rows_scores in pruner.scored(scores.targets, files):
+        for rows_scores in scores.of_chunks(scores.targets, files):
             for place, beta in enumerate(betas):
                 kept[place] += int(
                     select_rows(rows_scores, KeepRule(beta=beta, dtype="bfloat16")).kept.sum()

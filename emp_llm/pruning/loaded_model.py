@@ -17,8 +17,9 @@ from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.models.architecture import Target
 from emp_llm.models.modules import weight_of
 from emp_llm.models.offload import is_offloaded
-from emp_llm.pruning.masks import CHUNK_WEIGHTS, Chunk, Pruner
+from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
+from emp_llm.pruning.scores import read_chunks
 from emp_llm.walk.moved import MovedWeights
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,10 +78,5 @@ def _stored_rows(
     """(target, first row, rows) of each chunk of the checkpoint's weights."""
     with checkpoint.open_files() as files:
         for target in targets:
-            reader = files.reader(target.matrix.stored.shard)
-            for first, last in target.matrix.row_chunks(CHUNK_WEIGHTS):
-                yield (
-                    target,
-                    first,
-                    as_tensor(target.matrix.read(reader, first, last), target.matrix.stored.dtype),
-                )
+            for first, words in read_chunks(target, files):
+                yield target, first, as_tensor(words, target.matrix.stored.dtype)

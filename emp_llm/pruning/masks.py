@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.files import FilePool, prefetch
+from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
-from emp_llm.pruning.scores import Scores, naming_rows
+from emp_llm.pruning.scores import CHUNK_WEIGHTS, Scores, naming_rows, read_chunks
 from emp_llm.selection.criteria import MAGNITUDE, WANDA
 from emp_llm.selection.rows import prune_words, words_supported
-from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, NonFiniteError, RowFigures
+from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, RowFigures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from emp_llm.selection.reference import GroupSelector
     from emp_llm.walk.moved import MovedWeights
 
-CHUNK_WEIGHTS = 1 << 21
 # The reference prunes this many weights in the time that loading the compiled kernel takes.
 _SMALL = 1 << 24
 
@@ -123,46 +122,12 @@ class Pruner:
         self._reference = 1 if few or device != "cpu" else reference
         self._chunk_weights = chunk_weights
 
-    def read(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
-        """(first row, bits) of each chunk of a target's rows, with the next ones read ahead."""
-        matrix = target.matrix
-        reader = files.reader(target.matrix.stored.shard)
-
-        def job(first: int, last: int) -> tuple[int, Words]:
-            return first, matrix.read(reader, first, last)
-
-        return prefetch(
-            partial(job, first, last) for first, last in matrix.row_chunks(self._chunk_weights)
-        )
-
-    def scored(self, targets: Sequence[Target], files: FilePool) -> "Iterator[Tensor]":
-        """The scores of each chunk of some targets, in order."""
-        for target in targets:
-            for first, words in self.read(target, files):
-                with naming_rows(target, first, words):
-                    weights = as_tensor(words, target.matrix.stored.dtype).to(self._device)
-                    scores = self.scores.of(target, first, weights)
-                    if not bool(scores.isfinite().all()):  # said here, where the rows have a name
-                        raise NonFiniteError("scores hold NaN or infinity")
-                yield scores
-
-    def search(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
-        """The cut of one group of matrices: one pass over the weights for the sums, then passes
-        that narrow the cut.
-
-        None if each row is a group.
-        """
+    def cut(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
+        """The cut of one group of matrices; None if each row is a group."""
         if self.counts.group == "row":
             return None
-        from emp_llm.selection.reference import GroupSelector
-
-        selector = GroupSelector(self.counts.rule_of(targets[0]))
-        for scores in self.scored(targets, files):
-            selector.add(scores)
-        while selector.searching():
-            for scores in self.scored(targets, files):
-                selector.search(scores)
-        return selector
+        chunks = partial(self.scores.of_chunks, targets, files, self._device, self._chunk_weights)
+        return cut_of(chunks, self.counts.rule_of(targets[0]))
 
     def pruned(
         self,
@@ -180,9 +145,9 @@ class Pruner:
         Raises:
             UserError: the target holds NaN or infinity.
         """
-        for first, words in self.read(target, files):
+        for first, words in read_chunks(target, files, self._chunk_weights):
             with naming_rows(target, first, words):
-                figures = self._prune(target, first, words, selector)
+                figures = self.prune(target, first, words, selector)
             if moved is not None:
                 figures = moved.replace(target, first, words, figures)
             yield Chunk(first, words, figures)
@@ -202,17 +167,17 @@ class Pruner:
         """
         outcomes = []
         with self.scores.reading("decide") as (files, bar):
-            selector = self.search(self.targets, files) if self.counts.group == "all" else None
+            selector = self.cut(self.targets, files) if self.counts.group == "all" else None
             for target in self.targets:
                 if self.counts.group == "matrix":
-                    selector = self.search([target], files)
+                    selector = self.cut([target], files)
                 rows = no_figures(target.matrix.rows)
                 for chunk in self.pruned(target, files, selector, moved):
                     put_figures(rows, chunk.first, chunk.figures)
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)
-                outcomes.append(self.outcome(target, rows, selector))
-        return Outcomes(outcomes, self.whole(selector))
+                outcomes.append(outcome_of(target, rows, self.counts, selector))
+        return Outcomes(outcomes, whole_of(self.counts, selector))
 
     def masks(self) -> "Callable[[Target], Tensor]":
         """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
@@ -234,7 +199,7 @@ class Pruner:
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
             with self.checkpoint.open_files() as files:
                 if selector is None or not of_all:
-                    selector = self.search(self.targets if of_all else [target], files)
+                    selector = self.cut(self.targets if of_all else [target], files)
                 if of_all and selector is not None:
                     # Of equal scores, theirs come first.
                     for other in self.targets[len(ties) - 1 : place]:
@@ -269,41 +234,6 @@ class Pruner:
         scores = scores.with_activations(activations)
         return Pruner(scores, self.counts, self._device).masks()(target)
 
-    def outcome(
-        self, target: Target, rows: RowFigures, selector: "GroupSelector | None"
-    ) -> Outcome:
-        """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first
-        row.
-        """
-        group = self.counts.group
-        n_eff = rows.n_eff
-        s_eff = rows.s_eff
-        if group == "matrix":
-            if selector is not None:
-                n_eff[0], s_eff[0] = float(selector.sums.number()), selector.effective_mass()
-            n_eff = n_eff[:1].copy()
-            s_eff = s_eff[:1].copy()
-        elif group == "all":
-            n_eff = s_eff = None
-        if n_eff is not None and target.name in self.counts.n_eff:
-            n_eff = self.counts.n_eff[target.name]
-        return Outcome(
-            target,
-            rows.kept.astype(np.int64),
-            rows.kept_mass,
-            rows.mass,
-            n_eff,
-            s_eff,
-            int(rows.zeros.sum()),
-        )
-
-    def whole(self, selector: "GroupSelector | None") -> tuple[float, float] | None:
-        """N_eff and s_eff of all targets as one group; None for other groups."""
-        if self.counts.group != "all" or selector is None:
-            return None
-        n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.sums.number()[0]
-        return float(n_eff), selector.effective_mass()
-
     def by_reference(self, target: Target, first: int) -> bool:
         """Whether the reference decides the chunk that begins with a row, for a group of rows."""
         plain = self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
@@ -315,10 +245,22 @@ class Pruner:
         dtype = "F32" if target.matrix.scales is not None else target.matrix.stored.dtype
         return not words_supported(dtype, self.counts.rule_of(target))
 
-    def _prune(
+    def prune(
         self, target: Target, first: int, words: Words, selector: "GroupSelector | None"
     ) -> RowFigures:
-        """Prune a chunk in place; returns arrays."""
+        """Prune a chunk in place.
+
+        Args:
+            first: number of its first row.
+            words: the bits of the rows, shape (rows, columns).
+            selector: of the target's group, if a group is larger than a row.
+
+        Returns:
+            Arrays.
+
+        Raises:
+            NonFiniteError: it holds NaN or infinity.
+        """
         matrix = target.matrix
         dtype = target.matrix.stored.dtype
         if matrix.scales is None or selector is not None or self.scores.criterion_of(target).whole:
@@ -347,6 +289,64 @@ class Pruner:
         return RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))
 
 
+def cut_of(chunks: "Callable[[], Iterator[Tensor]]", rule: KeepRule) -> "GroupSelector":
+    """The cut of a group that is larger than a row: one pass over its scores for the sums, then
+    passes that narrow the cut.
+
+    Args:
+        chunks: returns the scores of the group, in pieces, at each call.
+        rule: how many of them stay.
+    """
+    from emp_llm.selection.reference import GroupSelector
+
+    selector = GroupSelector(rule)
+    for scores in chunks():
+        selector.add(scores)
+    while selector.searching():
+        for scores in chunks():
+            selector.search(scores)
+    return selector
+
+
+def outcome_of(
+    target: Target, rows: RowFigures, counts: KeptCounts, cut: "GroupSelector | None"
+) -> Outcome:
+    """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row.
+
+    Args:
+        rows: the figures of all rows.
+        counts, cut: that decided the masks.
+    """
+    n_eff = rows.n_eff
+    s_eff = rows.s_eff
+    if counts.group == "matrix":
+        if cut is not None:
+            n_eff[0], s_eff[0] = float(cut.sums.number()), cut.effective_mass()
+        n_eff = n_eff[:1].copy()
+        s_eff = s_eff[:1].copy()
+    elif counts.group == "all":
+        n_eff = s_eff = None
+    if n_eff is not None and target.name in counts.n_eff:
+        n_eff = counts.n_eff[target.name]
+    return Outcome(
+        target,
+        rows.kept.astype(np.int64),
+        rows.kept_mass,
+        rows.mass,
+        n_eff,
+        s_eff,
+        int(rows.zeros.sum()),
+    )
+
+
+def whole_of(counts: KeptCounts, cut: "GroupSelector | None") -> tuple[float, float] | None:
+    """N_eff and s_eff of all targets as one group; None for other groups."""
+    if counts.group != "all" or cut is None:
+        return None
+    n_eff = counts.n_eff[""][0] if "" in counts.n_eff else cut.sums.number()[0]
+    return float(n_eff), cut.effective_mass()
+
+
 def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
     """The outcomes of several recipes for the same targets, each row being a group. Every matrix is
     read once for all of them.
@@ -360,11 +360,11 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
     with reader.scores.reading("measure") as (files, bar):
         for target in reader.targets:
             statistics = [no_figures(target.matrix.rows) for _ in pruners]
-            for first, words in reader.read(target, files):
+            for first, words in read_chunks(target, files):
                 for rows, pruner in zip(statistics, pruners, strict=True):
                     with naming_rows(target, first, words):
-                        put_figures(rows, first, pruner._prune(target, first, words.copy(), None))
+                        put_figures(rows, first, pruner.prune(target, first, words.copy(), None))
                 bar.update(words.size)
             for rows, pruner, of_targets in zip(statistics, pruners, outcomes, strict=True):
-                of_targets.append(pruner.outcome(target, rows, None))
+                of_targets.append(outcome_of(target, rows, pruner.counts, None))
     return [Outcomes(of_targets, None) for of_targets in outcomes]

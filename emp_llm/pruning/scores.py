@@ -2,10 +2,10 @@
 inputs; or given by the user.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, tensor_bytes
+from emp_llm.checkpoint.files import FilePool, FileReader, file_hash, prefetch, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows
 from emp_llm.common.errors import UserError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from emp_llm.calibration.activations import Activations
 
+CHUNK_WEIGHTS = 1 << 21
 _CHUNK = 1 << 22  # scores read at a time
 
 
@@ -135,6 +136,27 @@ class Scores:
         with self.checkpoint.open_files() as files, progress_bar(total, title, "W") as bar:
             yield files, bar
         self.checkpoint.check_unchanged()
+
+    def of_chunks(
+        self,
+        targets: Sequence[Target],
+        files: FilePool,
+        device: str = "cpu",
+        chunk_weights: int = CHUNK_WEIGHTS,
+    ) -> "Iterator[Tensor]":
+        """The scores of each chunk of some targets, in order, on a device.
+
+        Raises:
+            UserError: a target holds NaN or infinity, or its scores overflow.
+        """
+        for target in targets:
+            for first, words in read_chunks(target, files, chunk_weights):
+                with naming_rows(target, first, words):
+                    weights = as_tensor(words, target.matrix.stored.dtype).to(device)
+                    scores = self.of(target, first, weights)
+                    if not bool(scores.isfinite().all()):  # said here, where the rows have a name
+                        raise NonFiniteError("scores hold NaN or infinity")
+                yield scores
 
     def criterion_of(self, target: Target) -> Criterion:
         """The criterion that scores a target."""
@@ -265,6 +287,19 @@ class Scores:
     @property
     def _source_name(self) -> str:
         return f"criterion {self.criterion.name}" if self._given is None else self._given.name
+
+
+def read_chunks(
+    target: Target, files: FilePool, chunk_weights: int = CHUNK_WEIGHTS
+) -> Iterator[tuple[int, Words]]:
+    """(first row, bits) of each chunk of a target's rows, with the next ones read ahead."""
+    matrix = target.matrix
+    reader = files.reader(matrix.stored.shard)
+
+    def job(first: int, last: int) -> tuple[int, Words]:
+        return first, matrix.read(reader, first, last)
+
+    return prefetch(partial(job, first, last) for first, last in matrix.row_chunks(chunk_weights))
 
 
 class GivenScores:

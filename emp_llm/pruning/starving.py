@@ -111,7 +111,7 @@ def _place(pruner: Pruner, outcome: Outcome) -> _Starved:
     shares = torch.zeros(target.matrix.columns, dtype=torch.float64)
     first = 0
     with pruner.checkpoint.open_files() as files:
-        for chunk in pruner.scored([target], files):
+        for chunk in pruner.scores.of_chunks([target], files):
             scores = chunk[rows[first : first + len(chunk)].to(chunk.device)].abs().double()
             shares += (scores / scores.sum(1, keepdim=True)).sum(0).cpu()
             first += len(chunk)

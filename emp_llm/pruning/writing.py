@@ -45,7 +45,7 @@ from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import criterion_file
 from emp_llm.options.recipe import Own, Recipe
-from emp_llm.pruning.masks import Chunk, Pruner
+from emp_llm.pruning.masks import Chunk, Pruner, outcome_of, whole_of
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
@@ -138,7 +138,7 @@ def _write_shards(
         if output is not None and shard.name in hashes:
             statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
             for done, rows in zip(targets, statistics, strict=True):
-                outcomes[done.name] = pruner.outcome(done, rows, None)
+                outcomes[done.name] = outcome_of(done, rows, pruner.counts, None)
             bar.update(size)
             continue
         digest = RunningHash(folder / shard.name)
@@ -148,11 +148,13 @@ def _write_shards(
             for (start, end), target in zip(gaps(targets, 0, size), [*targets, None], strict=True):
                 file.copy(reader, start, end)
                 if target is not None:
-                    selector = pruner.search([target], files)
+                    selector = pruner.cut([target], files)
                     statistics.append(
                         file.put_rows(target, pruner.pruned(target, files, selector, moved))
                     )
-                    outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
+                    outcomes[target.name] = outcome_of(
+                        target, statistics[-1], pruner.counts, selector
+                    )
         sync_path(folder / shard.name)
         hashes[shard.name] = digest.finish()
         pruner.checkpoint.check_unchanged()
@@ -174,7 +176,7 @@ def _write_together(
     in this order are kept.
     """
     digests = {shard: RunningHash(folder / shard.name) for shard in pruner.checkpoint.shards}
-    selector = pruner.search(pruner.targets, files)
+    selector = pruner.cut(pruner.targets, files)
     for shard, digest in digests.items():
         with _ShardFile(folder / shard.name, digest, bar) as file:
             for start, end in gaps(targets_in(pruner.targets, shard), 0, shard.stat().st_size):
@@ -184,12 +186,12 @@ def _write_together(
         shard = target.matrix.stored.shard
         with _ShardFile(folder / shard.name, digests[shard], bar) as file:
             statistics = file.put_rows(target, pruner.pruned(target, files, selector, moved))
-        outcomes[target.name] = pruner.outcome(target, statistics, selector)
+        outcomes[target.name] = outcome_of(target, statistics, pruner.counts, selector)
     for shard in digests:
         sync_path(folder / shard.name)
     return (
         outcomes,
-        pruner.whole(selector),
+        whole_of(pruner.counts, selector),
         {shard.name: digest.finish() for shard, digest in digests.items()},
     )
 

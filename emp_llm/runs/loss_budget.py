@@ -59,7 +59,8 @@ from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
-from emp_llm.pruning.outcome import Outcomes, sizes_record
+from emp_llm.pruning.outcome import Outcomes
+from emp_llm.pruning.report import sizes_record
 from emp_llm.pruning.scores import Scores
 from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord

@@ -40,7 +40,7 @@ from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Heal, Recipe, Share
 from emp_llm.pruning.chosen import stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
-from emp_llm.pruning.outcome import log_warnings
+from emp_llm.pruning.report import log_warnings
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import criterion_source, keep_criterion, run_signature, write_manifest
 from emp_llm.records.corpus import Corpus

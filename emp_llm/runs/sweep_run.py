@@ -48,7 +48,8 @@ from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner, check_device
-from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest, report_of
+from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest
+from emp_llm.pruning.report import report_of
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import (
