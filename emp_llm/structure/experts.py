@@ -60,7 +60,6 @@ from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import (
     Block,
     Sums,
-    add_to,
     is_added,
     output_errors,
     solved,
@@ -752,10 +751,10 @@ def _refitted(
         sums: of `_summands`; None if it saw no token.
         weight: the dense one, float32.
     """
-    tokens = 0 if sums is None else int(sums["tokens"])
-    if sums is None or tokens < max(1, min_expert_tokens):
+    tokens = 0 if sums is None else sums.tokens
+    if sums is None or sums.gram is None or tokens < max(1, min_expert_tokens):
         return Moved(None, FitRecord(tokens=tokens))
-    moments = Moments(sums["gram"], sums["right"], sums["energy"], tokens)
+    moments = Moments(sums.gram, sums.right, sums.energy[target.name], tokens)
     everything = Allowed(mask=torch.ones_like(weight, dtype=torch.bool))
     solution = solved(target, update, weight, moments, everything)
     before, after = output_errors(moments, weight, weight, solution.weight) or (0.0, 0.0)
@@ -787,10 +786,10 @@ def _add_batch(
         squares.index_add_(0, of_expert.tokens, of_expert.gates.square())
     for of_expert in seen:
         if of_expert.number in chunk:
-            weight = weight_of(block.model, by_number[of_expert.number].layer).float()
-            summands = _summands(of_expert, weight, missing, squares)
-            for name, summand in summands.items():
-                add_to(sums.setdefault(of_expert.number, {}), name, summand)
+            target = by_number[of_expert.number]
+            weight = weight_of(block.model, target.layer).float()
+            summands = _summands(of_expert, target.name, weight, missing, squares)
+            sums.setdefault(of_expert.number, Sums()).add(summands)
 
 
 def _seen(
@@ -816,11 +815,11 @@ def _seen(
     return seen, output
 
 
-def _summands(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> Sums:
+def _summands(seen: Seen, name: str, weight: Tensor, missing: Tensor, squares: Tensor) -> Sums:
     """The number of tokens that an expert saw, and its summands of `Moments`.
 
     Args:
-        weight: its last matrix, float32.
+        name, weight: of its last matrix, float32.
         missing: r_t of each token of the batch, float32, shape (tokens, hidden).
         squares: the sum of the squared gates of each of these tokens.
     """
@@ -829,9 +828,5 @@ def _summands(seen: Seen, weight: Tensor, missing: Tensor, squares: Tensor) -> S
     of_token = squares[seen.tokens].clamp(min=torch.finfo(torch.float32).tiny)
     shares = seen.gates.square() / of_token
     y = add_product(x, weight.T) + shares[:, None] * missing[seen.tokens]
-    return {
-        "tokens": torch.tensor(len(x)),
-        "gram": add_product(x.T, x),
-        "right": add_product(y.T, x),
-        "energy": in_float64(y.square().sum(0)),
-    }
+    energy = {name: in_float64(y.square().sum(0))}
+    return Sums(len(x), gram=add_product(x.T, x), right=add_product(y.T, x), energy=energy)

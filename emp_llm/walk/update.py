@@ -508,15 +508,61 @@ def is_added(model: nn.Module, target: Target, run: Callable[[], Tensor]) -> boo
     return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
 
 
-# Sums over the tokens t of a level, for the targets that share its inputs. w_t are the weights of
-# the tokens, xhat the inputs in the pruned model and x those in the dense one. By name:
-#   "gram": sum_t w_t xhat_t xhat_t^T, float32, shape (inputs, inputs).
-#   "cross": sum_t w_t xhat_t x_t^T, float32. Without it, the targets shall return W xhat_t.
-#   "wanted": sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in
-#   place of "cross".
-#   "tokens": their number.
-#   The name of a target: sum_t w_t y_tr^2 of each wanted output r, float64, shape (outputs,).
-Sums = dict[str, Tensor]
+@dataclass
+class Sums:
+    """Sums over the tokens t of a level, for the targets that share its inputs. w_t are the weights
+    of the tokens, xhat the inputs in the pruned model and x those in the dense one.
+
+    Attributes:
+        tokens: their number.
+        gram: sum_t w_t xhat_t xhat_t^T, float32, shape (inputs, inputs).
+        right: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs);
+            None: `cross` says what is wanted.
+        cross: sum_t w_t xhat_t x_t^T, float32, shape (inputs, inputs). Without both, the targets
+            shall return W xhat_t.
+        energy: by the name of a target, sum_t w_t y_tr^2 of each wanted output r, float64, shape
+            (outputs,).
+    """
+
+    tokens: int = 0
+    gram: Tensor | None = None
+    right: Tensor | None = None
+    cross: Tensor | None = None
+    energy: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """Those that it has."""
+        return [each for each in (self.gram, self.right, self.cross) if each is not None]
+
+    def add(self, other: "Sums") -> None:
+        """Add the sums over other tokens."""
+        self.tokens += other.tokens
+        self.gram = _total(self.gram, other.gram)
+        self.right = _total(self.right, other.right)
+        self.cross = _total(self.cross, other.cross)
+        for name, energy in other.energy.items():
+            self.add_energy(name, energy)
+
+    def add_energy(self, name: str, energy: Tensor) -> None:
+        """Add the energy of other tokens to that of a target."""
+        self.energy[name] = self.energy[name] + energy if name in self.energy else energy
+
+    def to(self, device: torch.device) -> "Sums":
+        """The same on a device."""
+        gram, right, cross = (
+            None if each is None else each.to(device)
+            for each in (self.gram, self.right, self.cross)
+        )
+        energy = {name: each.to(device) for name, each in self.energy.items()}
+        return Sums(self.tokens, gram, right, cross, energy)
+
+
+def _total(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of both; of one alone, where the other is missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 class _DenseCalls:
@@ -603,18 +649,19 @@ def _sums_of_level(
         mine = _sums_of_two_streams(block, dense, level, numbers, relative)
     sums = sums_of_ranks(mine, execution_device(block.step.block))
     for first, of_inputs in sums.items():
-        moments = (of_inputs[key] for key in ("gram", "cross", "wanted") if key in of_inputs)
-        if not bool(torch.stack([values.isfinite().all() for values in moments]).all()):
+        finite = [moment.isfinite().all() for moment in of_inputs.moments]
+        if not bool(torch.stack(finite).all()):
             raise UserError(
                 f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be "
                 "fitted. Try --dtype float32, or prune without a fit."
             )
-        of_inputs["gram"] = symmetric(of_inputs["gram"])
+        assert of_inputs.gram is not None
+        of_inputs.gram = symmetric(of_inputs.gram)
         for target in level.inputs[first] if dense is None else ():
             weight = block.weight(target)
             with float32_products("highest"):
-                returned = add_product(weight, of_inputs["gram"])
-            of_inputs[target.name] = in_float64(torch.linalg.vecdot(weight, returned))
+                returned = add_product(weight, of_inputs.gram)
+            of_inputs.energy[target.name] = in_float64(torch.linalg.vecdot(weight, returned))
     return sums
 
 
@@ -626,19 +673,11 @@ def sums_of_ranks(mine: dict[Key, Sums], device: torch.device) -> dict[Key, Sums
     if ranks().count == 1 and device == of_model:
         return mine
     total: dict[Key, Sums] = {}
-    on_cpu = {
-        key: {name: value.cpu() for name, value in sums.items()} for key, sums in mine.items()
-    }
+    on_cpu = {key: sums.to(torch.device("cpu")) for key, sums in mine.items()}
     for of_rank in ranks().gather(on_cpu):
         for key, sums in of_rank.items():
-            for name, value in sums.items():
-                add_to(total.setdefault(key, {}), name, value.to(device))
+            total.setdefault(key, Sums()).add(sums.to(device))
     return total
-
-
-def add_to(sums: Sums, name: str, value: Tensor) -> None:
-    """Add a value to the sum of a name."""
-    sums[name] = sums[name] + value if name in sums else value
 
 
 def _sums_of_one_stream(block: Block, level: _Level, numbers: Sequence[int]) -> dict[str, Sums]:
@@ -650,9 +689,9 @@ def _sums_of_one_stream(block: Block, level: _Level, numbers: Sequence[int]) -> 
     def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
         for name in (layer.name for layer in layers if layer.name in level.inputs):
             x = given.detach().flatten(0, -2)
-            sums = by_first.setdefault(name, {})
-            add_to(sums, "tokens", torch.tensor(len(x)))
-            sums["gram"] = add_moments(x, x, sums.get("gram"))
+            sums = by_first.setdefault(name, Sums())
+            sums.tokens += len(x)
+            sums.gram = add_moments(x, x, sums.gram)
 
     firsts = [targets[0].layer for targets in level.inputs.values()]
     with layer_hooks(block.model, firsts, observe):
@@ -680,7 +719,7 @@ def _sums_of_two_streams(
         else:
             inputs = block.pruned_inputs(firsts, number, whole=level.routed)
         for first, x in inputs.items():
-            sums = by_first.setdefault(first, {})
+            sums = by_first.setdefault(first, Sums())
             for target in level.inputs[first]:
                 name = target.name
                 y = None
@@ -695,27 +734,28 @@ def _sums_of_two_streams(
                     y = missing.flatten(0, -2)
                     y = y if bias is None else y - bias.float()
                 if name == first:
-                    add_to(sums, "tokens", torch.tensor(len(x)))
+                    sums.tokens += len(x)
                     left = x if weights is None else x.float() * weights[:, None]
-                    sums["gram"] = add_moments(left, x, sums.get("gram"))
+                    sums.gram = add_moments(left, x, sums.gram)
                     if level.closing and y is not None:
                         wanted = y if weights is None else y * weights[:, None]
-                        sums["wanted"] = add_moments(wanted, x, sums.get("wanted"))
+                        sums.right = add_moments(wanted, x, sums.right)
                     elif not level.routed:
                         dense_x = dense.inputs(number, first, x.device)
-                        sums["cross"] = add_moments(left, dense_x, sums.get("cross"))
+                        sums.cross = add_moments(left, dense_x, sums.cross)
                 energy = dense.energy[number, name] if y is None else _energy(y, weights)
-                add_to(sums, name, energy)
+                sums.add_energy(name, energy)
     return by_first
 
 
 def _moments_of(block: Block, target: Target, sums: Sums) -> Moments:
     """What a target saw and shall return."""
-    right = sums.get("wanted")
-    if "cross" in sums:
+    right = sums.right
+    if sums.cross is not None:
         with float32_products("highest"):
-            right = add_product(block.weight(target), sums["cross"].T)
-    return Moments(sums["gram"], right, sums[target.name], int(sums["tokens"]))
+            right = add_product(block.weight(target), sums.cross.T)
+    assert sums.gram is not None
+    return Moments(sums.gram, right, sums.energy[target.name], sums.tokens)
 
 
 def _updated(
@@ -732,7 +772,7 @@ def _updated(
     Args:
         sums: of its inputs; None if it saw no token.
     """
-    tokens = 0 if sums is None else int(sums["tokens"])
+    tokens = 0 if sums is None else sums.tokens
     if sums is None or tokens < (max(1, min_expert_tokens) if target.layer.routed else 1):
         return Moved(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
