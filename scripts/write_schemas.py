@@ -17,8 +17,8 @@ import msgspec
 
 from emp_llm.cluster.jobs import Job, JobState
 from emp_llm.cluster.slurm import Site
-from emp_llm.common.declared import declared, has_kinds
 from emp_llm.commands.collect import Collected
+from emp_llm.common.declared import declared, has_kinds
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord

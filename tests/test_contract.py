@@ -19,8 +19,7 @@ import torch
 from oracle import Array
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from emp_llm import Recipe
-from emp_llm import calibrate, prune
+from emp_llm import Recipe, calibrate, prune
 from emp_llm.records.run_report import RunReport
 
 METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")

@@ -18,7 +18,6 @@ from emp_llm.cluster.jobs import JobState, read_plan
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import FileRecord, converted, read_record
-from emp_llm.records.base import FileRecord, read_record
 from emp_llm.records.manifest import Manifest
 
 Models = Callable[[str], Path]

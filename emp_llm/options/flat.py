@@ -5,7 +5,7 @@ from inspect import Parameter
 from typing import Any, NoReturn
 
 from emp_llm.common.declared import Option, asked, built, options_of
-from emp_llm.common.errors import UserError, did_you_mean
+from emp_llm.common.errors import UserError, did_you_mean, quotable
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.recipe import (
@@ -115,6 +115,8 @@ def recipe_of(method: str | None = None, **options: Any) -> Recipe:
     Raises:
         UserError: an option is unknown, out of range, or does not go with another.
     """
+    if method is not None and not isinstance(method, str):
+        raise UserError(f"--method must be a name such as emp-wanda, got {quotable(repr(method))}.")
     known = RecipeWords.options()
     words = RecipeWords()
     for name, value in ({"method": method} | options).items():
@@ -185,9 +187,9 @@ def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -
         return Given
     if "criterion" in given:
         own = custom_name(given["criterion"])
-        if own is None:
+        if own is None or ("source" in given and own != name):  # a record knows the name
             given["named"] = name
-        if own in (None, name):
+        if own == name or "named" in given:
             return Own
     for option in ("criterion", "scores"):
         if option in given:
@@ -272,9 +274,10 @@ def _why_not_scores(name: str, flag: str, method: str, words: Mapping[str, Any])
             "never negative. Leave it out."
         )
     if name == "score":
+        has = "has relative norms" if method.endswith(Relative.name) else "needs none"
         return (
-            f"--score chooses the norms of the inputs, and method {method} leaves no choice. Leave "
-            "it out, or use --method wanda or emp-wanda."
+            f"--score chooses the norms of the inputs, and method {method} {has}. Leave it out, or "
+            "use --method wanda or emp-wanda."
         )
     return ""
 

@@ -150,7 +150,8 @@ class Own(Score):
         function: of (weight) or (weight, inputs); or its name: MODULE:FUNCTION, FILE.py:FUNCTION.
         norms: the norms of the inputs that it is given: "plain" or "relative", as in `NormScore`.
         score_map: how signed scores become non-negative; None: they must not be negative.
-        named: the name of the function, if `function` is a module or file alone.
+        named: the name of the function, if `function` is a module or file alone; in records, if it
+            has another there.
         source: in records: the SHA-256 of the file. A recipe with it cannot score.
     """
 
@@ -172,7 +173,7 @@ class Own(Score):
         if not isinstance(self.function, str) and not callable(self.function):
             raise UserError(f"--criterion must be a function or its name, got {self.function!r}.")
         known = custom_name(self.function)
-        if self.named is not None and known is not None:
+        if self.named is not None and known is not None and self.source is None:
             raise UserError(
                 f"named is for a module or a file, and the function is {known}. Leave it out."
             )
@@ -345,7 +346,8 @@ class Effective(Counts):
             return
         for name in ("beta", "neff_dtype"):
             if getattr(self, name) not in (None, "float64"):
-                raise UserError(f"sparsity finds the beta; leave out {name}, or sparsity.")
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"--sparsity finds the beta; leave out {flag}, or --sparsity.")
 
     def at(self, sparsity: float) -> "Effective":
         return replace(self, sparsity=sparsity, beta=None, found=None, neff_dtype="float64")
