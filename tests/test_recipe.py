@@ -51,6 +51,10 @@ class Nameless(Search):
         raise NotImplementedError
 
 
+class Finer(Wanda):
+    """A score that a record would take for Wanda."""
+
+
 share = st.integers(0, 99).map(lambda number: number / 100)
 scores = st.one_of(
     st.just(Magnitude()),
@@ -239,6 +243,7 @@ def test_flat_recipes_of_old_records_are_read(case: dict[str, Any]) -> None:
         ({"counts": {"share": {}, "pattern": {}}}, r"recipe\.counts: unknown value"),
         ({"update": {"admm": {"refit": {"damping": 2}}}}, r"update\.admm\.refit: .*at most 1"),
         ({"update": {"shrunk": {}}}, r"recipe\.update: unknown value 'shrunk'"),
+        ({"score": {"own": {}}}, r"recipe\.score\.own: missing field function"),
         ({"group": "rows"}, "recipe: .*group 'rows' is not one of"),
         ({"colour": 1}, "recipe: unknown field 'colour'"),
         ([], r"recipe: expected object, got \[\]"),
@@ -321,6 +326,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
             r"update SparseGPT counts by magnitudes",
         ),
         (lambda: Recipe(update=Nameless()), "update Nameless has no name of its own"),
+        (lambda: Recipe(score=Finer()), "score Finer has no name of its own"),
         (lambda: Effective(beta=2, sparsity=0.5), "sparsity finds the beta; leave out .*beta"),
         (
             lambda: Effective(sparsity=0.5, neff_dtype="bfloat16"),
@@ -346,8 +352,10 @@ def test_what_cannot_be_meant(make: Callable[[], Any], said: str) -> None:
 
 
 def test_a_recipe_does_not_change() -> None:
-    with pytest.raises(AttributeError, match=r"use recipe\.but\(heal=\.\.\.\)"):
-        Recipe().heal = None
+    recipe = Recipe()
+    with pytest.raises(AttributeError):
+        recipe.heal = Heal()  # type: ignore[misc]
+    assert recipe.but(heal=Heal()) == Recipe(heal=Heal()) != recipe
 
 
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt"])

@@ -96,11 +96,11 @@ class RecipeWords(dict[str, Any]):
             fields["group"] = given.pop("group")
         for left in given:
             if left not in unused:
-                _refuse(left, given[left], method, self)
+                _refuse(left, method, self)
         if isinstance(score, Own) and score.source is None:
             calibrated = score.criterion.calibrated
             if "score" in self and not calibrated and "score" not in unused:
-                _refuse("score", self["score"], method, self)
+                _refuse("score", method, self)
         recipe = Recipe(score=score, update=update, structure=structure, **fields)
         return recipe, frozenset(given)
 
@@ -193,7 +193,7 @@ def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -
             return Own
     for option in ("criterion", "scores"):
         if option in given:
-            _refuse(option, given[option], method, given)
+            _refuse(option, method, given)
     if name == Given.name:
         raise UserError(f"{flag} {method} needs your scores; give a file with --scores.")
     if name in UNIT_CRITERIA:
@@ -222,7 +222,7 @@ def _counts_kind(adaptive: bool, given: Mapping[str, Any]) -> type[Counts]:
     return Pattern if "pattern" in given else Share
 
 
-def _refuse(name: str, value: Any, method: str, words: Mapping[str, Any]) -> NoReturn:
+def _refuse(name: str, method: str, words: Mapping[str, Any]) -> NoReturn:
     """Raise UserError for an option that has no place in the recipe of a method."""
     flag = RecipeWords.options()[name].flag
     raise UserError(

@@ -155,14 +155,16 @@ def _sentence(error: BaseException) -> str:
     text = text.replace(
         "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
     )
-    if text.startswith((".", ": ")):  # of a recipe, whose message begins with the path inside it
-        inside, _, text = text.partition(": ")
+    if text.startswith((".", ": ")):  # of a recipe: the path inside it, and a sentence
+        inside, _, words = text.partition(": ")
         field += inside
-    words = quotable(text[:1].lower() + text[1:])
+    else:
+        words = quotable(text[:1].lower() + text[1:])
     for value, version in _REMOVED.items():
         if words == f"unknown value '{value}'":
             return f"{field}: {value!r} was removed after version {version}. Use that version."
-    return f"{field}: {words}." if field else f"{words}."
+    words = words if words.endswith("?") else f"{words}."
+    return f"{field}: {words}" if field else words
 
 
 def _article(kind: str) -> str:
