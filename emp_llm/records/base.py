@@ -100,7 +100,7 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version == kind.FLAT:
-        values = with_trees(values)
+        values = with_trees(values) | {"format": f"emp-llm {kind.KIND} {kind.VERSION}"}
     elif version != kind.VERSION:
         remedy = (
             "Update emp-llm: git pull in its clone."
