@@ -27,7 +27,7 @@ from emp_llm.checkpoint.files import (
 )
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
-from emp_llm.common.errors import UserError, format_bytes
+from emp_llm.common.errors import UserError, disk_sentence, format_bytes
 from emp_llm.prune import prune
 from emp_llm.verify import verify
 
@@ -299,3 +299,14 @@ def test_a_full_disk_in_the_words_of_other_libraries(tmp_path: Path, error: Exce
     assert told is not None
     assert "out: the disk is full. Free some space" in str(told)
     assert explain_disk_error(RuntimeError("a defect"), tmp_path / "out", []) is None
+
+
+def test_a_failing_disk_in_the_words_of_torch(tmp_path: Path) -> None:
+    """Loading an offloaded weight opens its shard."""
+    error = RuntimeError(
+        "unable to open file </m/1.safetensors> in read-only mode: Input/output error (5)"
+    )
+    told = explain_disk_error(error, tmp_path / "out", [])
+    assert "out: a file cannot be read or written (unable to open file </m/1.safe" in str(told)
+    assert "/m/1.safetensors" in str(disk_sentence(error))
+    assert disk_sentence(RuntimeError("a defect (5)")) is None
