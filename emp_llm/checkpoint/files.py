@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from blake3 import blake3
 
 from emp_llm.checkpoint.locks import open_own, same_file
-from emp_llm.common.errors import ReadError, UserError, errno_of, quotable, reason
+from emp_llm.common.errors import ReadError, UserError, errno_of, is_of_disk, quotable, reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -382,6 +382,7 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
 
     Raises:
         UserError: the file is not a JSON object, is too large, or is nested too deeply.
+        ReadError: the disk fails.
     """
     try:
         with path.open("rb") as file:
@@ -390,6 +391,9 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
                 raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
             value = parse_json(file.read(size), object_pairs_hook=unique_keys if unique else None)
     except (OSError, ValueError) as error:
+        if is_of_disk(error):
+            with reading(path):
+                raise
         raise UserError(
             f"{path}: cannot be read as JSON ({reason(error)}). Download it again."
         ) from error

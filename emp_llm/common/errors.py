@@ -93,6 +93,15 @@ def errno_of(error: BaseException | None) -> int | None:
     return None
 
 
+def is_of_disk(error: BaseException | None) -> bool:
+    """Whether a full or failing disk is what an error comes from."""
+    while error is not None:
+        if errno_of(error) in _DISK:
+            return True
+        error = error.__cause__
+    return False
+
+
 def disk_sentence(error: BaseException) -> str | None:
     """A sentence on an error of a full or failing disk; None for any other error."""
     if errno_of(error) not in _DISK:
