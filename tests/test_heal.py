@@ -1244,6 +1244,19 @@ def test_a_disk_that_is_too_small(
         prune(models("llama"), output=tmp_path / "new" / "out", heal=True, **given | how)
 
 
+def test_the_disk_of_a_refit_and_its_healing(
+    models: Models, given: dict[str, Any], tmp_path: Path, disk: Callable[[int], None]
+) -> None:
+    """The fitted weights stay until the output is complete, beside those of the healing."""
+    how: dict[str, Any] = {"method": "wanda", "refit": True, "heal": True, "device_map": "disk"}
+    model = models("llama")
+    plan = prune(model, output=tmp_path / "out", dry_run=True, **given | how)
+    assert plan.fit_disk_bytes is not None
+    disk(plan.disk_bytes + plan.fit_disk_bytes * 3 // 2)
+    with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
+        prune(model, output=tmp_path / "out", **given | how)
+
+
 def test_a_disk_that_is_full_in_the_copy(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,8 +38,8 @@ from emp_llm.checkpoint.files import (
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import (
-    NothingRemovedError,
     ReadError,
+    RefusedError,
     UserError,
     format_bytes,
     quotable,
@@ -182,7 +182,7 @@ class OutputFolder:
         if not ranks().main:
             return
         with contextlib.suppress(OSError):
-            if isinstance(error, NothingRemovedError):  # other settings need other work
+            if isinstance(error, RefusedError):
                 self.forget()
             self._close()
         if not self.path.exists():

@@ -151,7 +151,6 @@ def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
 
 def _prune_weights(pruning: "PruneRun") -> RunReport:
     """Write the checkpoint with zeros in the place of weights."""
-    from emp_llm.pruning.chosen import stored_bytes
     from emp_llm.pruning.counts import counts_of
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
@@ -164,8 +163,7 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
     pruning.check()
     if pruning.awaits_evaluation:
         return read_report(pruning.path)
-    of_moved = 0 if update is None else stored_bytes(chosen.targets)
-    with pruning.output(of_moved) as out:
+    with pruning.output(pruning.work_bytes) as out:
         pruning.begin(out)
 
         # Norms of the inputs. With pruned propagation, the masks of a block are decided before the

@@ -424,9 +424,6 @@ class _Search:
         pruning.targets = targets
         checkpoint = pruning.checkpoint
         pruning.output()  # is only checked
-        if recipe.structure is not None or recipe.moves:
-            # The best run so far, and the one that is made.
-            check_space(pruning.path, 2 * checkpoint.output_bytes - bytes_on_disk(work))
         if checkpoint.config.get("is_encoder_decoder") or headless_class(checkpoint.config):
             raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
         if recipe.structure is None:
@@ -434,6 +431,11 @@ class _Search:
         self._deciding, self._judges = pruning.divided
         if recipe.heal is not None:
             check_healable(checkpoint.config, pruning.text, targets)
+            pruning.plan_healing()
+        if recipe.structure is not None or recipe.moves:
+            # The best run so far, and the one that is made with its work.
+            most = 2 * checkpoint.output_bytes + pruning.work_bytes
+            check_space(pruning.path, most - bytes_on_disk(work))
         self._curve = LossCurve(
             pruning.models,
             source.folder,

@@ -407,6 +407,28 @@ class PruneRun:
             kept=kept,
         )
 
+    def plan_healing(self, kept: dict[str, Any] | None = None) -> None:
+        """Decide how the model heals on the text of the run; `kept` and the errors are those of
+        `_healing_plan`.
+        """
+        assert self.recipe.heal is not None
+        samples, length = self.text.tokens.shape
+        self.healing = self._healing_plan(self.recipe.heal, length, samples, kept)
+
+    @property
+    def work_bytes(self) -> int:
+        """The disk that the work takes beside the output: the weights that move, and those of the
+        healing once it is planned.
+        """
+        recipe = self.recipe
+        size = 0
+        if recipe.update is not None and recipe.structure is None:
+            size += stored_bytes(self.targets)
+        if recipe.heal is not None and self.healing is not None:
+            by_blocks = self.healing.by == "blocks"
+            size += healing_bytes(self.checkpoint, self.targets, recipe.heal, by_blocks)
+        return size
+
     def begin(self, out: OutputFolder) -> None:
         """Resume the work of an interrupted run, or start.
 
@@ -414,14 +436,9 @@ class PruneRun:
             UserError: the healing will not find the memory or the disk that it needs.
         """
         out.begin(self.signature, machine_name() if self.reads_text else "")
-        heal = self.recipe.heal
-        if heal is not None:
-            samples, length = self.text.tokens.shape
-            kept = out.get("healing_plan")
-            self.healing = self._healing_plan(heal, length, samples, kept)
-            by_blocks = self.healing.by == "blocks"
-            disk = healing_bytes(self.checkpoint, self.targets, heal, by_blocks)
-            out.check_space(self.checkpoint.output_bytes + disk)
+        if self.recipe.heal is not None:
+            self.plan_healing(out.get("healing_plan"))
+            out.check_space(self.checkpoint.output_bytes + self.work_bytes)
         if self.reads_text:
             from emp_llm.calibration.data import keep_generated
 
