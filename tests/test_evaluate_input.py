@@ -136,6 +136,35 @@ def test_wrong_tasks(
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_a_task_that_needs_a_package_or_a_longer_context(evaluable: Models, tmp_path: Path) -> None:
+    model = evaluable("llama")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "answers.jsonl").write_text('{"question": "One and one?", "answer": "two"}\n')
+    (folder / "own.py").write_text(
+        "import no_such_package\n\n\ndef first(items):\n    return items\n"
+    )
+    more = {
+        "needy": "process_results: !function own.first",
+        "long": "generation_kwargs: {until: [], max_gen_toks: 1280}",
+    }
+    for name, lines in more.items():
+        (folder / f"{name}.yaml").write_text(
+            TASK.format(
+                name=name,
+                data=folder / "answers.jsonl",
+                kind="generate_until",
+                target="answer",
+                more=f"{lines}\nmetric_list:\n  - {{metric: exact_match}}",
+            )
+        )
+        (tmp_path / f"{name}.toml").write_text(f'[[tasks]]\nnames = ["{name}"]\nfolder = "tasks"\n')
+    needs = r"task needy needs the package no_such_package: pip install"
+    refused(needs, model=model, suite=str(tmp_path / "needy.toml"))
+    says = r"task long generates up to 1,280 tokens, .* holds [0-9]+\. Leave it out"
+    refused(says, model=model, suite=str(tmp_path / "long.toml"))
+
+
 def test_a_tokenizer_without_a_token_to_begin_with(task_suite: Path, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     says = r"model: the tokenizer has neither a bos_token nor an eos_token"

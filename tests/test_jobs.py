@@ -227,6 +227,8 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
     table.write_text("models = 'x\n")
     with pytest.raises(UserError, match="cannot be read as TOML"):
         plan(table, output=tmp_path / "c")
+    with pytest.raises(UserError, match=r"is a folder.*--models"):
+        plan(models("llama"), output=tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Suite files: those of the package, those of a user, and wrong ones."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import SHARED
+from suites import few_task_files
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
@@ -103,6 +105,15 @@ def test_tasks_without_a_suite() -> None:
     assert chat.record() != Task("rte").record(), (
         "results with and without the template are not compared"
     )
+
+
+def test_the_names_of_knowledge_are_those_of_lm_eval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few_task_files(monkeypatch, tmp_path, "mmlu", "gsm8k", "ifeval")
+    names = [task.name for task in find_suite("knowledge").tasks]
+    assert names == ["mmlu", "gsm8k", "ifeval"]
+    assert set(names) <= set(import_module("lm_eval.tasks").TaskManager().all_tasks)
 
 
 def test_published_values_are_those_of_the_paper() -> None:

@@ -43,6 +43,11 @@ def with_table(options: PlanOptions) -> PlanOptions:
         UserError: the table cannot be read or has an unknown key; an option is wrong, or no models
             are named.
     """
+    if options.table is not None and options.table.is_dir():
+        raise UserError(
+            f"{options.table} is a folder, and a plan begins with a TOML file. Give models by "
+            f"--models {options.table}."
+        )
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     kinds = get_type_hints(PlanOptions)
     for name, value in ({} if options.table is None else read_toml(options.table)).items():

@@ -109,10 +109,15 @@ class Harness:
             try:
                 with _quiet(), cache_alone(alone):
                     self._loaded[name] = dict(self._manager.load([name]))
+            except ModuleNotFoundError as error:
+                raise UserError(
+                    f"task {name} needs the package {error.name}: pip install {error.name}, or the "
+                    "extra of lm-eval for this task, such as 'lm-eval[ifeval]'."
+                ) from error
             # Data sets, their readers and the network raise dozens of kinds.
             except Exception as error:
                 data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
-                lost[f"task {name}: {f'its data set {data}' if data else 'it'}"] = reason(error)
+                lost[f"task {name}{f': its data set {data}' if data else ''}"] = reason(error)
                 continue
             for subtask in self._loaded[name]["tasks"].values():
                 if task.num_fewshot and subtask.get_config("num_fewshot") == 0:
@@ -146,6 +151,9 @@ class Harness:
     def model(self, model: PreTrainedModel, tokenizer: Any, batch_size: int | str) -> Any:
         """lm-eval's wrapper around a loaded model. It takes the batch size: `simple_evaluate`
         ignores its own argument.
+
+        Raises:
+            UserError: a task generates more tokens than the model's context holds.
         """
         from lm_eval.models.huggingface import HFLM
 
@@ -154,6 +162,14 @@ class Harness:
             wrapped = HFLM(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend=backend
             )
+        for loaded in self._loaded.values():
+            for name, task in loaded["tasks"].items():
+                length = _generated(task.config, wrapped.max_gen_toks)
+                if length >= wrapped.max_length:
+                    raise UserError(
+                        f"task {name} generates up to {length:,} tokens, and the model's context "
+                        f"holds {wrapped.max_length:,}. Leave it out."
+                    )
         # The `device` of an offloaded model is not that of its inputs.
         wrapped._device = input_device(model)
         if ranks().count > 1:
@@ -209,6 +225,13 @@ class Harness:
         return msgspec.convert(
             report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord
         )
+
+
+def _generated(config: Any, default: int) -> int:
+    """How many tokens lm-eval lets a task generate; 0 for a task that compares probabilities."""
+    if config.output_type != "generate_until":
+        return 0
+    return int((config.generation_kwargs or {}).get("max_gen_toks", default))
 
 
 def _kept(report: dict[str, Any]) -> dict[str, Any]:
