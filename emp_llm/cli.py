@@ -434,7 +434,8 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             name, list(arguments), max_content_width=100, allow_extra_args=True
         )
     except click.UsageError as error:
-        raise UserError(f"{error.format_message()} {name} --help shows the options.") from error
+        message = error.format_message().rstrip(".")
+        raise UserError(f"{message}. {name} --help shows the options.") from error
     values = {key: value for key, value in context.params.items() if value not in (None, ())}
     words = context.args
     if values.pop("help"):

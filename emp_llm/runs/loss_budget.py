@@ -41,7 +41,7 @@ from emp_llm.checkpoint.output import (
     check_space,
 )
 from emp_llm.common.errors import NothingRemovedError, UserError
-from emp_llm.common.machine import machine_name
+from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
@@ -53,16 +53,15 @@ from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
 from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes, sizes_record
 from emp_llm.pruning.scores import Scores
-from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
 from emp_llm.runs.prune_run import Inputs, LossSearch, PruneRun, find_inputs, output_of
 from emp_llm.runs.run import Run, collected_norms, dense_model
+from emp_llm.runs.trials import Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -260,7 +259,7 @@ class LossCurve:
         self.run = run
         self.tokens = tokens
         self._mask_device: MaskDevice = mask_device
-        self._work = work
+        self._trials = Trials(run, work / "checkpoint")
         self._numbers: Numbers = {}
 
     @cached_property
@@ -299,21 +298,9 @@ class LossCurve:
         if norms is not None and recipe.needs_activations:
             scores = scores.with_activations(norms)
         pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
-        dense = dense_model(run)
         _ = self.dense
-        if holds_stored_weights(dense, run.checkpoint, run.targets):
-            with pruned(dense, pruner) as outcomes:
-                record = self.measured(dense)
-        else:  # offloaded: from a temporary checkpoint
-            del dense
-            run.models.free()
-            files = self._work / "checkpoint"
-            shutil.rmtree(files, ignore_errors=True)
-            files.mkdir(parents=True)
-            outcomes = write_checkpoint(pruner, files).outcomes
-            record = self.measured(run.models.get(files))
-            run.models.free()
-            shutil.rmtree(files)
+        with self._trials.pruned(pruner, Stopwatch(peaks=False)) as (folder, outcomes):
+            record = self.measured(run.models.get(folder))
         return record, outcomes
 
 

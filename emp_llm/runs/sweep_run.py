@@ -2,9 +2,9 @@
 
 import logging
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,6 @@ from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
 from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest, report_of
 from emp_llm.pruning.scores import recorded
@@ -51,6 +50,7 @@ from emp_llm.records.source import CalibrationRecord, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy
 from emp_llm.runs.run import Run, collected_norms, dense_model, signature_of_text, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, measures_of, point_record
+from emp_llm.runs.trials import Trials
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,8 @@ def sweep_points(run: SweepRun, shared: RecipeOptions) -> Sweep:
     _begin(run, shared, dense)
     norms = _calibrated(run)
     dense = _with_dense_measured(run, dense)
-    _Measuring(run, norms, dense).measure_points()
+    trials = Trials(run, run.folder.scratch)
+    _Measuring(run, norms, dense, trials).measure_points()
     return run.folder.record
 
 
@@ -276,6 +277,7 @@ class _Measuring:
     Attributes:
         norms: None: no point needs them.
         dense: the results of the dense model.
+        trials: of the points.
         measured: digest of masks -> the point that had them first, and its measurements.
         numbers: of the magnitudes, shared by points whose counts they set.
     """
@@ -283,23 +285,9 @@ class _Measuring:
     run: SweepRun
     norms: Activations | None
     dense: Results
+    trials: Trials
     measured: dict[str, tuple[str, Measures]] = field(default_factory=dict)
     numbers: Numbers = field(default_factory=dict)
-
-    @cached_property
-    def in_memory(self) -> bool:
-        """Whether the loaded weights are the stored ones."""
-        run = self.run
-        dense = dense_model(run)
-        if holds_stored_weights(dense, run.checkpoint, run.targets):
-            return True
-        logger.info(
-            "the loaded weights differ from the stored ones; each point is written to a temporary "
-            "checkpoint."
-        )
-        del dense
-        run.models.free()
-        return False
 
     def measure_points(self) -> None:
         """Measure the points that are not finished."""
@@ -342,7 +330,7 @@ class _Measuring:
         pruner = Pruner(scores, counts_of(scores, self.numbers), run.sweeping.mask_device)
         path = run.folder.points / point.name
         run = replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch())
-        _ = self.in_memory
+        _ = self.trials.in_memory
         update = run.recipe.update
         moved = None
         if update is not None:
@@ -363,17 +351,8 @@ class _Measuring:
         """Measure a point, and write its report, and with --keep its checkpoint."""
         if self.run.sweeping.keep:
             return self._keep(point)
-        if self.in_memory:
-            report = self._report_in_memory(point)
-        else:
-            files = self.run.folder.scratch
-            files.mkdir()
-            try:
-                with point.run.stopwatch("prune"):
-                    outcomes = write_checkpoint(point.pruner, files, moved=point.moved).outcomes
-                report = self._report(point, outcomes, files)
-            finally:
-                shutil.rmtree(files, ignore_errors=True)
+        with self._pruned(point) as (folder, outcomes):
+            report = self._report(point, outcomes, folder)
         report.save(point.run.path / REPORT_NAME)
         return report
 
@@ -388,23 +367,18 @@ class _Measuring:
             out.begin(run_signature(run.checkpoint, run.recipe, made_of))
             with run.stopwatch("prune"):
                 written = write_checkpoint(point.pruner, out.files, out, point.moved)
-            if self.in_memory:
-                report = self._report_in_memory(point)
-            else:
-                report = self._report(point, written.outcomes, out.files)
+            # What is written is measured in memory, if that is the same.
+            kept = nullcontext((out.files, written.outcomes))
+            with self._pruned(point) if self.trials.in_memory else kept as (folder, outcomes):
+                report = self._report(point, outcomes, folder)
             if norms is not None:
                 norms.save(out.files / ACTIVATIONS_NAME)
             write_records(run, out.files, report, written.identity, digest, written.hashes)
             out.complete()
         return report
 
-    def _report_in_memory(self, point: _Point) -> RunReport:
-        """Measure a point on the dense model with its weights masked, and restore them."""
-        with ExitStack() as masked:
-            with point.run.stopwatch("prune"):
-                change = pruned(dense_model(self.run), point.pruner, point.moved)
-                outcomes = masked.enter_context(change)
-            return self._report(point, outcomes, self.run.source.folder)
+    def _pruned(self, point: _Point) -> AbstractContextManager[tuple[Path, Outcomes]]:
+        return self.trials.pruned(point.pruner, point.run.stopwatch, point.moved)
 
     def _report(self, point: _Point, outcomes: Outcomes, folder: Path) -> RunReport:
         """Measure a point.
@@ -436,13 +410,13 @@ class _Measuring:
             return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=first)
         run = point.run
         begun = run.folder.measured_so_far(point.point, masks)
-        with nullcontext() if self.in_memory else run.stopwatch("load"):
+        with nullcontext() if self.trials.in_memory else run.stopwatch("load"):
             model = run.models.get(folder)
         with run.stopwatch("evaluate pruned"):
             note = partial(run.folder.note_measures, point.point, masks)
             measures = measure(model, run.prepared, begun, note)
         del model
-        if not self.in_memory:
+        if not self.trials.in_memory:
             run.models.free()  # the next point's checkpoint has the same path
         return measures
 
