@@ -84,9 +84,8 @@ class ModelStudy:
         data: Any = calibration_data(text, self.chosen.architecture, models, held_out=CHOOSING)
         run = Run(
             source=LocalModel(name, model.folder, None),
-            architecture=self.chosen.architecture,
             recipe=self.recipe,
-            targets=self.chosen.targets,
+            chosen=self.chosen,
             options=text,
             text=data,
             path=path,

@@ -61,6 +61,7 @@ def calibrate(
     from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
+    from emp_llm.pruning.chosen import Chosen
     from emp_llm.runs.run import Run, collected_norms, signature_of_text
 
     scope = Targets(
@@ -79,15 +80,15 @@ def calibrate(
     architecture = Architecture.of_checkpoint(checkpoint, layers.blocks, trust)
     selected = architecture.targets_of(scope)
     chosen = [target for target in selected if target.layer.purpose != "embedding"]
-    check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
+    coverage = architecture.coverage(chosen, layers.tower)
+    check_coverage(coverage, targets, layers.allow_partial)
     calibrated_layers = [target.layer for target in chosen]
     check_calibrated(calibrated_layers)
     models = OneModel(loading.device_map, loading.dtype, trust)
     run = Run(
         source=source,
-        architecture=architecture,
         recipe=Recipe(targets=scope),
-        targets=chosen,
+        chosen=Chosen(architecture, chosen, coverage),
         options=text,
         text=calibration_data(text, architecture, models, quantization=quantization),
         path=output,

@@ -73,6 +73,7 @@ def heal(
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.outcome import log_warnings
     from emp_llm.pruning.writing import are_as_written, read_manifest
     from emp_llm.records.run_report import read_report
@@ -107,11 +108,11 @@ def heal(
     tree = recipe.tree
     assert tree.heal is not None
     wanted = sequences_for(tree.heal.steps)
+    targets = architecture.targets_of(tree.targets)
     run = Run(
         source=source,
-        architecture=architecture,
         recipe=tree,
-        targets=architecture.targets_of(tree.targets),
+        chosen=Chosen(architecture, targets, architecture.coverage(targets)),
         options=options,
         text=calibration_data(options, architecture, models, training=wanted),
         path=options.output or folder.with_name(f"{folder.name}-healed"),

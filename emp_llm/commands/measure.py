@@ -114,9 +114,8 @@ def measure(
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
         run = Run(
             source=source,
-            architecture=chosen.architecture,
             recipe=leading,
-            targets=targets,
+            chosen=chosen,
             options=text,
             text=calibration_data(
                 text, chosen.architecture, models, held_out=CHOOSING if budgets else 0

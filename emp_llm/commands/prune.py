@@ -6,10 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command
-from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import load_packages, stage
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import check_one_process, ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_options, structured
 from emp_llm.options.recipe import ByCost, Recipe, StructureRecipe
@@ -19,7 +18,6 @@ from emp_llm.records.run_report import RunReport
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
@@ -49,11 +47,7 @@ def prune(
         return _planned(asked.tree, options, given)
     if options.loss is None:
         return _pruned(asked.tree, options, given)
-    if ranks().count > 1:
-        raise UserError(
-            "--loss runs in one process. Start it without torchrun; --device-map spreads a large "
-            "model over devices."
-        )
+    check_one_process("--loss")
     load_packages()
     from emp_llm.runs.loss_budget import LossBudget, prune_to_loss
 
@@ -72,7 +66,7 @@ def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "Dry
         from emp_llm.structure.prune_structure import find_units, plan_units
 
         return plan_units(*find_units(inputs, recipe.structure))
-    run, _, scores = _find_weights(inputs)
+    run, scores = _find_weights(inputs)
     planned = plan_of(run)
     if options.loss is not None:
         return planned
@@ -93,8 +87,8 @@ def _pruned(
     inputs = find_inputs(recipe, options, given, judged)
     run: PruneRun
     if recipe.structure is None:
-        run, chosen, scores = _find_weights(inputs)
-        report = _prune_weights(run, chosen, scores)
+        run, scores = _find_weights(inputs)
+        report = _prune_weights(run, scores)
     else:
         load_packages()
         from emp_llm.structure.prune_structure import find_units, prune_units
@@ -127,8 +121,8 @@ def _destination(options: PruneOptions) -> "Destination | None":
     return destination
 
 
-def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Chosen, Scores]":
-    """The run, which weights compete, and by which scores."""
+def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
+    """The run, and the scores by which its weights compete."""
     from emp_llm.pruning.budget import Budget, with_budget
     from emp_llm.pruning.chosen import scores_of, targets_of_folder
     from emp_llm.pruning.masks import check_device
@@ -151,11 +145,10 @@ def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Chosen, Scores]":
     scores = scores_of(chosen, recipe, chosen.checkpoint.config)
     if norms is not None:
         scores = scores.with_activations(norms, str(options.activations))
-    run = PruneRun.of(inputs, scores.recipe, chosen.architecture, chosen.targets)
-    return run, chosen, scores
+    return PruneRun.of(inputs, scores.recipe, chosen), scores
 
 
-def _prune_weights(run: "PruneRun", chosen: "Chosen", scores: "Scores") -> RunReport:
+def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
     """Write the checkpoint with zeros in the place of weights."""
     from emp_llm.pruning.chosen import stored_bytes
     from emp_llm.pruning.counts import counts_of
@@ -186,7 +179,7 @@ def _prune_weights(run: "PruneRun", chosen: "Chosen", scores: "Scores") -> RunRe
             propagated = Pruner(scores, counts_of(scores), options.mask_device)
         norms = run.norms
         if run.calibrates:
-            norms = calibrated(run, out, chosen.layers_to_calibrate(), propagated)
+            norms = calibrated(run, out, run.chosen.layers_to_calibrate(), propagated)
             if run.recipe.needs_activations:
                 scores = scores.with_activations(norms)
 
@@ -216,7 +209,7 @@ def _prune_weights(run: "PruneRun", chosen: "Chosen", scores: "Scores") -> RunRe
             run.models.free()  # the dense model is no longer needed
 
         # The first rank writes. Healing trains what was written.
-        report, hashes = ranks().first(partial(_write, run, chosen, pruner, moved, out))
+        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
         return finish(run, out, report, hashes, norms, dense, healing)
 
 
@@ -240,7 +233,6 @@ def _removed_by_cost(
 
 def _write(
     run: "PruneRun",
-    chosen: "Chosen",
     pruner: "Pruner",
     moved: "MovedWeights | None",
     out: "OutputFolder",
@@ -254,7 +246,7 @@ def _write(
         written = write_checkpoint(pruner, out.files, out, moved)
         starving = starving_rows(pruner, written.outcomes)
     report = report_of(
-        run.made_from(written.identity), pruner, written.outcomes, chosen.coverage, moved
+        run.made_from(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
     )
     if starving is not None:
         report.warnings.insert(0, starving)

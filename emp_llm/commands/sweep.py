@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.calibration.texts import self_notes
 from emp_llm.cli import command
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.progress import load_packages
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import check_one_process
 from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
@@ -69,11 +69,7 @@ def sweep(
     Returns the content of sweep.json; for a dry run, the plan.
     """
     points = plan_points(options, shared)
-    if ranks().count > 1:
-        raise UserError(
-            "A sweep runs in one process. Start it without torchrun; --device-map spreads a large "
-            "model over devices."
-        )
+    check_one_process("A sweep")
     load_packages()
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.runs.sweep_run import SweepRun, sweep_points

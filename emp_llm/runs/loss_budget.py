@@ -51,7 +51,7 @@ from emp_llm.options.base import GivenOptions
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
-from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
+from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes, sizes_record
@@ -137,7 +137,7 @@ def prune_to_loss(
     work = path.with_name(f".{path.name}.loss")
     with locked(work, f"--output {path}"):
         try:
-            search = _Search(*_find(inputs, work), given, budget, work, prune)
+            search = _Search(_find(inputs, work), given, budget, work, prune)
             if recipe.structure is not None:
                 report = search.by_units()
             elif not recipe.moves and options.propagate == "dense":
@@ -155,8 +155,8 @@ def prune_to_loss(
     return report
 
 
-def _find(inputs: Inputs, work: Path) -> tuple[PruneRun, Chosen]:
-    """The run of a search, with its text, and the targets.
+def _find(inputs: Inputs, work: Path) -> PruneRun:
+    """The run of a search, with its text.
 
     Args:
         work: folder of unfinished work.
@@ -173,7 +173,7 @@ def _find(inputs: Inputs, work: Path) -> tuple[PruneRun, Chosen]:
         raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
     if recipe.structure is None:
         scores_of(chosen, recipe, checkpoint.config)
-    return PruneRun.of(inputs, recipe, chosen.architecture, chosen.targets), chosen
+    return PruneRun.of(inputs, recipe, chosen)
 
 
 def sparsities_of(recipe: Recipe) -> list[float]:
@@ -388,7 +388,6 @@ class _Search:
 
     Args:
         run: with --loss.
-        chosen: its targets.
         given: the names of the options that the user gave.
         work: folder of unfinished work, beside the output.
         prune: for a recipe with a sparsity.
@@ -397,7 +396,6 @@ class _Search:
     def __init__(
         self,
         run: PruneRun,
-        chosen: Chosen,
         given: GivenOptions,
         budget: LossBudget,
         work: Path,
@@ -407,7 +405,6 @@ class _Search:
         assert run.held_out is not None
         recipe = run.recipe
         self._run = run
-        self._chosen = chosen
         self._given = given
         self._budget = budget
         self._work = work
@@ -459,7 +456,7 @@ class _Search:
         file = self._work / "activations.safetensors"
         if not file.is_file():
             with stage("calibrate"):
-                layers = self._chosen.layers_to_calibrate()
+                layers = run.chosen.layers_to_calibrate()
                 norms = collected_norms(run, layers, self._masks.statistics, self._calibration)
             norms.save(file)
         delete_progress(self._calibration)

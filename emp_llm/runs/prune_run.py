@@ -22,14 +22,13 @@ from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import healing_bytes, sequences_for
 from emp_llm.healing.memory import HealingPlan
 from emp_llm.hub.local_model import LocalModel, find_model
-from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import max_context, parse_device_map, quantization_of
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.prune import PruneOptions, check_wanted
 from emp_llm.options.recipe import UNIT_CRITERIA, ByCost, Recipe, Share
-from emp_llm.pruning.chosen import stored_bytes
+from emp_llm.pruning.chosen import Chosen, stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.writing import run_signature
@@ -162,8 +161,7 @@ class PruneRun(Run):
         cls,
         inputs: Inputs,
         recipe: Recipe,
-        architecture: Architecture,
-        targets: list[Target],
+        chosen: Chosen,
         made_of: dict[str, Any] | None = None,
     ) -> "PruneRun":
         """The run, with the text and the suite, which are read before a model is loaded, to fail
@@ -177,9 +175,8 @@ class PruneRun(Run):
         stopwatch = Stopwatch()
         run = cls(
             source=inputs.source,
-            architecture=architecture,
             recipe=recipe,
-            targets=targets,
+            chosen=chosen,
             options=options,
             text=None,
             path=inputs.path,
@@ -274,7 +271,7 @@ def _with_text(run: PruneRun) -> PruneRun:
     decides = run.by_cost is not None or options.loss is not None
     text = calibration_data(
         options,
-        run.architecture,
+        run.chosen.architecture,
         run.models,
         options.propagate,
         run.quantization,
@@ -358,7 +355,7 @@ def plan_of(run: PruneRun) -> DryRun:
         notes += healing_notes(checkpoint, run.targets, heal, length, healing)
     return DryRun(
         layers=planned_layers(run.targets),
-        coverage=run.architecture.coverage(run.targets, run.recipe.targets.tower),
+        coverage=run.chosen.coverage,
         output=str(run.path),
         # --loss keeps its best run beside the one that it makes.
         disk_bytes=checkpoint.output_bytes

@@ -19,12 +19,13 @@ from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel
-from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
 from emp_llm.records.run_report import RunReport
@@ -47,9 +48,8 @@ class Run:
 
     Attributes:
         source: the dense model.
-        architecture: of the model.
         recipe: what goes from it.
-        targets: the weights that the recipe chooses.
+        chosen: the weights that the recipe chooses.
         options: of the text, and of the passes over it.
         text: None: the run reads none.
         path: of the output.
@@ -59,9 +59,8 @@ class Run:
     """
 
     source: LocalModel
-    architecture: Architecture
     recipe: Recipe
-    targets: list[Target]
+    chosen: Chosen
     options: CalibrationOptions
     text: "CalibrationText | None"
     path: Path
@@ -70,9 +69,14 @@ class Run:
     quantization: Quantization | None = None
 
     @property
+    def targets(self) -> list[Target]:
+        """The weights that the recipe chooses."""
+        return self.chosen.targets
+
+    @property
     def checkpoint(self) -> Checkpoint:
         """The files of the dense model."""
-        return self.architecture.checkpoint
+        return self.chosen.checkpoint
 
     @property
     def data(self) -> "CalibrationText":
@@ -107,7 +111,7 @@ def dense_model(run: Run, by_blocks: bool = False) -> "PreTrainedModel":
 def model_in(run: Run, folder: Path, by_blocks: bool = False) -> "PreTrainedModel":
     """The model in a folder, dense or pruned, placed like the dense one."""
     if by_blocks:  # transformers would write to disk what it puts together or dequantises
-        layers = [target.layer for target in run.architecture.select("all-linear")]
+        layers = [target.layer for target in run.chosen.architecture.select("all-linear")]
         quantised = "quantization_config" in run.checkpoint.config
         by_blocks = not quantised and all(layer.expert is None for layer in layers)
     return run.models.get(folder, run.quantization, by_blocks)

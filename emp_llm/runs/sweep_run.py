@@ -36,7 +36,7 @@ from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.recipe_options import RecipeOptions
 from emp_llm.options.sweep import SweepOptions, SweepPoint
-from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
+from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest, report_of
@@ -65,7 +65,6 @@ class SweepRun(Run):
         sweeping: the options of the sweep.
         points: in order.
         recipes: of the points, by their names.
-        chosen: the targets.
         folder: at the path.
         norms: of a file; None: the run collects them, or no point needs them.
         suite: measures the points; None: a dry run measures none.
@@ -75,7 +74,6 @@ class SweepRun(Run):
     sweeping: SweepOptions
     points: list[SweepPoint]
     recipes: dict[str, Recipe]
-    chosen: Chosen
     folder: SweepFolder
     norms: Activations | None
     suite: PreparedSuite | None
@@ -125,9 +123,8 @@ class SweepRun(Run):
         stopwatch = Stopwatch()
         run = cls(
             source=source,
-            architecture=chosen.architecture,
             recipe=leading,
-            targets=chosen.targets,
+            chosen=chosen,
             options=text_options,
             text=None,
             path=path,
@@ -136,7 +133,6 @@ class SweepRun(Run):
             sweeping=options,
             points=points,
             recipes=recipes,
-            chosen=chosen,
             folder=SweepFolder(path, source.folder, points),
             norms=norms,
             suite=None,
@@ -145,7 +141,7 @@ class SweepRun(Run):
             return run
         text = None
         if run.needs_text:
-            text = calibration_data(text_options, run.architecture, run.models)
+            text = calibration_data(text_options, chosen.architecture, run.models)
         tokenizer = load_tokenizer(source.folder, trust)
         return replace(run, text=text, suite=prepare_suite(suite, source.folder, tokenizer))
 

@@ -36,6 +36,7 @@ from emp_llm.options.recipe import (
     StructureRecipe,
 )
 from emp_llm.pruning.budget import Budget
+from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import (
@@ -137,7 +138,9 @@ def find_units(inputs: Inputs, structure: StructureRecipe) -> tuple[PruneRun, Un
         raise UserError(
             f"--method {recipe.method} runs the model block by block; leave out --execution model."
         )
-    return PruneRun.of(inputs, recipe, model.architecture, model.targets, made_of), model
+    coverage = model.architecture.coverage(model.targets)
+    chosen = Chosen(model.architecture, model.targets, coverage)
+    return PruneRun.of(inputs, recipe, chosen, made_of), model
 
 
 def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
