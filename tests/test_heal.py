@@ -769,7 +769,7 @@ def test_memory_that_runs_out_in_the_training(
         plans.append(find(*given, **how))
         return plans[-1]
 
-    monkeypatch.setattr("emp_llm.runs.prune_run.plan_healing", planned)
+    monkeypatch.setattr("emp_llm.runs.run.plan_healing", planned)
 
     def fail(self: Any, numbers: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
