@@ -28,6 +28,7 @@ from emp_llm.in_memory.prune_model import prune_model as prune_model
 from emp_llm.models.masks import Masks as Masks
 from emp_llm.models.reapply import SparsityCallback as SparsityCallback
 from emp_llm.models.reapply import reapply_mask as reapply_mask
+from emp_llm.options.flat import recipe_of as recipe_of
 from emp_llm.options.recipe import ByCost as ByCost
 from emp_llm.options.recipe import Effective as Effective
 from emp_llm.options.recipe import Given as Given
@@ -42,7 +43,6 @@ from emp_llm.options.recipe import Ria as Ria
 from emp_llm.options.recipe import Share as Share
 from emp_llm.options.recipe import Targets as Targets
 from emp_llm.options.recipe import Wanda as Wanda
-from emp_llm.options.recipe_options import recipe_of as recipe_of
 from emp_llm.pruning.dry_run import DryRun as DryRun
 from emp_llm.pruning.verification import Findings as Findings
 from emp_llm.records.base import read_record as read_record
@@ -365,19 +365,19 @@ def generate(
 def heal(
     folder: Path | str,
     *,
-    heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] | None = ...,
-    dense: str | Path,
-    revision: str | None = ...,
-    trust_remote_code: bool = ...,
-    device_map: str = ...,
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    heal_steps: int = ...,
+    heal_weights: Literal["targets", "all"] = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
     batch_size: int = ...,
     hidden_states: Literal["auto", "device", "cpu", "disk"] = ...,
     seed: int = ...,
+    device_map: str = ...,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = ...,
+    dense: str | Path,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
     verbose: bool = ...,
@@ -393,14 +393,9 @@ def heal(
 
     Args:
         folder: Pruned checkpoint.
-        heal_steps: Steps of the training, of four sequences; default: 300.
+        heal_steps: Steps of the training, of four sequences.
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
-            and norms; default: targets.
-        dense: Folder or Hub id of the dense model.
-        revision: Branch, tag or commit of a dense model on the Hub.
-        trust_remote_code: Run code from the model repository.
-        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
-        dtype: Dtype of forward passes.
+            and norms.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -408,6 +403,11 @@ def heal(
         batch_size: Sequences per calibration pass.
         hidden_states: Where hidden states are kept between blocks.
         seed: Random seed of shuffled or generated texts, of training and of searches.
+        device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
+        dtype: Dtype of forward passes.
+        dense: Folder or Hub id of the dense model.
+        revision: Branch, tag or commit of a dense model on the Hub.
+        trust_remote_code: Run code from the model repository.
         output: Folder to write; default: PRUNED-healed.
         overwrite: Replace an existing checkpoint at the output.
         verbose: Also log each step with its size, time and memory.
@@ -419,17 +419,17 @@ def measure(
     *,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
+    score: Literal["plain", "relative"] = ...,
+    criterion: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    scores: Any | None = ...,
+    count_by: Literal["own", "magnitude"] = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
     blocks: str | None = ...,
     min_expert_tokens: int = ...,
     allow_partial: bool = ...,
-    criterion: Any | None = ...,
-    scores: Any | None = ...,
-    score_map: Literal["abs", "shift", "exp"] | None = ...,
-    score: Literal["wanda", "relative"] | None = ...,
-    count_by: Literal["own", "magnitude"] | None = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -466,18 +466,17 @@ def measure(
         model: Model folder or Hub id.
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
+        score: Norms in the scores: plain, or relative to each token's output.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods).
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
-        scores: Scores of your own: a safetensors file with a score for each weight.
-        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
-        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
-        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
-            default: own.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -599,27 +598,31 @@ def prune(
     model: str | Path,
     *,
     method: str | None = ...,
-    beta: float | None = ...,
-    order: float | None = ...,
-    neff_dtype: Literal["float64", "bfloat16"] | None = ...,
-    sparsity: float | None = ...,
-    pattern: str | None = ...,
-    match: str | Path | None = ...,
-    match_by: Literal["total", "matrix"] | None = ...,
-    group: Literal["row", "matrix", "all"] = ...,
+    score: Literal["plain", "relative"] = ...,
     criterion: Any | None = ...,
-    scores: Any | None = ...,
     score_map: Literal["abs", "shift", "exp"] | None = ...,
-    score: Literal["wanda", "relative"] | None = ...,
-    count_by: Literal["own", "magnitude"] | None = ...,
+    scores: Any | None = ...,
+    beta: float | None = ...,
+    order: float = ...,
+    neff_dtype: Literal["float64", "bfloat16"] = ...,
+    count_by: Literal["own", "magnitude"] = ...,
+    sparsity: float | None = ...,
     shares: Literal["uniform", "cost"] | None = ...,
+    pattern: str | None = ...,
+    match: str | Path = ...,
+    match_by: Literal["total", "matrix"] = ...,
+    group: Literal["row", "matrix", "all"] = ...,
     refit: bool = ...,
-    refit_weighting: Literal["equal", "relative"] | None = ...,
-    refit_target: Literal["block", "layer"] | None = ...,
+    refit_weighting: Literal["equal", "relative"] = ...,
+    refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
+    penalty: float = ...,
+    stages: int = ...,
+    damping: float = ...,
+    columns: int = ...,
     heal: bool = ...,
-    heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] | None = ...,
+    heal_steps: int = ...,
+    heal_weights: Literal["targets", "all"] = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -677,33 +680,36 @@ def prune(
             says how many weights stay; best: emp-admm --refit --heal. Heads and neurons also
             taylor; experts reap, man, frequency, mass; layers cosine. Default: emp-wanda (experts:
             emp-reap, layers: emp-cosine).
+        score: Norms in the scores: plain, or relative to each token's output.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        scores: Scores of your own: a safetensors file with a score for each weight.
         beta: Keep beta x N_eff weights (emp methods); default: 1.
-        order: Hill order of the effective number (emp methods); default: 2.
+        order: Hill order of the effective number (emp methods).
         neff_dtype: float64, or bfloat16 for the paper's emp-magnitude arithmetic.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods).
         sparsity: Fraction to remove, of each group (default 0.5); with an emp method, of all
             targets.
-        pattern: N:M, keep N of every M inputs (not with emp methods).
-        match: Output of an earlier run; remove as many weights as that run (other methods).
-        match_by: Match the total of that run, or every matrix; default: total.
-        group: Weights that compete with each other: of a row, a matrix, or all targets.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
-        scores: Scores of your own: a safetensors file with a score for each weight.
-        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
-        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
-        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
-            default: own.
         shares: Sparsity of each block: uniform; cost: lower where a block costs more alone, on
             held-out text; default: uniform.
+        pattern: N:M, keep N of every M inputs (not with emp methods).
+        match: Output of an earlier run; remove as many weights as that run (other methods).
+        match_by: Match the total of that run, or every matrix.
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
         refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
-        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
+        refit_weighting: Weight of each token: equal, or relative to its output.
         refit_target: What the last layer of a block restores: the outputs of the block, or of the
-            layer; default: block.
+            layer.
         refit_damping: Pull towards the dense weights, as a share of the mean second moment;
             default: inputs / tokens, at least 0.01.
+        penalty: First penalty of ADMM, as a share of each second moment.
+        stages: Stages in which the penalty of ADMM grows to 1.
+        damping: Damping of SparseGPT, as a share of the mean second moment.
+        columns: Columns that SparseGPT gives their mask at a time.
         heal: Then train the kept weights on the dense model's probabilities for the text.
-        heal_steps: Steps of the training, of four sequences; default: 300.
+        heal_steps: Steps of the training, of four sequences.
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
-            and norms; default: targets.
+            and norms.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -760,27 +766,31 @@ def prune(
     model: str | Path,
     *,
     method: str | None = ...,
-    beta: float | None = ...,
-    order: float | None = ...,
-    neff_dtype: Literal["float64", "bfloat16"] | None = ...,
-    sparsity: float | None = ...,
-    pattern: str | None = ...,
-    match: str | Path | None = ...,
-    match_by: Literal["total", "matrix"] | None = ...,
-    group: Literal["row", "matrix", "all"] = ...,
+    score: Literal["plain", "relative"] = ...,
     criterion: Any | None = ...,
-    scores: Any | None = ...,
     score_map: Literal["abs", "shift", "exp"] | None = ...,
-    score: Literal["wanda", "relative"] | None = ...,
-    count_by: Literal["own", "magnitude"] | None = ...,
+    scores: Any | None = ...,
+    beta: float | None = ...,
+    order: float = ...,
+    neff_dtype: Literal["float64", "bfloat16"] = ...,
+    count_by: Literal["own", "magnitude"] = ...,
+    sparsity: float | None = ...,
     shares: Literal["uniform", "cost"] | None = ...,
+    pattern: str | None = ...,
+    match: str | Path = ...,
+    match_by: Literal["total", "matrix"] = ...,
+    group: Literal["row", "matrix", "all"] = ...,
     refit: bool = ...,
-    refit_weighting: Literal["equal", "relative"] | None = ...,
-    refit_target: Literal["block", "layer"] | None = ...,
+    refit_weighting: Literal["equal", "relative"] = ...,
+    refit_target: Literal["block", "layer"] = ...,
     refit_damping: float | None = ...,
+    penalty: float = ...,
+    stages: int = ...,
+    damping: float = ...,
+    columns: int = ...,
     heal: bool = ...,
-    heal_steps: int | None = ...,
-    heal_weights: Literal["targets", "all"] | None = ...,
+    heal_steps: int = ...,
+    heal_weights: Literal["targets", "all"] = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -973,22 +983,26 @@ def sweep(
     *,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
+    score: Literal["plain", "relative"] = ...,
+    criterion: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    scores: Any | None = ...,
+    count_by: Literal["own", "magnitude"] = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] = ...,
+    refit_target: Literal["block", "layer"] = ...,
+    refit_damping: float | None = ...,
+    penalty: float = ...,
+    stages: int = ...,
+    damping: float = ...,
+    columns: int = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
     blocks: str | None = ...,
     min_expert_tokens: int = ...,
     allow_partial: bool = ...,
-    group: Literal["row", "matrix", "all"] = ...,
-    criterion: Any | None = ...,
-    scores: Any | None = ...,
-    score_map: Literal["abs", "shift", "exp"] | None = ...,
-    score: Literal["wanda", "relative"] | None = ...,
-    count_by: Literal["own", "magnitude"] | None = ...,
-    refit: bool = ...,
-    refit_weighting: Literal["equal", "relative"] | None = ...,
-    refit_target: Literal["block", "layer"] | None = ...,
-    refit_damping: float | None = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -1033,25 +1047,28 @@ def sweep(
         model: Model folder or Hub id.
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
+        score: Norms in the scores: plain, or relative to each token's output.
+        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
+        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
+        scores: Scores of your own: a safetensors file with a score for each weight.
+        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods).
+        group: Weights that compete with each other: of a row, a matrix, or all targets.
+        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
+        refit_weighting: Weight of each token: equal, or relative to its output.
+        refit_target: What the last layer of a block restores: the outputs of the block, or of the
+            layer.
+        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
+            default: inputs / tokens, at least 0.01.
+        penalty: First penalty of ADMM, as a share of each second moment.
+        stages: Stages in which the penalty of ADMM grows to 1.
+        damping: Damping of SparseGPT, as a share of the mean second moment.
+        columns: Columns that SparseGPT gives their mask at a time.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
         blocks: Name of the list of decoder blocks; detected by default.
         min_expert_tokens: Score experts by magnitude if they see fewer tokens.
         allow_partial: Continue if more than half of the weights in blocks cannot be pruned.
-        group: Weights that compete with each other: of a row, a matrix, or all targets.
-        criterion: A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION; the file is run.
-        scores: Scores of your own: a safetensors file with a score for each weight.
-        score_map: Make your scores non-negative: abs, shift (s - min s), or exp.
-        score: Norms in the scores: wanda, or relative to each token's output; default: wanda.
-        count_by: N_eff of the method's own scores, or of the weight magnitudes (emp methods);
-            default: own.
-        refit: Move the kept weights so that each layer's outputs stay close to the dense model's.
-        refit_weighting: Weight of each token: equal, or relative to its output; default: equal.
-        refit_target: What the last layer of a block restores: the outputs of the block, or of the
-            layer; default: block.
-        refit_damping: Pull towards the dense weights, as a share of the mean second moment;
-            default: inputs / tokens, at least 0.01.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -1094,22 +1111,26 @@ def sweep(
     *,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
+    score: Literal["plain", "relative"] = ...,
+    criterion: Any | None = ...,
+    score_map: Literal["abs", "shift", "exp"] | None = ...,
+    scores: Any | None = ...,
+    count_by: Literal["own", "magnitude"] = ...,
+    group: Literal["row", "matrix", "all"] = ...,
+    refit: bool = ...,
+    refit_weighting: Literal["equal", "relative"] = ...,
+    refit_target: Literal["block", "layer"] = ...,
+    refit_damping: float | None = ...,
+    penalty: float = ...,
+    stages: int = ...,
+    damping: float = ...,
+    columns: int = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
     blocks: str | None = ...,
     min_expert_tokens: int = ...,
     allow_partial: bool = ...,
-    group: Literal["row", "matrix", "all"] = ...,
-    criterion: Any | None = ...,
-    scores: Any | None = ...,
-    score_map: Literal["abs", "shift", "exp"] | None = ...,
-    score: Literal["wanda", "relative"] | None = ...,
-    count_by: Literal["own", "magnitude"] | None = ...,
-    refit: bool = ...,
-    refit_weighting: Literal["equal", "relative"] | None = ...,
-    refit_target: Literal["block", "layer"] | None = ...,
-    refit_damping: float | None = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from textwrap import fill
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 import emp_llm
 from emp_llm import COMMANDS as COMMANDS
@@ -30,6 +30,9 @@ from emp_llm.common.machine import default_modes
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, start_job, tell_ranks
 from emp_llm.options.base import GivenOptions, options_in
+
+if TYPE_CHECKING:
+    import click
 
 R = TypeVar("R")
 _SHORT = {"--model": "-m", "--output": "-o", "--verbose": "-v", "--quiet": "-q"}
@@ -376,23 +379,15 @@ def _may_be_cut_off() -> Iterator[None]:
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
-    """The options that a command line gives, by field; exits after --help or if it is invalid.
+    """The options that a command line gives, by field; exits after --help.
 
     Words without a flag are the arguments of the command, in their order. One that also has a flag,
     such as the model, may be given by either.
+
+    Raises:
+        UserError: an option is unknown, lacks its value or has a wrong one; or one is missing.
     """
-    import typer
-    from typer.core import TyperCommand
-
-    parsed: list[tuple[dict[str, Any], list[str]]] = []
-
-    def take(context: typer.Context, **options: Any) -> None:
-        given = {
-            key: value
-            for key, value in options.items()
-            if getattr(context.get_parameter_source(key), "name", "DEFAULT") != "DEFAULT"
-        }
-        parsed.append((given, context.args))
+    import click
 
     options: dict[str, Option] = command.options()  # type: ignore[attr-defined]
     metavars = {
@@ -400,83 +395,72 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         for key, option in options.items()
         if option.about.argument
     }
-    arguments_of_usage = [
-        metavar if options[key].required else f"[{metavar}]" for key, metavar in metavars.items()
-    ]
-    usage = " ".join([*arguments_of_usage, "[OPTIONS]"])
-    parameters = [
-        _parameter(option)
-        for key, option in options.items()
-        if key not in metavars or option.about.flag
-    ]
-    parameters.insert(
-        0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)
-    )
-    take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    shown = (text if options[key].required else f"[{text}]" for key, text in metavars.items())
+    usage = " ".join([*shown, "[OPTIONS]"])
     everything = arguments[-1:] == ["all"]  # after --help
+    shortened = len(options) > _MANY and not everything
 
-    class Grouped(TyperCommand):
+    class Grouped(click.Command):
         """Its help shows the options in groups."""
 
-        def format_options(self, ctx: Any, formatter: Any) -> None:
+        def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             lines = {key: (metavar, options[key].about.help) for key, metavar in metavars.items()}
-            for parameter in self.get_params(ctx):
-                name = parameter.name
+            for parameter in self.params:
+                key = parameter.name or ""
                 flags, text = parameter.get_help_record(ctx) or ("", "")
-                lines[name] = f"{metavars[name]}, {flags}" if name in metavars else flags, text
+                lines[key] = f"{metavars[key]}, {flags}" if key in metavars else flags, text
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
-                    formatter.write_dl([lines[name] for name in names], col_max=24)
-            if more is not None:
+                    formatter.write_dl([lines[key] for key in names], col_max=24)
+            if shortened:
                 formatter.write_paragraph()
-                formatter.write_text(more)
+                formatter.write_text(f"{name} --help all shows all {len(options)} options.")
 
-        def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             examples = EXAMPLES.get(command.__name__, ())
             if examples:
                 with formatter.section("Examples"):
                     for line in examples:
                         formatter.write(f"{_continued(f'  emp-llm {line}')}\n")
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    more = (
-        f"{name} --help all shows all {len(options)} options."
-        if len(options) > _MANY and not everything
-        else None
-    )
-    settings = {
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "allow_extra_args": True,
-    }
-    app.command(
-        cls=Grouped,
-        help=help_of(command) if more is None else help_of(command).partition("\n\n")[0],
+    about = help_of(command)
+    parser = Grouped(
+        name,
+        params=[
+            click.Option(["-h", "--help"], is_flag=True, hidden=True),
+            *(
+                _parameter(key, option)
+                for key, option in options.items()
+                if key not in metavars or option.about.flag
+            ),
+        ],
+        help=about.partition("\n\n")[0] if shortened else about,
         options_metavar=usage,
-        context_settings=settings,
-    )(take)
+        add_help_option=False,
+    )
     try:
-        app(args=arguments, prog_name=name)
-    except SystemExit as end:
-        if end.code:
-            raise
-    if not parsed:  # --help was shown
+        context = parser.make_context(
+            name, list(arguments), max_content_width=100, allow_extra_args=True
+        )
+    except click.UsageError as error:
+        message = error.format_message().rstrip(".")
+        raise UserError(f"{message}. {name} --help shows the options.") from error
+    values = {key: value for key, value in context.params.items() if value not in (None, ())}
+    words = context.args
+    if values.pop("help"):
+        with _may_be_cut_off():
+            print(parser.get_help(context))
         sys.exit(0)
-    values, positional = parsed[0]
-    for key, metavar in metavars.items():
-        if positional and values.get(key) is None:
-            takes_all = metavar.endswith("...")
-            values[key] = positional if takes_all else positional[0]
-            positional = [] if takes_all else positional[1:]
-        if values.get(key) is None and options[key].required:
-            raise UserError(f"{metavar} is missing. Usage: {name} {usage}")
-    if positional:
-        raise UserError(f"unexpected {positional[0]!r}. Usage: {name} {usage}")
-    return {
-        key: value if value is None else options[key].in_shell(value)
-        for key, value in values.items()
-    }
+    for key, option in options.items():
+        if words and key in metavars and key not in values:
+            takes_all = metavars[key].endswith("...")
+            values[key] = words if takes_all else words[0]
+            words = [] if takes_all else words[1:]
+        if option.required and key not in values:
+            raise UserError(f"{metavars.get(key, option.flag)} is missing. Usage: {name} {usage}")
+    if words:
+        raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
+    return {key: options[key].in_shell(value) for key, value in values.items()}
 
 
 def _continued(line: str) -> str:
@@ -486,30 +470,28 @@ def _continued(line: str) -> str:
     ).replace("\n", " \\\n")
 
 
-def _parameter(option: Option) -> inspect.Parameter:
-    """An option as a parameter for typer."""
-    import typer
+def _parameter(key: str, option: Option) -> "click.Option":
+    """An option for click. `Option.in_shell` reads its value: the messages are ours."""
+    import click
 
-    about = option.about
-    default = None if option.about.argument else option.parameter.default
-    flags = filter(None, (option.flag, _SHORT.get(option.flag)))
-    # In the shell, text or a path stands for the objects and lists that Python takes. Numbers and
-    # choices are read by `Option.in_shell`, whose messages are ours.
-    annotation: Any = str if option.annotation is Any else option.annotation
-    annotation = next((each for each in (str, Path) if each in option.types), annotation)
-    shown = "|".join(option.choices) or next(
-        (each.__name__ for each in (int, float) if each in option.types), ""
-    )
-    if shown and annotation is not str:
-        annotation = str
-        default = None if default is None else str(default)
-    declared = typer.Option(*flags, help=about.help, metavar=f"<{shown}>" if shown else None)
-    if default is None:
-        annotation = annotation | None
-    return option.parameter.replace(
-        kind=inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[annotation, declared],
+    text = option.about.help
+    default = option.parameter.default
+    if option.required and not option.about.argument:
+        text += "  [required]"
+    elif not option.about.argument and default is not None and default is not False:
+        shown = option.flag.partition("/")[0].removeprefix("--") if default is True else default
+        text += f"  [default: {shown}]"
+    known = (int, float, str, Path)
+    kinds = [kind for kind in known if kind in option.types or list[kind] in option.types]  # type: ignore[valid-type]
+    kind = "|".join(option.choices) or (kinds or [str])[0].__name__.lower()
+    on_off = bool in option.types
+    return click.Option(
+        [key, *filter(None, (_SHORT.get(option.flag), option.flag))],
+        help=text,
+        default=None,
+        is_flag=on_off,
+        metavar=None if on_off else f"<{kind}>",
+        multiple=str not in option.types and any(get_origin(each) is list for each in option.types),
     )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from emp_llm.models.layers import Layer
 
-_TOKENIZER = Path(__file__).parent / "demo" / "model"
+TOKENIZER = Path(__file__).parent / "demo" / "model"
 
 
 def make_llama(
@@ -50,7 +50,7 @@ def make_llama(
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=shard_size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(_TOKENIZER / name, folder / name)
+        shutil.copyfile(TOKENIZER / name, folder / name)
     return bytes_of_shards(folder)
 
 

@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from study_counts import Model, add_model_options, models_of
 
 from emp_llm import ByCost, Effective, Recipe, Share, Targets, Wanda
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import CHOOSING, calibration_data
-from emp_llm.calibration.passes import calibrated, model_origin
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import text_tokens
 from emp_llm.evaluation.suites import find_suite
+from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import NormOptions
@@ -46,6 +45,7 @@ from emp_llm.runs.block_shares import (
 )
 from emp_llm.runs.loss_budget import LossCurve
 from emp_llm.runs.prune_run import split_held_out
+from emp_llm.runs.run import Run, collected_norms
 
 TOTALS = (0.3, 0.5)
 
@@ -79,14 +79,23 @@ class ModelStudy:
         self.points = [each for each in map(json.loads, rows) if each["model"] == name]
         self.recipe = Recipe(score=Wanda(), counts=Share(0.5), targets=Targets("all-linear"))
         self.chosen = targets_of_folder(model.folder, name, self.recipe, False)
-        self.models = OneModel("cpu", "auto", False, Stopwatch())
+        models = OneModel("cpu")
         text = NormOptions(calibration=model.text, samples=model.samples, seqlen=512)
-        data: Any = calibration_data(text, self.chosen.architecture, self.models, held_out=CHOOSING)
+        data: Any = calibration_data(text, self.chosen.architecture, models, held_out=CHOOSING)
+        run = Run(
+            source=LocalModel(name, model.folder, None),
+            recipe=self.recipe,
+            chosen=self.chosen,
+            options=text,
+            text=data,
+            path=path,
+            models=models,
+            stopwatch=Stopwatch(),
+        )
         file = path.with_name(f"{name}.safetensors")
         if not file.is_file():
-            about = model_origin(name, None, self.chosen.checkpoint)
             layers = self.chosen.layers_to_calibrate()
-            calibrated(self.models.get(model.folder), data, layers, about).save(file)
+            collected_norms(run, layers, (), scratch / "calibration").save(file)
         self.norms = Activations.load(file)
         suite = find_suite(model.suite).corpus
         assert suite is not None
@@ -95,7 +104,7 @@ class ModelStudy:
         number = min(model.limit, len(tokens) // length)
         test = tokens[: number * length].view(number, length)
         texts = (split_held_out(data.held_out, model.text)[0], test)
-        self.curves = [self.curve(model, each, scratch) for each in texts]
+        self.curves = [LossCurve(run, each, "cpu", scratch) for each in texts]
         self.blocks = sorted(
             {each.layer.block for each in self.chosen.targets if each.layer.block is not None}
         )
@@ -103,18 +112,6 @@ class ModelStudy:
             block: sum(t.matrix.numel for t in self.chosen.targets if t.layer.block == block)
             for block in self.blocks
         }
-
-    def curve(self, model: Model, tokens: torch.Tensor, scratch: Path) -> LossCurve:
-        """What measures losses on a text."""
-        return LossCurve(
-            self.models,
-            model.folder,
-            self.chosen.checkpoint,
-            self.chosen.targets,
-            tokens,
-            "cpu",
-            scratch,
-        )
 
     def measure(self) -> None:
         """Measure what is missing."""

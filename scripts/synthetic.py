@@ -1,5 +1,5 @@
 """A synthetic checkpoint of any size: a Llama of random bfloat16 weights, with the layer shapes
-of a 7B model.
+of a 7B model, or of a smaller one.
 """
 
 import json
@@ -14,7 +14,13 @@ VOCABULARY = 32000
 _PIECE = 1 << 24  # random weights in memory
 
 
-def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
+def make_checkpoint(
+    folder: Path,
+    gigabytes: float,
+    shards: int = 2,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+) -> int:
     """Write a checkpoint tensor by tensor, without a shard in memory.
 
     Args:
@@ -22,25 +28,27 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
         gigabytes: the size is at least this: the embeddings and the head (0.5 GB) and as many
             blocks of 0.4 GB as needed.
         shards: the number of files.
+        hidden, intermediate: sizes of the layers; `hidden` is a multiple of 128, the size of a
+            head.
 
     Returns:
         Its size in bytes.
     """
     layer = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN),
-        "self_attn.k_proj": (HIDDEN, HIDDEN),
-        "self_attn.v_proj": (HIDDEN, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, hidden),
+        "self_attn.v_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
     }
     ends = {
-        "model.embed_tokens": (VOCABULARY, HIDDEN),
-        "lm_head": (VOCABULARY, HIDDEN),
-        "model.norm": (HIDDEN,),
+        "model.embed_tokens": (VOCABULARY, hidden),
+        "lm_head": (VOCABULARY, hidden),
+        "model.norm": (hidden,),
     }
     bytes_per_layer = 2 * sum(math.prod(shape) for shape in layer.values())
     bytes_of_ends = 2 * sum(math.prod(shape) for shape in ends.values())
@@ -63,11 +71,11 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": hidden // 128,
         "vocab_size": VOCABULARY,
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -13,8 +13,8 @@ imports, with one thread of torch. For each of some prunes and calibrations:
 - the disk is too small, in several sizes, until the second run (a tmpfs of limited size; for root
   only).
 
-Afterwards the output must be missing, unchanged or complete, and a fault must be reported as a
-UserError. Then the same command runs undisturbed, and its files are compared byte by byte with
+Afterwards the output must be missing, unchanged or complete, and a fault must be reported in a
+sentence. Then the same command runs undisturbed, and its files are compared byte by byte with
 those of an undisturbed run, except for the times of the stages in the report.
 """
 
@@ -43,10 +43,10 @@ from typing import Any
 import torch
 from bench_helpers import processor
 
-from emp_llm import calibrate, heal, prune
+from emp_llm import calibrate, export, heal, pack, prune
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, disk_sentence
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
@@ -90,7 +90,9 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
     }
     blocks |= {"device_map": "cpu", "execution": "blocks", "hidden_states": "disk"}
     heals = {name: value for name, value in blocks.items() if name not in ("model", "execution")}
-    heals |= {"folder": model.with_name("pruned"), "dense": str(model), "heal_steps": 4}
+    pruned = model.with_name("pruned")
+    heals |= {"folder": pruned, "dense": str(model), "heal_steps": 4}
+    of_model = {name: value for name, value in blocks.items() if name != "execution"}
     return [
         Case("prune, rows", prune, data_free),
         Case("prune, a matrix at a time", prune, data_free | {"group": "matrix"}),
@@ -104,6 +106,16 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
             room=10,
         ),
         Case("heal", heal, heals, room=10),
+        Case("prune, best", prune, of_model | {"method": "best", "heal_steps": 4}, room=10),
+        Case("prune, layers", prune, of_model | {"structure": "layers", "sparsity": 0.5}),
+        Case(
+            "prune to a loss",
+            prune,
+            of_model | {"method": "wanda", "refit": True, "loss": "9%"},
+            room=3,
+        ),
+        Case("export", export, {"model": str(model)}),
+        Case("pack", pack, {"folder": pruned}),
         Case("calibrate", calibrate, blocks),
         Case(
             "calibrate, a model in memory",
@@ -114,8 +126,8 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
 
 
 def make_runs_fine_grained() -> None:
-    """Give small runs many moments: small chunks of rows, a slow disk, and the state of a
-    calibration after each block.
+    """Give small runs many moments: small chunks of rows, a slow disk, the state of a calibration
+    after each block, and a note of an export after each piece.
     """
     write = os.pwrite
 
@@ -128,6 +140,9 @@ def make_runs_fine_grained() -> None:
     Matrix.row_chunks = lambda self, weights: row_chunks(self, min(weights, 20_000))  # type: ignore[method-assign]
     passes._SECONDS = 0.0
     passes._RATIO = 0
+    from emp_llm.runtime import gguf_file
+
+    gguf_file._NOTED = 1 << 18
 
 
 def snapshot(folder: Path) -> Bytes:
@@ -212,11 +227,13 @@ def in_fork(work: Callable[[], object], log: Path) -> int:
         code = int(end.code or 0)
     except KeyboardInterrupt:
         code = 130
-    except BaseException:
+    except BaseException as error:
         import traceback
 
         traceback.print_exc()
         sys.stderr.flush()
+        if disk_sentence(error) is not None:  # which the command line prints
+            code = 2
     finally:
         os._exit(code)
 
@@ -236,17 +253,19 @@ def check_output(folder: Path, old: Bytes | None, complete: Bytes) -> str | None
 
 
 def check_rerun(case: Case, folder: Path, complete: Bytes) -> str | None:
-    """Run again undisturbed, unless the output is complete; returns the problem with the result,
-    or None.
+    """Run again undisturbed, which is refused if the output is complete; returns the problem with
+    the result, or None.
     """
-    if not (folder / "out").exists():
-        try:
-            case.run(folder)
-        except UserError as error:
+    finished = (folder / "out").exists()
+    try:
+        case.run(folder)
+    except UserError as error:
+        if not finished:
             return f"cannot resume: {error}"
-        left = [path.name for path in folder.iterdir() if path.name not in ("out", "log")]
-        if left:
-            return f"left behind: {left}"
+    ours = ("out", "log", *((".out.lock", ".out.progress") if finished else ()))
+    left = [path.name for path in folder.iterdir() if path.name not in ours]
+    if left:
+        return f"left behind: {left}"
     files = snapshot(folder)
     different = [
         name for name in complete.keys() | files.keys() if complete.get(name) != files.get(name)
@@ -273,6 +292,8 @@ def has_work(folder: Path) -> bool:
         ".out.partial/manifest.json",
         ".out.calibration/*state.safetensors",
         ".out.progress/*state.safetensors",
+        ".out.loss/curve.json",
+        ".out.*.size.partial",
     )
     return any(path.is_file() for note in notes for path in folder.glob(note))
 

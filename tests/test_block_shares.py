@@ -73,7 +73,7 @@ def test_a_run(
     report = prune(short_demo, shares="cost", sparsity=0.5, output=tmp_path / "out", **how, **TEXT)
     removed = report.recipe.counts.shares.removed
     assert isinstance(removed, dict)
-    assert report.recipe.tree.counts == Share(0.5, ByCost(removed))
+    assert report.recipe.counts == Share(0.5, ByCost(removed))
     assert report.targets.sparsity_of_targets == pytest.approx(0.5, abs=2e-3)
     assert len(set(removed.values())) > 1
     for name, weight in weights_of(tmp_path / "out").items():

@@ -2,6 +2,7 @@
 nothing.
 """
 
+import errno
 import math
 from collections.abc import Callable
 from functools import partial
@@ -222,6 +223,17 @@ def test_where_nothing_is_measured(
     assert (
         "the perplexity of held-out text was not measured: the model's loss is not finite"
     ) in caplog.text
+
+    def fault(*_: Any, **__: Any) -> None:
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise UserError("config.json cannot be read") from error
+
+    # The same command, run again, has the number.
+    monkeypatch.setattr(perplexity, "perplexity", fault)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        checked("on a failing disk", **how)
 
 
 def test_a_mix_of_texts_has_some_of_each(

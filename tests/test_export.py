@@ -444,9 +444,14 @@ def test_an_export_is_on_disk_before_it_has_its_name(
     monkeypatch.setattr(gguf_file, "_NOTED", 1)
     export(str(make("llama")), output=tmp_path / "x.gguf")
     assert steps[-2:] == ["sync partial", "name gguf"]
+    assert not gguf_file.partials(tmp_path / "x.gguf")
     # Each note follows a flush of what it notes.
     assert steps[:-2] == ["sync partial", "name partial"] * (len(steps) // 2 - 1)
     assert len(steps) > 4
+
+
+def _killed(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupted_export_resumes(
@@ -511,6 +516,18 @@ def test_an_interrupted_export_resumes(
     interrupted()
     note.unlink()
     partial.write_bytes(bytes(wanted.stat().st_size))
+    export(str(folder), output=output)
+    assert output.read_bytes() == wanted.read_bytes()
+    output.unlink()
+
+    # The note of a file that was deleted says nothing about the next one.
+    interrupted()
+    partial.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "progress_bar", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(str(folder), output=output)
+    assert not note.exists()
     export(str(folder), output=output)
     assert output.read_bytes() == wanted.read_bytes()
     output.unlink()

@@ -280,6 +280,21 @@ def test_a_calibration_of_such_blocks_resumes_with_what_they_handed_on(
     assert all(torch.equal(norms[name], of) for name, of in whole.statistics[NORM.name].items())
 
 
+def test_layers_that_cannot_go_leave_no_work(folder_of: Any, text: Path, tmp_path: Path) -> None:
+    """Which layers go is known after the calibration; the same command is refused again."""
+    with pytest.raises(UserError, match=r"these 2 of its 3 layers.* --sparsity"):
+        prune(
+            folder_of("ZayaConfig"),
+            structure="layers",
+            sparsity=0.34,
+            calibration=text,
+            samples=4,
+            seqlen=24,
+            output=tmp_path / "out",
+        )
+    assert not any(tmp_path.iterdir())
+
+
 def test_memory_of_several_streams_and_widths() -> None:
     config = {"hidden_size": 64, "altup_num_inputs": 4, "intermediate_size": [128, 512]}
     assert hidden_width(config) == 4 * 64

@@ -28,7 +28,7 @@ from emp_llm.checkpoint.files import (
 )
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
-from emp_llm.common.errors import UserError, format_bytes
+from emp_llm.common.errors import ReadError, UserError, disk_sentence, format_bytes
 
 CONTENT = bytes(range(256)) * 40
 PAGE = 4096
@@ -298,3 +298,28 @@ def test_a_full_disk_in_the_words_of_other_libraries(tmp_path: Path, error: Exce
     assert told is not None
     assert "out: the disk is full. Free some space" in str(told)
     assert explain_disk_error(RuntimeError("a defect"), tmp_path / "out", []) is None
+
+
+def test_json_on_a_failing_disk_may_be_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(ReadError, match=r"cannot be read .* Run the command again"):
+        files.read_json(path)
+
+
+def test_a_failing_disk_in_the_words_of_torch(tmp_path: Path) -> None:
+    """Loading an offloaded weight opens its shard."""
+    error = RuntimeError(
+        "unable to open file </m/1.safetensors> in read-only mode: Input/output error (5)"
+    )
+    told = explain_disk_error(error, tmp_path / "out", [])
+    assert "out: a file cannot be read or written (unable to open file </m/1.safe" in str(told)
+    assert "/m/1.safetensors" in str(disk_sentence(error))
+    assert disk_sentence(RuntimeError("a defect (5)")) is None

@@ -769,7 +769,7 @@ def test_memory_that_runs_out_in_the_training(
         plans.append(find(*given, **how))
         return plans[-1]
 
-    monkeypatch.setattr("emp_llm.runs.prune_run.plan_healing", planned)
+    monkeypatch.setattr("emp_llm.runs.run.plan_healing", planned)
 
     def fail(self: Any, numbers: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -1242,6 +1242,19 @@ def test_a_disk_that_is_too_small(
     monkeypatch.setattr("emp_llm.models.one_model.OneModel.get", None)
     with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
         prune(models("llama"), output=tmp_path / "new" / "out", heal=True, **given | how)
+
+
+def test_the_disk_of_a_refit_and_its_healing(
+    models: Models, given: dict[str, Any], tmp_path: Path, disk: Callable[[int], None]
+) -> None:
+    """The fitted weights stay until the output is complete, beside those of the healing."""
+    how: dict[str, Any] = {"method": "wanda", "refit": True, "heal": True, "device_map": "disk"}
+    model = models("llama")
+    plan = prune(model, output=tmp_path / "out", dry_run=True, **given | how)
+    assert plan.fit_disk_bytes is not None
+    disk(plan.disk_bytes + plan.fit_disk_bytes * 3 // 2)
+    with pytest.raises(UserError, match=r"out: it needs .* and the disk has"):
+        prune(model, output=tmp_path / "out", **given | how)
 
 
 def test_a_disk_that_is_full_in_the_copy(

@@ -16,7 +16,17 @@ from tiny import weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import InputStatistics, Magnitude, Recipe, Share, prune_model, recipe_of
+from emp_llm import (
+    InputStatistics,
+    Magnitude,
+    Recipe,
+    Share,
+    prune,
+    prune_model,
+    recipe_of,
+    sweep,
+    verify,
+)
 from emp_llm.cli import options_from
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt
@@ -24,7 +34,6 @@ from emp_llm.options.recipe import Score
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.run_report import read_report
 from emp_llm.selection.criteria import Criterion, own_criterion
-from emp_llm import prune, prune_model, recipe_of, sweep, verify
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.update.least_squares import Solution
 from emp_llm.update.update import Allowed, Moments, Search, Update

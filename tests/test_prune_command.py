@@ -230,7 +230,7 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupt(MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
-        f"        if name == {'typer' if moment == 'options' else 'emp_llm.checkpoint.output'!r}:\n"
+        f"        if name == {'click' if moment == 'options' else 'emp_llm.checkpoint.output'!r}:\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupt())\n"
         "from emp_llm.cli import main\nmain(['prune', '--model', 'x', '--method', 'magnitude'])\n"
@@ -368,7 +368,7 @@ def test_a_model_stands_first_or_after_its_flag(
 )
 def test_shells_complete_commands_flags_and_choices(line: str, words: list[str]) -> None:
     program = "import sys\nfrom emp_llm.cli import main\nmain(['--complete', 'emp-llm', '', ''])\n"
-    program += "print({'torch', 'typer', 'numpy'} & set(sys.modules), file=sys.stderr)"
+    program += "print({'torch', 'click', 'numpy'} & set(sys.modules), file=sys.stderr)"
     environment = os.environ | {"COMP_LINE": f"{line} more", "COMP_POINT": str(len(line))}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -398,6 +398,11 @@ def test_bash_completes(command: Run, tmp_path: Path) -> None:
 def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
     assert "Did you mean prune?" in command("prnue", code=2).stderr
     assert "Did you mean" not in command("xyzzy", code=2).stderr
+    unknown = command("prune", models("llama"), "--methd", "wanda", code=2).stderr
+    assert unknown.startswith("error: No such option")
+    assert "--methd" in unknown
+    assert "--method" in unknown
+    assert "emp-llm prune --help" in unknown
     assert (
         "Did you mean emp-wanda?"
         in command("prune", "-m", models("llama"), "--method", "emp-wnada", code=2).stderr

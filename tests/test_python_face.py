@@ -11,6 +11,8 @@ import write_stub
 
 import emp_llm
 from emp_llm.cli import COMMANDS
+from emp_llm.common import machine
+from emp_llm.common.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("python.md",)
@@ -45,6 +47,21 @@ def test_every_public_name_is_there() -> None:
     stub = write_stub.STUB.read_text(encoding="utf-8")
     for name in emp_llm.__all__:
         assert re.search(rf"^(def {name}\(|from .* import {name} as {name}$)", stub, re.MULTILINE)
+
+
+def test_a_program_of_yours_keeps_its_peaks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a command of the shell sets them back, and measures its own."""
+    resets: list[None] = []
+    monkeypatch.setattr(machine, "_reset_peaks", lambda: resets.append(None))
+    records = []
+    for in_shell in (False, True):
+        monkeypatch.setattr(UserError, "in_shell", in_shell)
+        stopwatch = machine.Stopwatch()
+        with stopwatch("prune"):
+            pass
+        records.append(set(stopwatch.record["prune"]) - {"peak_cuda_bytes"})
+        assert len(resets) == in_shell
+    assert records == [{"seconds"}, {"seconds", "peak_bytes"}]
 
 
 def test_types(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Pat
         "The kept weights of 14 matrices were fitted to the calibration text; all other bytes "
         "are those"
     ) in body
-    assert '| refit_weighting | `"equal"` |' in body
+    assert '| update | `{"refit": {}}` |' in body
     assert "| allow_partial |" not in body, "only what the recipe uses"
 
 
@@ -271,5 +271,5 @@ def test_a_card_for_scores_of_ones_own(
     done = client.call("push", folder=tmp_path / "out", repository="user/own-scores")
     assert "result" in done, done
     body = card_of(hub, "user/own-scores")[1]
-    assert '| criterion | `"mine:size"` |' in body
-    assert "| criterion_source | `" in body
+    assert '| score | `{"own": {"function": "mine:size",' in body
+    assert '"source": "' in body

@@ -288,18 +288,18 @@ def test_exactly_as_many_are_removed(
     done = command("prune", *options, "--sparsity", 0.55, "--output", out)
     report = json.loads((out / "emp_report.json").read_text())
     targets = report["targets"]
-    recipe = report["recipe"]
+    recipe = report["recipe"]["counts"]["effective"]
     removed = targets["weights"] - targets["kept"]
     if group == "row":
         assert removed == math.floor(0.55 * targets["weights"])
     else:  # few groups: a step of beta may be larger than a weight, by rounding
         assert abs(removed - 0.55 * targets["weights"]) <= len(report["matrices"])
     assert recipe["sparsity"] == 0.55
-    assert 0 < recipe["beta"] < 2
-    assert f"sparsity 0.55 is that of beta {recipe['beta']:.6g}" in done.stderr
+    assert 0 < recipe["found"] < 2
+    assert f"sparsity 0.55 is that of beta {recipe['found']:.6g}" in done.stderr
     given_file = norms(family) if given_norms else None
     assert verify(out, source=str(source), activations=given_file).differences == []
-    command("prune", *options, "--beta", repr(recipe["beta"]), "--output", tmp_path / "again")
+    command("prune", *options, "--beta", repr(recipe["found"]), "--output", tmp_path / "again")
     assert oracle.shards(out) == oracle.shards(tmp_path / "again")
     counts = [entry["kept_fraction_mean"] for entry in report["matrices"].values()]
     assert len(set(counts)) > 1  # EMP's allocation, not a fixed share
@@ -345,8 +345,8 @@ def test_the_beta_is_the_smallest_that_keeps_as_many(
             "--score chooses the norms of the inputs, and method magnitude needs none",
         ),
         (
-            "--method relative --score wanda",
-            "--method relative has relative norms; leave out --score wanda",
+            "--method relative --score relative",
+            "method relative has relative norms. Leave it out",
         ),
         (
             "--method wanda --count-by magnitude",

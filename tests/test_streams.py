@@ -79,7 +79,6 @@ def test_a_full_disk_that_no_command_expects(
         def fails(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.check", fails)
         monkeypatch.setattr("emp_llm.runs.prune_run.PruneRun.of", fails)
         if ends == 2:
             assert "error: a.json: no space left" in command(*line, code=2).stderr

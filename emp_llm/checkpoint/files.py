@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from blake3 import blake3
 
 from emp_llm.checkpoint.locks import open_own, same_file
-from emp_llm.common.errors import ReadError, UserError, quotable, reason
+from emp_llm.common.errors import ReadError, UserError, errno_of, is_of_disk, quotable, reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -383,6 +382,7 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
 
     Raises:
         UserError: the file is not a JSON object, is too large, or is nested too deeply.
+        ReadError: the disk fails.
     """
     try:
         with path.open("rb") as file:
@@ -391,6 +391,9 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
                 raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
             value = parse_json(file.read(size), object_pairs_hook=unique_keys if unique else None)
     except (OSError, ValueError) as error:
+        if is_of_disk(error):
+            with reading(path):
+                raise
         raise UserError(
             f"{path}: cannot be read as JSON ({reason(error)}). Download it again."
         ) from error
@@ -432,23 +435,6 @@ def how_to_resume(kept: Sequence[Path]) -> str:
     return f"Finished work is kept in {folders}; the same command resumes from there."
 
 
-def _errno_of(error: BaseException | None) -> int | None:
-    """The system's number of an error; None if it has none. Errors of safetensors have it in their
-    text; those of torch and numpy only say that less was written.
-    """
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    if not isinstance(error, Exception):
-        return None
-    text = str(error)
-    number = re.search(r"\(os error (\d+)\)", text)
-    if number is not None:
-        return int(number[1])
-    if "inline_container" in text or re.search(r"\d+ requested and \d+ written", text):
-        return errno.ENOSPC
-    return None
-
-
 def explain_disk_error(
     error: BaseException | None, output: Path, kept: Sequence[Path]
 ) -> UserError | None:
@@ -458,7 +444,7 @@ def explain_disk_error(
         output: the path that was being written.
         kept: folders that may hold finished work.
     """
-    number = _errno_of(error)
+    number = errno_of(error)
     if error is None or number not in _FAULTS:
         return None
     file = getattr(error, "filename", None) or "a file"

@@ -38,8 +38,8 @@ from emp_llm.checkpoint.files import (
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import (
-    NothingRemovedError,
     ReadError,
+    RefusedError,
     UserError,
     format_bytes,
     quotable,
@@ -182,7 +182,7 @@ class OutputFolder:
         if not ranks().main:
             return
         with contextlib.suppress(OSError):
-            if isinstance(error, NothingRemovedError):  # other settings need other work
+            if isinstance(error, RefusedError):
                 self.forget()
             self._close()
         if not self.path.exists():
@@ -546,6 +546,8 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
     they are equal.
     """
     if isinstance(old, dict) and isinstance(new, dict):
+        if old and new and not old.keys() & new.keys():  # such as another node of a recipe
+            return name, ", ".join(old), ", ".join(new)
         for key in dict.fromkeys([*new, *old]):
             difference = first_difference(
                 old.get(key), new.get(key), f"{name}.{key}" if name else key

@@ -11,7 +11,7 @@ from emp_llm.common.progress import load_packages
 from emp_llm.options.base import Opt, Some, parse_list
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.recipe import Targets
+from emp_llm.options.recipe import Recipe, Targets
 from emp_llm.selection.statistics import RELATIVE, STATISTICS
 
 if TYPE_CHECKING:
@@ -51,16 +51,21 @@ def calibrate(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
-    from emp_llm.calibration.passes import calibrated, calibration_signature, model_origin
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFile, check_output_file
+    from emp_llm.common.machine import Stopwatch
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
+    from emp_llm.pruning.chosen import Chosen
+    from emp_llm.runs.run import Run, collected_norms, signature_of_text
 
+    scope = Targets(
+        targets, layers.ignore, layers.tower, layers.blocks, allow_partial=layers.allow_partial
+    )
     parse_device_map(loading.device_map)
     quantization = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
     further = [] if statistics is None else parse_list(statistics, "--statistics")
@@ -72,33 +77,31 @@ def calibrate(
     trust = model.trust_remote_code
     checkpoint = Checkpoint(source.folder)
     architecture = Architecture.of_checkpoint(checkpoint, layers.blocks, trust)
-    selected = architecture.select(targets, layers.ignore, layers.tower)
+    selected = architecture.targets_of(scope)
     chosen = [target for target in selected if target.layer.purpose != "embedding"]
-    check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
+    coverage = architecture.coverage(chosen, layers.tower)
+    check_coverage(coverage, targets, layers.allow_partial)
     calibrated_layers = [target.layer for target in chosen]
     check_calibrated(calibrated_layers)
     models = OneModel(loading.device_map, loading.dtype, trust)
-    data = calibration_data(text, architecture, models, quantization=quantization)
-    made_of = calibration_signature(data, text.batch_size, text.execution)
-    check_agreement(made_of, model=checkpoint)
+    run = Run(
+        source=source,
+        recipe=Recipe(targets=scope),
+        chosen=Chosen(architecture, chosen, coverage),
+        options=text,
+        text=calibration_data(text, architecture, models, quantization=quantization),
+        path=output,
+        models=models,
+        stopwatch=Stopwatch(),
+        quantization=quantization,
+    )
+    check_agreement(signature_of_text(run), model=checkpoint)
     with OutputFile(output) as out:
-        about = model_origin(source.name, source.revision, checkpoint, quantization)
-        dense = models.get(source.folder, quantization)
-        norms = calibrated(
-            dense,
-            data,
-            calibrated_layers,
-            about,
-            batch_size=text.batch_size,
-            execution=text.execution,
-            hidden_states=text.hidden_states,
-            statistics=[RELATIVE.name, *further],
-            blocks=layers.blocks,
-            resume=out.progress if text.resumable_calibration else None,
-        )
+        collected = [RELATIVE.name, *further]
+        norms = collected_norms(run, calibrated_layers, collected, out.progress)
         if ranks().main:
             norms.save(output)
-        keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
+        keep_generated(output.with_suffix(f".{SELF_NAME.name}"), run.text)
         out.complete()
     texts = [record.name for record in norms.about.all_texts]
     logger.info(
@@ -106,7 +109,7 @@ def calibrate(
         output,
         count_of(len({*norms.input_of.values()}), "input"),
         count_of(len(norms.input_of), "layer"),
-        f"{data.number:,}",
+        f"{run.data.number:,}",
         " and ".join(texts),
     )
     return norms

@@ -4,14 +4,13 @@ weights that were trained.
 
 import logging
 import shutil
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME, SELF_NAME, is_hidden
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
@@ -22,9 +21,7 @@ from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from emp_llm.models.one_model import OneModel
+    from emp_llm.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,6 @@ def heal(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
-    from emp_llm.calibration.passes import calibration_signature, model_origin
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
     from emp_llm.checkpoint.files import sync_tree
@@ -73,15 +69,16 @@ def heal(
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
     from emp_llm.healing.checks import check_healable, sequences_for
-    from emp_llm.healing.memory import plan_healing
-    from emp_llm.healing.training import heal_folder, healing_warnings
+    from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
-    from emp_llm.pruning.writing import are_as_written, read_manifest, write_manifest
+    from emp_llm.pruning.writing import are_as_written, read_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
+    from emp_llm.runs.run import Run, healed, healing_plan, signature_of_text, write_records
 
     # Which models, and by which text.
     report = read_report(folder)
@@ -105,45 +102,41 @@ def heal(
             f"pruned. To see what differs: emp-llm verify {folder}"
         )
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
-    stopwatch = Stopwatch()
     architecture = Architecture.of_checkpoint(
         dense, recipe.targets.blocks, options.trust_remote_code
     )
     wanted = sequences_for(how.steps)
-    data = calibration_data(options, architecture, models, training=wanted)
     targets = architecture.targets_of(recipe.targets)
-    check_healable(dense.config, data, targets)
+    run = Run(
+        source=source,
+        recipe=recipe,
+        chosen=Chosen(architecture, targets, architecture.coverage(targets)),
+        options=options,
+        text=calibration_data(options, architecture, models, training=wanted),
+        path=options.output or folder.with_name(f"{folder.name}-healed"),
+        models=models,
+        stopwatch=Stopwatch(),
+    )
+    check_healable(dense.config, run.data, run.targets)
     models.free()
-    signature = {
-        "heals": pruned.states,
-        "recipe": recipe.as_dict(),
-    }
-    signature |= calibration_signature(data.for_training, options.batch_size, options.execution) | {
-        "dtype": options.dtype,
-        "device_map": options.device_map,
-        "seed": options.seed,  # of the order of the sequences
-    }
-    made_of = {"ids": signature["ids"]} | signature
-    del made_of["heals"]
-    check_agreement(made_of, pruned=pruned, dense=dense)
+    of_text = signature_of_text(replace(run, text=run.data.for_training))
+    made_of = (
+        {"recipe": recipe.as_dict()}
+        | of_text
+        | {
+            "dtype": options.dtype,
+            "device_map": options.device_map,
+            "seed": options.seed,  # of the order of the sequences
+        }
+    )
+    check_agreement({"ids": made_of["ids"]} | made_of, pruned=pruned, dense=dense)
 
     # Train, and write.
-    output = options.output or folder.with_name(f"{folder.name}-healed")
-    out = OutputFolder(output, [folder, source.folder], pruned.output_bytes, options.overwrite)
+    out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     with out:
-        out.begin(signature, machine_name())
-        plan = plan_healing(
-            dense,
-            targets,
-            recipe,
-            how,
-            device_map=options.device_map,
-            length=data.tokens.shape[1],
-            samples=len(data.tokens),
-            batch_size=options.batch_size,
-            hidden_states=options.hidden_states,
-            kept=out.get("healing_plan"),
-        )
+        out.begin({"heals": pruned.states} | made_of, machine_name())
+        samples, length = run.data.tokens.shape
+        plan = healing_plan(run, samples, length, out.get("healing_plan"))
         if "batch_size" in given and plan.by == "model" and plan.device == "cpu":
             logger.warning(
                 "warning: --batch-size has no effect on a CPU: healing takes one sequence at a "
@@ -157,59 +150,38 @@ def heal(
                     copy = out.files / name
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(folder / name, copy)
-                keep_generated(out.files / SELF_NAME, data)
+                keep_generated(out.files / SELF_NAME, run.text)
                 sync_tree(out.files)
             out.note(copied=True)
-        with stopwatch("heal"):
-            healing = heal_folder(
-                out,
-                source.folder,
-                recipe,
-                how,
-                data,
-                model_origin(source.name, source.revision, dense),
-                plan,
-                dtype=options.dtype,
-                trust_remote_code=options.trust_remote_code,
-                batch_size=options.batch_size,
-                seed=options.seed,
-            )
-        with stopwatch("check"):
-            report.check = _checked(models, source.folder, out.files, dense.config, data.held_out)
+        healing = healed(run, out, plan)
+        with run.stopwatch("check"):
+            report.check = _checked(run, out.files)
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing
         report.evaluation = None
-        report.stages |= stage_records(stopwatch.record)
+        report.stages |= stage_records(run.stopwatch.record)
         report.warnings += healing_warnings(healing)
         if report.sizes is not None:
             report.sizes.mask = 0
-        if ranks().main:
-            report.save(out.files / REPORT_NAME)
-            norms = None if manifest.activations is None else manifest.activations.norms
-            write_manifest(out.files, dense, manifest.source.identity, recipe, norms, {})
+        norms = None if manifest.activations is None else manifest.activations.norms
+        write_records(run, out.files, report, manifest.source.identity, norms, {})
         out.complete()
     log_warnings(report.warnings)
-    logger.info("written to %s (%.1f s)", output, report.stages["heal"].seconds)
+    logger.info("written to %s (%.1f s)", run.path, report.stages["heal"].seconds)
     return report
 
 
-def _checked(
-    models: "OneModel",
-    dense: Path,
-    healed: Path,
-    config: dict[str, Any],
-    tokens: "Tensor | None",
-) -> CheckRecord | None:
+def _checked(run: "Run", healed: Path) -> CheckRecord | None:
     """The perplexity of held-out text by the dense and by the healed model."""
-    from emp_llm.evaluation.perplexity import held_out_perplexity
+    from emp_llm.runs.run import held_out_perplexity
 
-    if tokens is None:
+    if run.data.held_out is None:
         return None
     records = []
-    for folder in (dense, healed):
-        records.append(held_out_perplexity(partial(models.get, folder), config, tokens))
-        models.free()
+    for folder in (run.source.folder, healed):
+        records.append(held_out_perplexity(run, folder, run.data.held_out))
+        run.models.free()
     before, after = records
     return CheckRecord(dense=before, pruned=after) if before and after else None
 

@@ -5,7 +5,7 @@ no weights are written.
 import logging
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from emp_llm.cli import command
 from emp_llm.common.errors import UserError, did_you_mean
@@ -19,13 +19,6 @@ from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Effective, Recipe, Score, Targets, score_kinds, searches
 from emp_llm.records.measure import Measure
 from emp_llm.records.source import ModelSource
-
-if TYPE_CHECKING:
-    from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.data import CalibrationText
-    from emp_llm.hub.local_model import LocalModel
-    from emp_llm.models.one_model import OneModel
-    from emp_llm.pruning.chosen import Chosen
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -79,7 +72,7 @@ def measure(
     from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
-    from emp_llm.common.machine import command_line, versions
+    from emp_llm.common.machine import Stopwatch, command_line, versions
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
@@ -111,23 +104,36 @@ def measure(
     calibrates = leading.needs_activations and norms is None
     # Scores of one's own are checked now.
     unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]
-    data = None
+    run = None
     if calibrates or budgets:
         load_packages()
         from emp_llm.calibration.data import CHOOSING, calibration_data, keep_generated
         from emp_llm.models.one_model import OneModel
+        from emp_llm.runs.run import Run, collected_norms
 
         models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
-        data = calibration_data(
-            text, chosen.architecture, models, held_out=CHOOSING if budgets else 0
+        run = Run(
+            source=source,
+            recipe=leading,
+            chosen=chosen,
+            options=text,
+            text=calibration_data(
+                text, chosen.architecture, models, held_out=CHOOSING if budgets else 0
+            ),
+            path=path,
+            models=models,
+            stopwatch=Stopwatch(),
         )
         if budgets:
-            held_out, _ = split_held_out(data.held_out, text.text_name)
+            held_out, _ = split_held_out(run.data.held_out, text.text_name)
     with OutputFile(path) as out:
-        if calibrates and data is not None:
-            progress = out.progress if text.resumable_calibration else None
-            norms = _calibrated(source, chosen, recipes, text, data, models, progress)
-            keep_generated(path.with_suffix(f".{SELF_NAME.name}"), data)
+        if run is not None and calibrates:
+            with stage("calibrate"):
+                statistics = {name for recipe in recipes for name in recipe.statistics}
+                layers = chosen.layers_to_calibrate()
+                norms = collected_norms(run, layers, statistics, out.progress)
+                run.models.free()
+            keep_generated(path.with_suffix(f".{SELF_NAME.name}"), run.text)
         with stage("measure"):
             identity = identity_of(checkpoint)
             if norms is not None:
@@ -144,13 +150,10 @@ def measure(
                 for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True)
             ]
         losses = []
-        if budgets:
+        if run is not None and budgets:
             work = path.with_name(f".{path.name}.loss")
-            curve_of_loss = LossCurve(
-                models, source.folder, checkpoint, targets, held_out, "cpu", work
-            )
-            losses = within_budgets(curve_of_loss, checkpoint, recipes, budgets, norms)
-            models.free()
+            losses = within_budgets(LossCurve(run, held_out, "cpu", work), recipes, budgets, norms)
+            run.models.free()
             shutil.rmtree(work, ignore_errors=True)
         record = Measure(
             source=ModelSource(model=source.name, revision=source.revision, identity=identity),
@@ -165,35 +168,6 @@ def measure(
         out.complete()
     logger.info("written to %s", path)
     return record
-
-
-def _calibrated(
-    source: "LocalModel",
-    chosen: "Chosen",
-    recipes: list[Recipe],
-    text: NormOptions,
-    data: "CalibrationText",
-    models: "OneModel",
-    progress: Path | None,
-) -> "Activations":
-    """The statistics of inputs that some recipes need; the model is freed."""
-    from emp_llm.calibration.passes import calibrated, model_origin
-
-    with stage("calibrate"):
-        norms = calibrated(
-            models.get(source.folder),
-            data,
-            chosen.layers_to_calibrate(),
-            model_origin(source.name, source.revision, chosen.checkpoint),
-            batch_size=text.batch_size,
-            execution=text.execution,
-            hidden_states=text.hidden_states,
-            statistics={name for recipe in recipes for name in recipe.statistics},
-            blocks=recipes[0].targets.blocks,
-            resume=progress,
-        )
-        models.free()
-    return norms
 
 
 def _recipes(given: str | None, orders: str, shared: RecipeWords) -> list[Recipe]:

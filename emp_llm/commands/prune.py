@@ -6,10 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command
-from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import load_packages, stage
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import check_one_process, ranks
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.prune import PruneOptions, checked_recipe
@@ -19,12 +18,11 @@ from emp_llm.records.run_report import RunReport
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
     from emp_llm.reporting.push import Destination
-    from emp_llm.runs.prune_run import LossSearch, PruneRun
+    from emp_llm.runs.prune_run import Inputs, LossSearch, PruneRun
     from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
@@ -46,11 +44,7 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
         return _planned(recipe, options, given)
     if options.loss is None:
         return _pruned(recipe, options, given)
-    if ranks().count > 1:
-        raise UserError(
-            "--loss runs in one process. Start it without torchrun; --device-map spreads a large "
-            "model over devices."
-        )
+    check_one_process("--loss")
     load_packages()
     from emp_llm.runs.loss_budget import LossBudget, prune_to_loss
 
@@ -60,19 +54,20 @@ def prune(words: RecipeWords, options: PruneOptions, given: GivenOptions) -> "Ru
 def _planned(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> "DryRun":
     """What `_pruned` would do."""
     from emp_llm.pruning.dry_run import with_curve
-    from emp_llm.runs.prune_run import PruneRun
+    from emp_llm.runs.prune_run import find_inputs, plan_of
 
     _destination(options)
-    planned = PruneRun.of(recipe, options, given)
+    inputs = find_inputs(recipe, options, given)
     if recipe.structure is not None:
         load_packages()
-        from emp_llm.structure.prune_structure import plan_units
+        from emp_llm.structure.prune_structure import find_units, plan_units
 
-        return plan_units(planned, recipe.structure)
-    _, scores = _choose_weights(planned)
+        return plan_units(*find_units(inputs, recipe.structure))
+    run, scores = _find_weights(inputs)
+    planned = plan_of(run)
     if options.loss is not None:
-        return planned.plan()
-    return with_curve(planned.plan(), scores, options.propagate, planned.source.headers_only)
+        return planned
+    return with_curve(planned, scores, options.propagate, run.source.headers_only)
 
 
 def _pruned(
@@ -83,25 +78,28 @@ def _pruned(
     Args:
         judged: of a run whose sparsity --loss has found.
     """
-    from emp_llm.runs.prune_run import PruneRun
+    from emp_llm.runs.prune_run import PruneRun, evaluated, find_inputs
 
     destination = _destination(options)
-    pruning = PruneRun.of(recipe, options, given, judged)
+    inputs = find_inputs(recipe, options, given, judged)
+    run: PruneRun
     if recipe.structure is None:
-        report = _prune_weights(pruning)
+        run, scores = _find_weights(inputs)
+        report = _prune_weights(run, scores)
     else:
         load_packages()
-        from emp_llm.structure.prune_structure import prune_units
+        from emp_llm.structure.prune_structure import find_units, prune_units
 
-        report = prune_units(pruning, recipe.structure)
-    report = pruning.evaluated(report)
+        run, model = find_units(inputs, recipe.structure)
+        report = prune_units(run, model)
+    report = evaluated(run, report)
     if destination is not None and ranks().main:
         from emp_llm.reporting.push import push_finished
 
         with stage("push"):
-            report.push = push_finished(pruning.path, destination)
+            report.push = push_finished(run.path, destination)
     times = [f"{name} {record.seconds:.1f} s" for name, record in report.stages.items()]
-    logger.info("written to %s (%s)", pruning.path, ", ".join(times))
+    logger.info("written to %s (%s)", run.path, ", ".join(times))
     return report
 
 
@@ -120,73 +118,76 @@ def _destination(options: PruneOptions) -> "Destination | None":
     return destination
 
 
-def _choose_weights(pruning: "PruneRun") -> "tuple[Chosen, Scores]":
-    """Which weights compete, and by which scores; the recipe of the run gets its counts."""
+def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
+    """The run, and the scores by which its weights compete."""
     from emp_llm.pruning.budget import Budget, with_budget
     from emp_llm.pruning.chosen import scores_of, targets_of_folder
     from emp_llm.pruning.masks import check_device
     from emp_llm.pruning.report import pruned_before
+    from emp_llm.runs.prune_run import PruneRun
 
-    options = pruning.options
-    recipe = pruning.recipe
-    source = pruning.source
+    options = inputs.options
+    recipe = inputs.recipe
+    source = inputs.source
+    norms = inputs.norms
     check_device(options.mask_device)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning("%s", pruned_before(source.name, recipe))
     budget = Budget.of(options.parameters, options.memory)
     trust = options.trust_remote_code
-    chosen = targets_of_folder(source.folder, source.name, recipe, trust, pruning.norms is None)
-    targets = chosen.targets
+    chosen = targets_of_folder(source.folder, source.name, recipe, trust, norms is None)
     if budget is not None:
-        recipe = with_budget(recipe, budget, chosen.checkpoint, targets)
+        recipe = with_budget(recipe, budget, chosen.checkpoint, chosen.targets)
         logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.counts.sparsity)
     scores = scores_of(chosen, recipe, chosen.checkpoint.config)
-    pruning.recipe = scores.recipe
-    pruning.architecture = chosen.architecture
-    pruning.targets = targets
-    if pruning.norms is not None:
-        scores = scores.with_activations(pruning.norms, str(options.activations))
-    return chosen, scores
+    if norms is not None:
+        scores = scores.with_activations(norms, str(options.activations))
+    return PruneRun.of(inputs, scores.recipe, chosen), scores
 
 
-def _prune_weights(pruning: "PruneRun") -> RunReport:
+def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
     """Write the checkpoint with zeros in the place of weights."""
-    from emp_llm.pruning.chosen import stored_bytes
     from emp_llm.pruning.counts import counts_of
     from emp_llm.pruning.masks import Pruner
     from emp_llm.pruning.scores import Scores
     from emp_llm.records.run_report import read_report
+    from emp_llm.runs.prune_run import (
+        awaits_evaluation,
+        begin,
+        calibrated,
+        checked,
+        finish,
+        moved_weights,
+        output_of,
+        work_bytes,
+    )
 
-    chosen, scores = _choose_weights(pruning)
-    options = pruning.options
-    recipe = pruning.recipe
-    update = recipe.update
-    pruning.check()
-    if pruning.awaits_evaluation:
-        return read_report(pruning.path)
-    of_moved = 0 if update is None else stored_bytes(chosen.targets)
-    with pruning.output(of_moved) as out:
-        pruning.begin(out)
+    options = run.options
+    update = run.recipe.update
+    if awaits_evaluation(run):
+        return read_report(run.path)
+    with output_of(run, work_bytes(run)) as out:
+        healing = begin(run, out)
 
         # Norms of the inputs. With pruned propagation, the masks of a block are decided before the
         # next is calibrated.
         propagated = None
         if options.propagate == "pruned":
             propagated = Pruner(scores, counts_of(scores), options.mask_device)
-        norms = pruning.norms
-        if pruning.calibrates:
-            norms = pruning.calibrated(out, chosen.layers_to_calibrate(), propagated)
-            if recipe.needs_activations:
+        norms = run.norms
+        if run.calibrates:
+            norms = calibrated(run, out, run.chosen.layers_to_calibrate(), propagated)
+            if run.recipe.needs_activations:
                 scores = scores.with_activations(norms)
 
         # How many weights of each group stay, which ones, and their values.
-        by_cost = pruning.by_cost
-        if by_cost is not None:
-            removed = _removed_by_cost(pruning, by_cost.sparsity, chosen, norms, out)
-            recipe = recipe.but(counts=replace(by_cost, shares=ByCost(removed)))
-            scores = Scores(chosen.checkpoint, chosen.targets, recipe, scores.inputs)
-        counts = counts_of(scores) if propagated is None else propagated.counts
-        pruner = Pruner(scores, counts, options.mask_device)
+        if run.by_cost is not None:
+            removed = _removed_by_cost(run, run.by_cost.sparsity, norms, out)
+            counts = replace(run.by_cost, shares=ByCost(removed))
+            by_cost = run.recipe.but(counts=counts)
+            scores = Scores(run.checkpoint, run.targets, by_cost, scores.inputs)
+        number = counts_of(scores) if propagated is None else propagated.counts
+        pruner = Pruner(scores, number, options.mask_device)
         moved = None
         if update is not None:
             from emp_llm.pruning.updates import move_weights
@@ -195,26 +196,22 @@ def _prune_weights(pruning: "PruneRun") -> RunReport:
                 move_weights,
                 pruner=pruner,
                 update=update,
-                tokens=pruning.text.tokens,
+                tokens=run.data.tokens,
                 batch_size=options.batch_size,
                 hidden_states=options.hidden_states,
             )
-            moved = pruning.moved(out, update.name, move)
-        dense = pruning.held_out_perplexity(pruning.source.folder)
-        if pruning.suite is None:
-            pruning.models.free()  # the dense model is no longer needed
+            moved = moved_weights(run, out, update.name, move)
+        dense = checked(run, run.source.folder)
+        if run.suite is None:
+            run.models.free()  # the dense model is no longer needed
 
         # The first rank writes. Healing trains what was written.
-        report, hashes = ranks().first(partial(_write, pruning, chosen, pruner, moved, out))
-        return pruning.finish(out, report, hashes, norms, dense)
+        report, hashes = ranks().first(partial(_write, run, pruner, moved, out))
+        return finish(run, out, report, hashes, norms, dense, healing)
 
 
 def _removed_by_cost(
-    pruning: "PruneRun",
-    sparsity: float,
-    chosen: "Chosen",
-    norms: "Activations | None",
-    out: "OutputFolder",
+    run: "PruneRun", sparsity: float, norms: "Activations | None", out: "OutputFolder"
 ) -> dict[str, int]:
     """How many weights each target loses, measured now or by an interrupted run."""
     from emp_llm.runs.block_shares import removed_by_cost
@@ -222,25 +219,17 @@ def _removed_by_cost(
 
     removed: dict[str, int] | None = out.get("shares")
     if removed is None:
-        tokens, _ = pruning.divided
-        with stage("shares"), pruning.stopwatch("shares"):
-            curve = LossCurve(
-                pruning.models,
-                pruning.source.folder,
-                chosen.checkpoint,
-                chosen.targets,
-                tokens,
-                pruning.options.mask_device,
-                out.work / "curve",
-            )
-            removed = removed_by_cost(sparsity, curve, chosen.targets, norms)
+        assert run.deciding is not None
+        with stage("shares"), run.stopwatch("shares"):
+            device = run.options.mask_device
+            curve = LossCurve(run, run.deciding, device, out.work / "curve")
+            removed = removed_by_cost(sparsity, curve, run.targets, norms)
         out.note(shares=removed)
     return removed
 
 
 def _write(
-    pruning: "PruneRun",
-    chosen: "Chosen",
+    run: "PruneRun",
     pruner: "Pruner",
     moved: "MovedWeights | None",
     out: "OutputFolder",
@@ -250,11 +239,11 @@ def _write(
     from emp_llm.pruning.starving import starving_rows
     from emp_llm.pruning.writing import write_checkpoint
 
-    with stage("prune"), pruning.stopwatch("prune"):
+    with stage("prune"), run.stopwatch("prune"):
         written = write_checkpoint(pruner, out.files, out, moved)
         starving = starving_rows(pruner, written.outcomes)
     report = report_of(
-        pruning.made_from(written.identity), pruner, written.outcomes, chosen.coverage, moved
+        run.made_from(written.identity), pruner, written.outcomes, run.chosen.coverage, moved
     )
     if starving is not None:
         report.warnings.insert(0, starving)

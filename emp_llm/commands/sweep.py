@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.calibration.texts import self_notes
 from emp_llm.cli import command
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.progress import load_packages
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import check_one_process
 from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
@@ -61,36 +61,28 @@ def sweep(
     Returns the content of sweep.json; for a dry run, the plan.
     """
     points = plan_points(options, shared)
-    if ranks().count > 1:
-        raise UserError(
-            "A sweep runs in one process. Start it without torchrun; --device-map spreads a large "
-            "model over devices."
-        )
+    check_one_process("A sweep")
     load_packages()
     from emp_llm.evaluation.suites import suite_of
-    from emp_llm.runs.sweep_run import SweepRun
+    from emp_llm.runs.sweep_run import SweepRun, sweep_points
 
-    sweeping = SweepRun.of(points, model, text, loading, suite_of(suite_options), options, given)
+    run = SweepRun.of(points, model, text, loading, suite_of(suite_options), options, given)
     if options.dry_run:
-        return _planned(sweeping)
-    with sweeping.folder.locked():
-        sweeping.begin(shared)
-        sweeping.calibrate()
-        sweeping.measure_dense()
-        sweeping.measure_points()
-    return sweeping.folder.record
+        return _planned(run)
+    with run.folder.locked():
+        return sweep_points(run, shared)
 
 
-def _planned(sweeping: "SweepRun") -> SweepDryRun:
+def _planned(run: "SweepRun") -> SweepDryRun:
     """What the run would do."""
-    points = sweeping.points
-    notes = self_notes(sweeping.text_options.text_name) if sweeping.reads_text else []
+    points = run.points
+    notes = self_notes(run.options.text_name) if run.needs_text else []
     for note in notes:
         logger.info("%s", note)
-    size = sweeping.chosen.checkpoint.output_bytes if sweeping.options.keep else 0
+    size = run.checkpoint.output_bytes if run.sweeping.keep else 0
     return SweepDryRun(
-        [point.name for point in points if sweeping.folder.report(point) is None],
-        sweeping.chosen.coverage,
+        [point.name for point in points if run.folder.report(point) is None],
+        run.chosen.coverage,
         size * len(points),
     )
 

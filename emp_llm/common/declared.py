@@ -420,10 +420,16 @@ def node_in(kind: type[Any], tree: Any, where: str = "") -> Any:
     if _is_node(kind) and has_kinds(kind):
         name = next(iter(tree), "")
         if len(tree) != 1 or name not in kind.kinds:
-            hint = did_you_mean(name, kind.kinds)
-            raise ValueError(f"{where}: unknown value '{quotable(', '.join(tree))}'{hint}")
+            hint = did_you_mean(name, kind.kinds) or (
+                " A class of your own is known in a program that imports it"
+            )
+            raise ValueError(f"{where}: unknown value '{quotable(', '.join(tree))}'.{hint}")
         return node_in(kind.kinds[name], tree[name], f"{where}.{name}")
     known = {field.name: field.node for field in declared(kind)}
+    required = [field.name for field in declared(kind) if field.value.required]
+    missing = next((name for name in required if name not in tree), None)
+    if missing is not None:
+        raise ValueError(f"{where}: missing field {missing}")
     values = {}
     for name, value in tree.items():
         if name not in known:

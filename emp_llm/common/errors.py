@@ -16,6 +16,8 @@ _COMMAND = re.compile(
 )
 
 
+# As safetensors and torch write it.
+_ERRNO = re.compile(r"\(os error (\d+)\)|unable to [^<]*file <.*>.*: .* \((\d+)\)")
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -45,7 +47,11 @@ def _argument(flag: re.Match[str]) -> str:
     return "score_map" if flag[1] == "map" else flag[1].replace("-", "_")
 
 
-class NothingRemovedError(UserError):
+class RefusedError(UserError):
+    """What was asked for cannot be done. Other settings need other work, so none is kept."""
+
+
+class NothingRemovedError(RefusedError):
     """A recipe keeps every unit of a model."""
 
 
@@ -69,11 +75,39 @@ def reason(error: BaseException, whole: bool = False) -> str:
     return text.splitlines()[0].strip().rstrip(".") if text else type(error).__name__
 
 
+def errno_of(error: BaseException | None) -> int | None:
+    """The system's number of an error; None if it has none. Errors of safetensors, and those of
+    torch on opening a file, have it in their text; those of torch and numpy on writing only say
+    that less was written.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if not isinstance(error, Exception):
+        return None
+    text = str(error)
+    number = _ERRNO.search(text)
+    if number is not None:
+        return int(number[1] or number[2])
+    if "inline_container" in text or re.search(r"\d+ requested and \d+ written", text):
+        return errno.ENOSPC
+    return None
+
+
+def is_of_disk(error: BaseException | None) -> bool:
+    """Whether a full or failing disk is what an error comes from."""
+    while error is not None:
+        if errno_of(error) in _DISK:
+            return True
+        error = error.__cause__
+    return False
+
+
 def disk_sentence(error: BaseException) -> str | None:
     """A sentence on an error of a full or failing disk; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _DISK:
+    if errno_of(error) not in _DISK:
         return None
-    file = f"{quotable(str(error.filename))}: " if error.filename else ""
+    name = getattr(error, "filename", None)
+    file = f"{quotable(str(name))}: " if name else ""
     return (
         f"{file}{reason(error)}. Free some space, or use another disk; then run the same command "
         "again."

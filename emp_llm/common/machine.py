@@ -198,12 +198,12 @@ class Stopwatch:
     each stage.
 
     Args:
-        peaks: measure the peaks, which sets those of the process back; False within a program of
-            others, which may measure its own.
+        peaks: in a command of the shell, measure the peaks, which sets those of the process back. A
+            program of others may measure its own.
     """
 
     def __init__(self, peaks: bool = True) -> None:
-        self._peaks = peaks
+        self._peaks = peaks and UserError.in_shell
         self.record: dict[str, dict[str, float]] = {}
 
     @contextmanager

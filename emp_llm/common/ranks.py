@@ -153,6 +153,15 @@ def ranks() -> Ranks:
     return Ranks(0, 1) if _Joined.alone else ranks_of_job()
 
 
+def check_one_process(what: str) -> None:
+    """Raise UserError in a job of several processes, for what runs in one."""
+    if ranks().count > 1:
+        raise UserError(
+            f"{what} runs in one process. Start it without torchrun; --device-map spreads a large "
+            "model over devices."
+        )
+
+
 def ranks_of_job() -> Ranks:
     """The ranks of this job: those of the process group, if there is one; else those that meet at
     the first collective call, by the variables of torchrun.

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import sequences, token_ids
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, is_of_disk
 from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
@@ -160,13 +160,16 @@ def held_out_perplexity(
 ) -> PerplexityRecord | None:
     """The perplexity of held-out sequences, shape (sequences, length), by a model that is loaded.
 
-    None if the model has none, or it fails, which is logged and ends no run. A collective call.
+    None if the model has none, or it fails, which is logged and ends no run. A failing disk does. A
+    collective call.
     """
     if config.get("is_encoder_decoder") or headless_class(config) is not None:
         return None
     try:
         record = perplexity(load(), tokens.flatten(), tokens.shape[1], batch_size=1)
     except UserError as error:
+        if is_of_disk(error):  # the same command, run again, measures it
+            raise
         logger.warning("warning: the perplexity of held-out text was not measured: %s", error)
         return None
     # The stage has the time; equal runs have equal reports.

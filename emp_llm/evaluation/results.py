@@ -18,7 +18,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.checkpoint.output import describe_difference
 from emp_llm.checkpoint.packed_format import PackedFolder
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
@@ -71,6 +71,8 @@ def new_results(
         packed = (source.folder / PACK_NAME).is_file()
         read_it = read_report if packed else partial(report_of_weights, identity=identity)
         report = read_it(source.folder)
+    except ReadError:
+        raise
     except UserError:  # it has no report that can be read
         report = None
     pruned = None if report is None else pruned_by(report)

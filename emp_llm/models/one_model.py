@@ -31,7 +31,7 @@ class OneModel:
     ) -> None:
         if device_map != "auto":
             parse_device_map(device_map)
-        self._device_map = device_map
+        self.device_map = device_map
         self.dtype = dtype
         self.trust_remote_code = trust_remote_code
         self._stopwatch = stopwatch
@@ -54,7 +54,7 @@ class OneModel:
 
         from emp_llm.models.loading import load_model
 
-        place = self._device_map
+        place = self.device_map
         on_cpu = place == "auto" and quantization is None and not torch.accelerator.is_available()
         if by_blocks and on_cpu:
             place = "disk"

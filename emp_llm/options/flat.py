@@ -5,7 +5,7 @@ from inspect import Parameter
 from typing import Any, NoReturn
 
 from emp_llm.common.declared import Option, asked, built, options_of
-from emp_llm.common.errors import UserError, did_you_mean
+from emp_llm.common.errors import UserError, did_you_mean, quotable
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.recipe import (
@@ -38,6 +38,30 @@ _METHOD = Opt(
     "reap, man, frequency, mass; layers cosine. Default: emp-wanda (experts: emp-reap, layers: "
     "emp-cosine)."
 )
+
+
+# Why an option has no place in a recipe.
+_OF_EMP = (
+    "{flag} does not go with method {method}: its sparsity is fixed, and --sparsity sets it. "
+    "{instead} --method emp-{emp}."
+)
+_OF_FIXED = (
+    "{flag} does not go with method {method}: the effective number sets its sparsity, and --beta "
+    "scales it. Use --method {plain}."
+)
+_OF_MATCH = "--match-by {value} needs an earlier run; name it with --match."
+_OF_OTHERS = "{flag} is for {users}, not for {method}. Leave it out, or use that method."
+_TWICE = "{flag} and --{by} both set the sparsity; give only one."
+_OWN = "--method {method} does not use {flag}; leave one out, or give --method {own} or emp-{own}."
+_WHY_NOT = {
+    "shares": "--shares cost goes with --sparsity, not with --{by}; leave one out.",
+    "criterion": _OWN,
+    "scores": _OWN,
+    "score_map": "--map is for scores of your own; the scores of {plain} are never negative. Leave "
+    "it out.",
+    "score": "--score chooses the norms of the inputs, and method {method} {norms}. Leave it out, "
+    "or use --method wanda or emp-wanda.",
+}
 
 
 class RecipeWords(dict[str, Any]):
@@ -96,11 +120,11 @@ class RecipeWords(dict[str, Any]):
             fields["group"] = given.pop("group")
         for left in given:
             if left not in unused:
-                _refuse(left, given[left], method, self)
+                _refuse(left, method, self)
         if isinstance(score, Own) and score.source is None:
             calibrated = score.criterion.calibrated
             if "score" in self and not calibrated and "score" not in unused:
-                _refuse("score", self["score"], method, self)
+                _refuse("score", method, self)
         recipe = Recipe(score=score, update=update, structure=structure, **fields)
         return recipe, frozenset(given)
 
@@ -115,6 +139,8 @@ def recipe_of(method: str | None = None, **options: Any) -> Recipe:
     Raises:
         UserError: an option is unknown, out of range, or does not go with another.
     """
+    if method is not None and not isinstance(method, str):
+        raise UserError(f"--method must be a name such as emp-wanda, got {quotable(repr(method))}.")
     known = RecipeWords.options()
     words = RecipeWords()
     for name, value in ({"method": method} | options).items():
@@ -185,13 +211,13 @@ def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -
         return Given
     if "criterion" in given:
         own = custom_name(given["criterion"])
-        if own is None:
+        if own is None or ("source" in given and own != name):  # a record knows the name
             given["named"] = name
-        if own in (None, name):
+        if own == name or "named" in given:
             return Own
     for option in ("criterion", "scores"):
         if option in given:
-            _refuse(option, given[option], method, given)
+            _refuse(option, method, given)
     if name == Given.name:
         raise UserError(f"{flag} {method} needs your scores; give a file with --scores.")
     if name in UNIT_CRITERIA:
@@ -220,76 +246,35 @@ def _counts_kind(adaptive: bool, given: Mapping[str, Any]) -> type[Counts]:
     return Pattern if "pattern" in given else Share
 
 
-def _refuse(name: str, value: Any, method: str, words: Mapping[str, Any]) -> NoReturn:
+def _refuse(name: str, method: str, words: Mapping[str, Any]) -> NoReturn:
     """Raise UserError for an option that has no place in the recipe of a method."""
-    flag = RecipeWords.options()[name].flag
-    raise UserError(
-        _why_not_counts(name, flag, method, words)
-        or _why_not_scores(name, flag, method, words)
-        or _why_not_alone(name, flag)
-        or _why_not_method(name, flag, method)
-    )
-
-
-def _why_not_counts(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
-    """What is wrong with an option of the counts; empty for another option."""
     plain = method.removeprefix("emp-")
-    adaptive = plain != method
+    sentence = _WHY_NOT.get(name, _OF_OTHERS)
     if name in options_of(Effective) and name != "sparsity":
-        other = {"sparsegpt": "admm"}.get(plain, plain)
-        instead = "Use --sparsity, or" if name == "beta" else "Use"
-        return (
-            f"{flag} does not go with method {method}: its sparsity is fixed, and --sparsity sets "
-            f"it. {instead} --method emp-{other}."
-        )
-    if name not in options_of(Counts):
-        return ""
-    if name == "match_by" and "match" not in words:
-        return f"--match-by {words[name]} needs an earlier run; name it with --match."
-    if adaptive:
-        return (
-            f"{flag} does not go with method {method}: the effective number sets its sparsity, and "
-            f"--beta scales it. Use --method {plain}."
-        )
-    other = "match" if "match" in words else "pattern"
-    if name == "shares":
-        return f"--shares cost goes with --sparsity, not with --{other}; leave one out."
-    return f"{flag} and --{other} both set the sparsity; give only one."
-
-
-def _why_not_scores(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
-    """What is wrong with an option of the scores; empty for another option."""
-    if name in ("criterion", "scores"):
-        named = custom_name(words.get("criterion"), words.get("scores"))
-        other = named or "the name of its function"
-        return (
-            f"--method {method} does not use {flag}; leave one out, or give --method {other} or "
-            f"emp-{other}."
-        )
-    if name == "score_map":
-        return (
-            f"--map is for scores of your own; the scores of {method.removeprefix('emp-')} are "
-            "never negative. Leave it out."
-        )
-    if name == "score":
-        return (
-            f"--score chooses the norms of the inputs, and method {method} leaves no choice. Leave "
-            "it out, or use --method wanda or emp-wanda."
-        )
-    return ""
-
-
-def _why_not_alone(name: str, flag: str) -> str:
-    """What is missing for an option that needs another; empty if nothing is."""
-    for node, needed in ((Refit, "refit"), (Heal, "heal"), (Structure, "structure")):
+        sentence = _OF_EMP
+    elif name == "match_by" and "match" not in words:
+        sentence = _OF_MATCH
+    elif name in options_of(Counts):
+        sentence = _OF_FIXED if plain != method else _WHY_NOT.get(name, _TWICE)
+    for switch, node in (("refit", Refit), ("heal", Heal), ("structure", Structure)):
         if name in options_of(node):
-            return f"{flag} has no effect without --{needed}. Add --{needed}, or leave it out."
-    return ""
-
-
-def _why_not_method(name: str, flag: str, method: str) -> str:
-    """The methods that an option is for."""
-    return f"{flag} is for {_users_of(name)}, not for {method}. Leave it out, or use that method."
+            sentence = (
+                f"{{flag}} has no effect without --{switch}. Add --{switch}, or leave it out."
+            )
+    facts = {
+        "flag": RecipeWords.options()[name].flag,
+        "value": words[name],
+        "method": method,
+        "plain": plain,
+        "emp": "admm" if plain == "sparsegpt" else plain,
+        "instead": "Use --sparsity, or" if name == "beta" else "Use",
+        "by": "match" if "match" in words else "pattern",
+        "norms": "has relative norms" if plain == Relative.name else "needs none",
+        "own": custom_name(words.get("criterion"), words.get("scores"))
+        or "the name of its function",
+        "users": _users_of(name),
+    }
+    raise UserError(sentence.format(**facts))
 
 
 def _users_of(name: str) -> str:

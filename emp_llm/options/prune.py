@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.ranks import ranks
+from emp_llm.common.ranks import check_one_process
 from emp_llm.options.base import GivenOptions, Opt, flag_of, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.flat import RecipeWords
@@ -191,11 +191,7 @@ def _check_cost(options: PruneOptions) -> None:
             "--shares cost measures held-out text, and --activations holds only norms. Name the "
             "text with --calibration."
         )
-    if ranks().count > 1:
-        raise UserError(
-            "--shares cost runs in one process. Start it without torchrun; --device-map spreads a "
-            "large model over devices."
-        )
+    check_one_process("--shares cost")
 
 
 def _check_loss(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> None:

@@ -20,6 +20,7 @@ from emp_llm.common.declared import (
     Opt,
     as_tree,
     check_fields,
+    has_kinds,
     node_in,
     options_apart,
     options_of,
@@ -150,7 +151,8 @@ class Own(Score):
         function: of (weight) or (weight, inputs); or its name: MODULE:FUNCTION, FILE.py:FUNCTION.
         norms: the norms of the inputs that it is given: "plain" or "relative", as in `NormScore`.
         score_map: how signed scores become non-negative; None: they must not be negative.
-        named: the name of the function, if `function` is a module or file alone.
+        named: the name of the function, if `function` is a module or file alone; in records, if it
+            has another there.
         source: in records: the SHA-256 of the file. A recipe with it cannot score.
     """
 
@@ -172,7 +174,7 @@ class Own(Score):
         if not isinstance(self.function, str) and not callable(self.function):
             raise UserError(f"--criterion must be a function or its name, got {self.function!r}.")
         known = custom_name(self.function)
-        if self.named is not None and known is not None:
+        if self.named is not None and known is not None and self.source is None:
             raise UserError(
                 f"named is for a module or a file, and the function is {known}. Leave it out."
             )
@@ -345,7 +347,8 @@ class Effective(Counts):
             return
         for name in ("beta", "neff_dtype"):
             if getattr(self, name) not in (None, "float64"):
-                raise UserError(f"sparsity finds the beta; leave out {name}, or sparsity.")
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"--sparsity finds the beta; leave out {flag}, or --sparsity.")
 
     def at(self, sparsity: float) -> "Effective":
         return replace(self, sparsity=sparsity, beta=None, found=None, neff_dtype="float64")
@@ -658,6 +661,7 @@ class Structure(Node):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that defines the weights of a pruned model. Equal recipes, norms and weights give
     equal bits. It does not change; `but` gives another.
@@ -679,55 +683,25 @@ class Recipe:
         UserError: fields do not go together.
     """
 
-    # No dataclass, because msgspec would write it field by field. Records hold `as_dict`.
-    score: Score
-    counts: Counts
-    group: Group
-    targets: Targets
-    update: Update | None
-    heal: Heal | None
-    structure: Structure | None
+    score: Score = None  # type: ignore[assignment]  # __post_init__ sets it
+    counts: Counts = Effective()
+    group: Annotated[
+        Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
+    ] = "row"
+    update: Update | None = None
+    heal: Heal | None = None
+    targets: Targets = Targets()
+    structure: Structure | None = None
 
-    def __init__(
-        self,
-        *,
-        score: Score | None = None,
-        counts: Counts = Effective(),
-        group: Annotated[
-            Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
-        ] = "row",
-        update: Update | None = None,
-        heal: Heal | None = None,
-        targets: Targets = Targets(),
-        structure: Structure | None = None,
-    ) -> None:
-        if score is None:
-            searching = isinstance(update, Update) and update.searches
-            score = Magnitude() if searching else Wanda()
-        vars(self).update(
-            score=score,
-            counts=counts,
-            group=group,
-            targets=targets,
-            update=update,
-            heal=heal,
-            structure=structure,
-        )
+    def __post_init__(self) -> None:
+        if self.score is None:
+            searching = isinstance(self.update, Update) and self.update.searches
+            object.__setattr__(self, "score", Magnitude() if searching else Wanda())
         _check_nodes(self)
         check_fields(self)
         _check_groups(self)
         _check_shares(self)
         _check_search(self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a recipe does not change; use recipe.but({name}=...)")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"Recipe({fields})"
 
     def but(self, **changes: Any) -> "Recipe":
         """The recipe with other values in some fields."""
@@ -901,6 +875,10 @@ class Recipe:
                 )
 
 
+# msgspec would write a dataclass field by field; records hold the tree of `as_dict`.
+del Recipe.__dataclass_fields__
+
+
 def _check_nodes(recipe: Recipe) -> None:
     """Raise UserError, with what to write, for a word or a number in the place of a node."""
     known: dict[str, type[Any]] = Update.kinds | score_kinds()
@@ -912,7 +890,10 @@ def _check_nodes(recipe: Recipe) -> None:
         ("heal", Heal, "Heal()"),
     ):
         value = getattr(recipe, name)
-        if isinstance(value, kind) or (value is None and name in ("update", "heal")):
+        if value is None and name in ("update", "heal"):
+            continue
+        if isinstance(value, kind):
+            _check_name(name, value, kind)
             continue
         if isinstance(value, type):
             example = f"{value.__name__}()"
@@ -925,6 +906,16 @@ def _check_nodes(recipe: Recipe) -> None:
             example = f"Share({value:g})"
         raise UserError(
             f"{name} must be of type {kind.__name__}, got {quotable(repr(value))}. Write {example}."
+        )
+
+
+def _check_name(field: str, node: Node, kind: type[Node]) -> None:
+    """Raise UserError for a node that records could not name."""
+    own = type(node)
+    if has_kinds(kind) and kind.kinds.get(node.name) is not own:
+        raise UserError(
+            f"{field} {own.__qualname__} has no name of its own. Give its class one, such as "
+            f'name = "{own.__name__.lower()}", so that records can hold it.'
         )
 
 
@@ -960,24 +951,14 @@ def _check_shares(recipe: Recipe) -> None:
 
 
 def _check_search(recipe: Recipe) -> None:
-    """Raise UserError for an update that has no name, or for scores or groups that a search does
-    not allow.
-    """
+    """Raise UserError for scores or groups that a search does not allow."""
     update = recipe.update
-    if update is None:
-        return
-    kind = type(update)
-    if Update.kinds.get(update.name) is not kind:
-        raise UserError(
-            f"update {kind.__qualname__} has no name of its own. Give its class one, such as "
-            f'name = "{kind.__name__.lower()}", so that records can hold it.'
-        )
-    if not update.searches:
+    if update is None or not update.searches:
         return
     if recipe.score != Magnitude():
         raise UserError(
-            f"update {kind.__qualname__} counts by magnitudes; give score=Magnitude(), or leave "
-            "the score out."
+            f"update {type(update).__qualname__} counts by magnitudes; give score=Magnitude(), or "
+            "leave the score out."
         )
     if recipe.adaptive and update.keeps == "matrix":
         raise UserError(

@@ -20,7 +20,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import file_state
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.options.criterion import criterion_origin
+from emp_llm.options.criterion import criterion_origin, custom_name
 from emp_llm.options.recipe import Given, Own, Recipe
 from emp_llm.selection.criteria import MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
@@ -405,7 +405,9 @@ def recorded(recipe: Recipe) -> Recipe:
         return recipe.but(score=replace(score, scores=name, digest=digest))
     if isinstance(score, Own) and score.source is None:
         label, source = criterion_origin(score.criterion)
-        return recipe.but(score=replace(score, function=label, named=None, source=source or ""))
+        named = None if custom_name(label) == score.method else score.method
+        score = replace(score, function=label, named=named, source=source or "")
+        return recipe.but(score=score)
     return recipe
 
 

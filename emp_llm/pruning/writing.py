@@ -370,6 +370,8 @@ def are_as_written(folder: Path, identity: str | None) -> bool:
         return True
     try:
         files = read_manifest(folder).files
+    except ReadError:
+        raise
     except UserError:
         return True
     shards = {

@@ -100,7 +100,7 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version == kind.FLAT:
-        values = with_trees(values)
+        values = with_trees(values) | {"format": f"emp-llm {kind.KIND} {kind.VERSION}"}
     elif version != kind.VERSION:
         remedy = (
             "Update emp-llm: git pull in its clone."
@@ -155,14 +155,16 @@ def _sentence(error: BaseException) -> str:
     text = text.replace(
         "Invalid enum value", "unknown key" if "key` in" in path else "unknown value"
     )
-    if text.startswith((".", ": ")):  # of a recipe, whose message begins with the path inside it
-        inside, _, text = text.partition(": ")
+    if text.startswith((".", ": ")):  # of a recipe: the path inside it, and a sentence
+        inside, _, words = text.partition(": ")
         field += inside
-    words = quotable(text[:1].lower() + text[1:])
+    else:
+        words = quotable(text[:1].lower() + text[1:])
     for value, version in _REMOVED.items():
         if words == f"unknown value '{value}'":
             return f"{field}: {value!r} was removed after version {version}. Use that version."
-    return f"{field}: {words}." if field else f"{words}."
+    words = words if words.endswith("?") else f"{words}."
+    return f"{field}: {words}" if field else words
 
 
 def _article(kind: str) -> str:

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.given_norms import given_norms
-from emp_llm.calibration.passes import calibrated, delete_progress
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.calibration.passes import delete_progress
 from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, write_json
 from emp_llm.checkpoint.locks import locked
 from emp_llm.checkpoint.output import (
@@ -42,31 +41,36 @@ from emp_llm.checkpoint.output import (
     check_space,
 )
 from emp_llm.common.errors import NothingRemovedError, UserError
-from emp_llm.common.machine import machine_name
+from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.evaluation.comparison import losses_of, paired_error_of_losses
 from emp_llm.evaluation.perplexity import perplexity
-from emp_llm.healing.checks import check_healable
-from emp_llm.models.architecture import Target
 from emp_llm.models.loading import headless_class
-from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.model import MaskDevice
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Effective, Recipe, Share, Wanda
 from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import sizes_record
 from emp_llm.pruning.scores import Scores
-from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.measure import LossEntry, LossMeasure
 from emp_llm.records.run_report import LossPoint, LossRecord, RunReport, read_report
-from emp_llm.runs.prune_run import LossSearch, PruneRun
+from emp_llm.runs.prune_run import (
+    Inputs,
+    LossSearch,
+    PruneRun,
+    find_inputs,
+    output_of,
+    planned_healing,
+    work_bytes,
+)
+from emp_llm.runs.run import Run, collected_norms, dense_model
+from emp_llm.runs.trials import Trials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,25 +127,26 @@ class LossBudget:
         return cls(f"--loss {text}", nats)
 
 
-Run = Callable[[Recipe, PruneOptions, GivenOptions, LossSearch], RunReport]
+Prune = Callable[[Recipe, PruneOptions, GivenOptions, LossSearch], RunReport]
 
 
 def prune_to_loss(
-    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: GivenOptions, run: Run
+    recipe: Recipe, budget: LossBudget, options: PruneOptions, given: GivenOptions, prune: Prune
 ) -> RunReport:
     """Find the sparsity, and prune to it. An interrupted call resumes.
 
     Args:
-        run: `prune` for a recipe with a sparsity.
+        prune: for a recipe with a sparsity.
 
     Raises:
         UserError: the text is too short, or even the least sparsity goes beyond the budget.
     """
-    pruning = PruneRun.of(recipe, options, given)
-    work = pruning.path.with_name(f".{pruning.path.name}.loss")
-    with locked(work, f"--output {pruning.path}"):
+    inputs = find_inputs(recipe, options, given)
+    path = inputs.path
+    work = path.with_name(f".{path.name}.loss")
+    with locked(work, f"--output {path}"):
         try:
-            search = _Search(pruning, budget, work, run)
+            search = _Search(_find(inputs, work), given, budget, work, prune)
             if recipe.structure is not None:
                 report = search.by_units()
             elif not recipe.moves and options.propagate == "dense":
@@ -149,7 +154,7 @@ def prune_to_loss(
             else:
                 report = search.by_runs()
         except BaseException as error:
-            explanation = explain_disk_error(error, pruning.path, [work])
+            explanation = explain_disk_error(error, path, [work])
             if explanation is not None:
                 raise explanation from error
             if not isinstance(error, UserError) and (sentence := how_to_resume([work])):
@@ -157,6 +162,30 @@ def prune_to_loss(
             raise
         shutil.rmtree(work)
     return report
+
+
+def _find(inputs: Inputs, work: Path) -> PruneRun:
+    """The run of a search, with its text.
+
+    Args:
+        work: folder of unfinished work.
+    """
+    recipe = inputs.recipe
+    source = inputs.source
+    trust = inputs.options.trust_remote_code
+    chosen = targets_of_folder(source.folder, source.name, recipe, trust)
+    checkpoint = chosen.checkpoint
+    if checkpoint.config.get("is_encoder_decoder") or headless_class(checkpoint.config):
+        raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
+    if recipe.structure is None:
+        scores_of(chosen, recipe, checkpoint.config)
+    run = PruneRun.of(inputs, recipe, chosen)
+    plan = planned_healing(run)
+    if recipe.structure is not None or recipe.moves:
+        # The best run so far, and the one that is made with its work.
+        most = 2 * checkpoint.output_bytes + work_bytes(run, plan)
+        check_space(inputs.path, most - bytes_on_disk(work))
+    return run
 
 
 def sparsities_of(recipe: Recipe) -> list[float]:
@@ -232,36 +261,23 @@ class LossCurve:
     """The perplexity of held-out text against the share of the weights that masks remove.
 
     Args:
-        models: of the run.
-        source, checkpoint, targets: the dense model.
+        run: its dense model, targets and models.
         tokens: the held-out text, int64, shape (sequences, length).
         mask_device: of `Pruner`.
         work: folder for the checkpoint of a point, where the weights are offloaded.
     """
 
-    def __init__(
-        self,
-        models: OneModel,
-        source: Path,
-        checkpoint: Checkpoint,
-        targets: list[Target],
-        tokens: Tensor,
-        mask_device: MaskDevice,
-        work: Path,
-    ) -> None:
-        self.models = models
+    def __init__(self, run: Run, tokens: Tensor, mask_device: MaskDevice, work: Path) -> None:
+        self.run = run
         self.tokens = tokens
-        self._source = source
-        self._checkpoint = checkpoint
-        self._targets = targets
         self._mask_device: MaskDevice = mask_device
-        self._work = work
+        self._trials = Trials(run, work / "checkpoint")
         self._numbers: Numbers = {}
 
     @cached_property
     def dense(self) -> PerplexityRecord:
         """The dense model's perplexity."""
-        return self.measured(self.models.get(self._source))
+        return self.measured(dense_model(self.run))
 
     def measured(self, model: "PreTrainedModel") -> PerplexityRecord:
         """A model's perplexity."""
@@ -289,26 +305,14 @@ class LossCurve:
         Args:
             norms: of the calibration; None if the scores need none.
         """
-        targets = self._targets
-        scores = Scores(self._checkpoint, targets, recipe)
+        run = self.run
+        scores = Scores(run.checkpoint, run.targets, recipe)
         if norms is not None and recipe.needs_activations:
             scores = scores.with_activations(norms)
         pruner = Pruner(scores, counts_of(scores, self._numbers), self._mask_device)
-        dense = self.models.get(self._source)
         _ = self.dense
-        if holds_stored_weights(dense, self._checkpoint, targets):
-            with pruned(dense, pruner) as outcomes:
-                record = self.measured(dense)
-        else:  # offloaded: from a temporary checkpoint
-            del dense
-            self.models.free()
-            files = self._work / "checkpoint"
-            shutil.rmtree(files, ignore_errors=True)
-            files.mkdir(parents=True)
-            outcomes = write_checkpoint(pruner, files).outcomes
-            record = self.measured(self.models.get(files))
-            self.models.free()
-            shutil.rmtree(files)
+        with self._trials.pruned(pruner, Stopwatch(peaks=False)) as (folder, outcomes):
+            record = self.measured(run.models.get(folder))
         return record, outcomes
 
 
@@ -333,7 +337,6 @@ def walked(
 
 def within_budgets(
     curve: LossCurve,
-    checkpoint: Checkpoint,
     recipes: Sequence[Recipe],
     budgets: Sequence[LossBudget],
     norms: Activations | None,
@@ -345,18 +348,18 @@ def within_budgets(
     losses = []
     for recipe in [*uniform.values(), *recipes]:
         with stage(f"loss, {recipe.method}"):
-            losses.append(_within_budgets(curve, checkpoint, recipe, budgets, norms))
+            losses.append(_within_budgets(curve, recipe, budgets, norms))
     return losses
 
 
 def _within_budgets(
     curve: LossCurve,
-    checkpoint: Checkpoint,
     recipe: Recipe,
     budgets: Sequence[LossBudget],
     norms: Activations | None,
 ) -> LossMeasure:
     """How much a recipe's masks can remove within each of some budgets."""
+    checkpoint = curve.run.checkpoint
     points: dict[float, LossPoint] = {}
     outcomes: dict[float, Outcomes] = {}
 
@@ -396,20 +399,31 @@ class _Search:
     """The curve of a model, and what its points are measured with.
 
     Args:
-        pruning: a run with --loss.
+        run: with --loss.
+        given: the names of the options that the user gave.
         work: folder of unfinished work, beside the output.
-        run: `prune` for a recipe with a sparsity.
+        prune: for a recipe with a sparsity.
     """
 
-    def __init__(self, pruning: PruneRun, budget: LossBudget, work: Path, run: Run) -> None:
-        recipe = pruning.recipe
-        options = pruning.options
-        source = pruning.source
-        self._pruning = pruning
+    def __init__(
+        self,
+        run: PruneRun,
+        given: GivenOptions,
+        budget: LossBudget,
+        work: Path,
+        prune: Prune,
+    ) -> None:
+        assert run.deciding is not None
+        assert run.held_out is not None
+        recipe = run.recipe
+        self._run = run
+        self._given = given
         self._budget = budget
         self._work = work
         self._calibration = work / "calibration"
-        self._run = run
+        self._prune = prune
+        self._deciding = run.deciding
+        self._judges = run.held_out
         self._masks = recipe.but(update=None, heal=None)
         if recipe.update is not None and recipe.update.searches:
             # Its masks are like those of Wanda. Its counts stay those of the magnitudes.
@@ -417,40 +431,14 @@ class _Search:
             if isinstance(counts, Effective):
                 counts = replace(counts, count_by="magnitude")
             self._masks = self._masks.but(score=Wanda(), counts=counts)
-        self._chosen = targets_of_folder(
-            source.folder, source.name, recipe, options.trust_remote_code
-        )
-        targets = self._chosen.targets
-        pruning.architecture = self._chosen.architecture
-        pruning.targets = targets
-        checkpoint = pruning.checkpoint
-        pruning.output()  # is only checked
-        if recipe.structure is not None or recipe.moves:
-            # The best run so far, and the one that is made.
-            check_space(pruning.path, 2 * checkpoint.output_bytes - bytes_on_disk(work))
-        if checkpoint.config.get("is_encoder_decoder") or headless_class(checkpoint.config):
-            raise UserError("--loss measures the loss of a decoder with a head. Give --sparsity.")
-        if recipe.structure is None:
-            scores_of(self._chosen, recipe, checkpoint.config)
-        self._deciding, self._judges = pruning.divided
-        if recipe.heal is not None:
-            check_healable(checkpoint.config, pruning.text, targets)
-        self._curve = LossCurve(
-            pruning.models,
-            source.folder,
-            checkpoint,
-            targets,
-            self._deciding,
-            options.mask_device,
-            work,
-        )
+        self._curve = LossCurve(run, self._deciding, run.options.mask_device, work)
         self._state = self._resumed()
 
     def _resumed(self) -> dict[str, Any]:
         """The work of an interrupted run with the same options; without one, new work."""
-        signature = self._pruning.signature
+        signature = self._run.signature
         signature |= {"loss": self._budget.flag, "machine": machine_name()}
-        if self._pruning.options.activations is not None and self._norms is not None:
+        if self._run.options.activations is not None and self._norms is not None:
             signature["norms"] = self._norms.digest
         signature = json.loads(json.dumps(signature))
         check_own(self._work, _OWN, ("curve.json",))
@@ -471,27 +459,17 @@ class _Search:
         """The norms of the masks, calibrated once; None if their scores need none."""
         if not self._masks.needs_activations:
             return None
-        pruning = self._pruning
-        options = pruning.options
+        run = self._run
+        options = run.options
         if options.activations is not None:
-            return given_norms(options, self._masks, pruning.given)
-        if pruning.recipe.structure is not None:  # each run collects its own
+            return given_norms(options, self._masks, self._given)
+        if run.recipe.structure is not None:  # each run collects its own
             return None
         file = self._work / "activations.safetensors"
         if not file.is_file():
             with stage("calibrate"):
-                norms = calibrated(
-                    pruning.dense(),
-                    pruning.text,
-                    self._chosen.layers_to_calibrate(),
-                    pruning.origin,
-                    batch_size=options.batch_size,
-                    execution=options.execution,
-                    hidden_states=options.hidden_states,
-                    statistics=self._masks.statistics,
-                    blocks=pruning.recipe.targets.blocks,
-                    resume=self._calibration if options.resumable_calibration else None,
-                )
+                layers = run.chosen.layers_to_calibrate()
+                norms = collected_norms(run, layers, self._masks.statistics, self._calibration)
             norms.save(file)
         delete_progress(self._calibration)
         return Activations.load(file)
@@ -516,7 +494,7 @@ class _Search:
     def _largest(self, nats: float) -> float | None:
         """The largest sparsity whose masks keep to a rise; None if even the least goes beyond."""
         with stage("loss"):
-            sparsities = sparsities_of(self._pruning.recipe)
+            sparsities = sparsities_of(self._run.recipe)
             rises = walked(sparsities, nats, lambda sparsity: self._masked(sparsity).most)
         return max((sparsity for sparsity, rise in rises.items() if rise <= nats), default=None)
 
@@ -527,7 +505,7 @@ class _Search:
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self._work)
         instead = "use a method that moves weights (--method emp-admm --refit)"
-        structure = self._pruning.recipe.structure
+        structure = self._run.recipe.structure
         message = ""
         if structure is not None:
             instead = "add --refit or --heal"
@@ -548,14 +526,14 @@ class _Search:
         taken = self._largest(self._budget.nats)
         if taken is None:
             raise self._nothing()
-        return self._pruned(taken, self._pruning.path, self._pruning.options.overwrite)
+        return self._pruned(taken, self._run.path, self._run.options.overwrite)
 
     def by_runs(self) -> RunReport:
         """Prune by whole runs, two at most if one of them keeps to the budget, and put the best
         one that does at the path. If none does, one more is made where the masks alone do.
         """
         nats = self._budget.nats
-        share = _SHARE_OF_UPDATE if self._pruning.recipe.heal is None else _SHARE_OF_HEALING
+        share = _SHARE_OF_UPDATE if self._run.recipe.heal is None else _SHARE_OF_HEALING
         of_masks = _AIM * nats / share
         for number in range(1, _MOST_RUNS + 1):
             points = self._points(whole=True)
@@ -585,10 +563,10 @@ class _Search:
         """Prune by a whole run for each point, and put the best one that keeps to the budget at
         the path.
         """
-        structure = self._pruning.recipe.structure
-        sparsities = sparsities_of(self._pruning.recipe)
+        structure = self._run.recipe.structure
+        sparsities = sparsities_of(self._run.recipe)
         if structure is not None and structure.units == "layers":
-            layers = len({target.layer.block for target in self._pruning.targets} - {None})
+            layers = len({target.layer.block for target in self._run.targets} - {None})
             sparsities = [number / layers for number in range(1, layers)]
         rises: dict[float, float] = {}
         while (wanted := next_point(sparsities, rises, self._budget.nats)) is not None:
@@ -625,7 +603,7 @@ class _Search:
         report = read_report(folder)
         report.loss = self._judged(best.sparsity).record
         report.save(folder / REPORT_NAME)
-        with self._pruning.output(-self._pruning.checkpoint.output_bytes) as out:
+        with output_of(self._run, -self._run.checkpoint.output_bytes) as out:
             out.begin(self._state["signature"])
             out.files.rmdir()
             os.replace(folder, out.files)  # the disk need not hold it twice
@@ -637,11 +615,11 @@ class _Search:
 
     def _pruned(self, sparsity: float, path: Path, overwrite: bool) -> RunReport:
         """A whole run at a sparsity."""
-        pruning = self._pruning
+        run = self._run
         judged = self._judged(sparsity)
-        pruning.models.free()
-        options = replace(pruning.options, loss=None, output=path, overwrite=overwrite)
-        return self._run(pruning.recipe.at(sparsity), options, pruning.given, judged)
+        run.models.free()
+        options = replace(run.options, loss=None, output=path, overwrite=overwrite)
+        return self._prune(run.recipe.at(sparsity), options, self._given, judged)
 
     def _whole(self, sparsity: float) -> LossPoint:
         """The point of a whole run."""
@@ -651,7 +629,7 @@ class _Search:
         except NothingRemovedError:  # less than one unit
             return LossPoint(sparsity=sparsity, rise=0.0, error=0.0, whole_run=True)
         _ = self._curve.dense
-        models = self._pruning.models
+        models = self._run.models
         models.free()
         record = self._curve.measured(models.get(folder))
         models.free()
@@ -670,7 +648,7 @@ class _Search:
                 [*self._points().values(), *self._points(whole=True).values()], key=_by_sparsity
             ),
         )
-        norms = self._norms if self._pruning.recipe.needs_activations else None
+        norms = self._norms if self._run.recipe.needs_activations else None
         return LossSearch(self._judges, norms, record)
 
 

@@ -109,7 +109,7 @@ class SweepFolder:
             try:
                 self.points.mkdir(exist_ok=True)
                 yield
-            except OSError as error:
+            except Exception as error:
                 explained = explain_disk_error(error, self.path, [self.points])
                 if explained is None:
                     raise

@@ -2,24 +2,18 @@
 
 import logging
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
+from emp_llm.calibration.data import calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import (
-    calibrated,
-    calibration_signature,
-    delete_progress,
-    fit_origin,
-    model_origin,
-)
+from emp_llm.calibration.passes import delete_progress, fit_origin
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.declared import as_tree
 from emp_llm.common.errors import UserError
@@ -35,7 +29,7 @@ from emp_llm.evaluation.evaluate import (
 )
 from emp_llm.evaluation.results import new_results, open_results
 from emp_llm.evaluation.suites import Suite
-from emp_llm.hub.local_model import LocalModel, find_model
+from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.base import GivenOptions
@@ -44,63 +38,48 @@ from emp_llm.options.flat import RecipeWords
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Given, Match, Own, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint
-from emp_llm.pruning.chosen import Chosen, scores_of, targets_of_folder
+from emp_llm.pruning.chosen import scores_of, targets_of_folder
 from emp_llm.pruning.counts import Numbers, counts_of
-from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest
 from emp_llm.pruning.report import report_of
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.updates import move_weights
-from emp_llm.pruning.writing import (
-    criterion_source,
-    keep_criterion,
-    run_signature,
-    write_checkpoint,
-    write_manifest,
-)
+from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelSource, stage_records
+from emp_llm.records.source import CalibrationRecord, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy
+from emp_llm.runs.run import Run, collected_norms, dense_model, signature_of_text, write_records
 from emp_llm.runs.sweep_folder import SweepFolder, measures_of, point_record
+from emp_llm.runs.trials import Trials
 from emp_llm.walk.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class SweepRun:
-    """A run of `sweep`. What follows from its options is worked out when it is first asked for.
+@dataclass(frozen=True, kw_only=True)
+class SweepRun(Run):
+    """A run of `sweep`. That of a point has its recipe, path and stopwatch.
 
     Attributes:
+        recipe: the one that needs most; it chooses the targets.
+        sweeping: the options of the sweep.
         points: in order.
         recipes: of the points, by their names.
-        leading: the recipe that needs most; it chooses the targets.
-        text_options: of the calibration.
-        source, chosen: the dense model, and its targets.
-        norms: of a file, later also of the calibration; None: no point needs them.
-        measured: digest of masks -> the point that had them first, and its measurements.
-        numbers: of the magnitudes, shared by points whose counts they set.
+        folder: at the path.
+        norms: of a file; None: the run collects them, or no point needs them.
+        suite: measures the points; None: a dry run measures none.
     """
 
+    options: NormOptions
+    sweeping: SweepOptions
     points: list[SweepPoint]
     recipes: dict[str, Recipe]
-    leading: Recipe
-    model: ModelOptions
-    text_options: NormOptions
-    loading: LoadingOptions
-    options: SweepOptions
-    suite: Suite
-    source: LocalModel
-    chosen: Chosen
     folder: SweepFolder
-    models: OneModel
-    stopwatch: Stopwatch
     norms: Activations | None
-    measured: dict[str, tuple[str, Measures]] = field(default_factory=dict)
-    numbers: Numbers = field(default_factory=dict)
+    suite: PreparedSuite | None
 
     @classmethod
     def of(
@@ -113,11 +92,11 @@ class SweepRun:
         options: SweepOptions,
         given: GivenOptions,
     ) -> "SweepRun":
-        """The run that checked options ask for.
+        """The run that checked options ask for. A dry run reads neither text nor suite.
 
         Raises:
-            UserError: the model or the file of norms is missing, a recipe does not fit the model,
-                or the output is not the folder of a sweep.
+            UserError: the model, the text, the data of the suite or the file of norms is missing, a
+                recipe does not fit the model, or the output is not the folder of a sweep.
         """
         check_device(options.mask_device)
         recipes = {point.name: point.recipe for point in points}
@@ -144,25 +123,30 @@ class SweepRun:
             if norms is not None and scores.recipe.needs_activations:
                 scores.with_activations(norms, str(text_options.activations))
         path = options.output or Path(f"{source.short_name}-sweep")
-        folder = SweepFolder(path, source.folder, points)
         stopwatch = Stopwatch()
-        models = OneModel(loading.device_map, loading.dtype, trust, stopwatch)
-        return cls(
-            points,
-            recipes,
-            leading,
-            model,
-            text_options,
-            loading,
-            options,
-            suite,
-            source,
-            chosen,
-            folder,
-            models,
-            stopwatch,
-            norms,
+        run = cls(
+            source=source,
+            recipe=leading,
+            chosen=chosen,
+            options=text_options,
+            text=None,
+            path=path,
+            models=OneModel(loading.device_map, loading.dtype, trust, stopwatch),
+            stopwatch=stopwatch,
+            sweeping=options,
+            points=points,
+            recipes=recipes,
+            folder=SweepFolder(path, source.folder, points),
+            norms=norms,
+            suite=None,
         )
+        if options.dry_run:
+            return run
+        text = None
+        if run.needs_text:
+            text = calibration_data(text_options, chosen.architecture, run.models)
+        tokenizer = load_tokenizer(source.folder, trust)
+        return replace(run, text=text, suite=prepare_suite(suite, source.folder, tokenizer))
 
     @property
     def scored(self) -> list[Recipe]:
@@ -170,302 +154,277 @@ class SweepRun:
         return [recipe for recipe in self.recipes.values() if recipe.needs_activations]
 
     @property
-    def moving(self) -> list[Recipe]:
-        """The recipes that move weights."""
-        return [recipe for recipe in self.recipes.values() if recipe.update is not None]
-
-    @property
     def calibrates(self) -> bool:
         """Whether the run collects the norms of inputs."""
-        return bool(self.scored) and self.text_options.activations is None
+        return bool(self.scored) and self.options.activations is None
 
     @property
-    def reads_text(self) -> bool:
-        """Whether the run needs a text."""
-        return self.calibrates or bool(self.moving)
+    def needs_text(self) -> bool:
+        """Whether the run needs a text: to calibrate, or to move weights."""
+        moves = any(recipe.update is not None for recipe in self.recipes.values())
+        return self.calibrates or moves
 
-    @cached_property
-    def text(self) -> CalibrationText:
-        """The calibration text, of a run that needs one."""
-        return calibration_data(self.text_options, self.chosen.architecture, self.models)
-
-    @cached_property
+    @property
     def prepared(self) -> PreparedSuite:
-        """The data of the suite."""
-        tokenizer = load_tokenizer(self.source.folder, self.model.trust_remote_code)
-        return prepare_suite(self.suite, self.source.folder, tokenizer)
+        """The suite of a run that measures."""
+        assert self.suite is not None
+        return self.suite
 
-    @cached_property
-    def dense(self) -> Results:
-        """The results of the dense model so far."""
-        return new_results(
-            self.source,
-            self.prepared.suite,
-            self.prepared.batch_size,
-            self.loading.dtype,
-            self.loading.device_map,
-        )
 
-    @cached_property
-    def made_from(self) -> ModelSource:
-        """The dense model, as reports name it."""
-        identity = self.dense.made_by.model.identity or ""
-        return ModelSource(model=self.source.name, revision=self.source.revision, identity=identity)
+def sweep_points(run: SweepRun, shared: RecipeWords) -> Sweep:
+    """Resume the sweep in the folder, or begin one: the dense model is measured, and each point.
 
-    @cached_property
-    def in_memory(self) -> bool:
-        """Whether the loaded weights are the stored ones."""
-        dense = self.models.get(self.source.folder)
-        if holds_stored_weights(dense, self.chosen.checkpoint, self.chosen.targets):
-            return True
-        logger.info(
-            "the loaded weights differ from the stored ones; each point is written to a temporary "
-            "checkpoint."
-        )
-        del dense
-        self.models.free()
-        return False
+    Args:
+        shared: the fields that the recipes of all points share.
 
-    def begin(self, shared: RecipeWords) -> None:
-        """Read the text and the suite, and resume the sweep in the folder, or begin one.
+    Raises:
+        UserError: the folder holds a sweep by other options.
+    """
+    dense = new_results(
+        run.source,
+        run.prepared.suite,
+        run.prepared.batch_size,
+        run.models.dtype,
+        run.models.device_map,
+    )
+    _begin(run, shared, dense)
+    norms = _calibrated(run)
+    dense = _with_dense_measured(run, dense)
+    trials = Trials(run, run.folder.scratch)
+    _Measuring(run, norms, dense, trials).measure_points()
+    return run.folder.record
 
-        Args:
-            shared: the options that the recipes of all points share.
 
-        Raises:
-            UserError: the folder holds a sweep by other options.
-        """
-        options = self.text_options
-        made_of = {} if self.norms is None else {"norms": self.norms.digest}
-        if self.reads_text:
-            made_of |= calibration_signature(self.text, options.batch_size, options.execution)
-        identity = self.made_from.identity or ""
-        if self.norms is not None:
-            warn_if_foreign(self.norms, identity, self.source.folder)
-        # A criterion or scores of the user's own are recorded by their hashes.
-        scope = {"targets": self.leading.targets.layers, "group": self.leading.group}
-        words: dict[str, Any] = scope | shared
-        for recipe in self.recipes.values():
-            if isinstance(recipe.score, Own | Given):
-                name = "criterion" if isinstance(recipe.score, Own) else "scores"
-                words[name] = as_tree(recorded(recipe).score)
-        made_by = SweepMadeBy(
-            **msgspec.structs.asdict(self.dense.made_by),
-            shared=words,
-            activations=made_of or None,
-        )
-        about = Sweep(command=command_line(), source=self.made_from, suite=self.suite.name)
-        self.folder.begin(made_by, about, self.options.overwrite)
-        if self.reads_text:
-            keep_generated(self.folder.path / SELF_NAME.name, self.text)
+def _begin(run: SweepRun, shared: RecipeWords, dense: Results) -> None:
+    """Resume the sweep in the folder, or begin one."""
+    made_of = {} if run.norms is None else {"norms": run.norms.digest}
+    if run.text is not None:
+        made_of |= signature_of_text(run)
+    identity = dense.made_by.model.identity or ""
+    if run.norms is not None:
+        warn_if_foreign(run.norms, identity, run.source.folder)
+    # A criterion or scores of the user's own are recorded by their hashes.
+    scope = {"targets": run.recipe.targets.layers, "group": run.recipe.group}
+    words: dict[str, Any] = scope | shared
+    for recipe in run.recipes.values():
+        if isinstance(recipe.score, Own | Given):
+            name = "criterion" if isinstance(recipe.score, Own) else "scores"
+            words[name] = as_tree(recorded(recipe).score)
+    made_by = SweepMadeBy(
+        **msgspec.structs.asdict(dense.made_by),
+        shared=words,
+        activations=made_of or None,
+    )
+    source = run.made_from(identity)
+    about = Sweep(command=command_line(), source=source, suite=run.prepared.suite.name)
+    run.folder.begin(made_by, about, run.sweeping.overwrite)
+    keep_generated(run.folder.path / SELF_NAME.name, run.text)
 
-    def calibrate(self) -> None:
-        """Collect the norms, unless they are given or those of an interrupted run, and keep them
-        in the folder.
-        """
-        file = self.folder.activations
-        if self.norms is not None and not file.is_file():
-            self.norms.save(file)
-        if not self.calibrates:
-            return
-        if file.is_file():
-            self.norms = Activations.load(file)
-        else:
-            options = self.text_options
-            source = self.source
-            with stage("calibrate"), self.stopwatch("calibrate"):
-                self.norms = calibrated(
-                    self.models.get(source.folder),
-                    self.text,
-                    self.chosen.layers_to_calibrate(),
-                    model_origin(source.name, source.revision, self.chosen.checkpoint),
-                    batch_size=options.batch_size,
-                    execution=options.execution,
-                    hidden_states=options.hidden_states,
-                    statistics={name for recipe in self.scored for name in recipe.statistics},
-                    blocks=self.leading.targets.blocks,
-                    resume=self.folder.calibration if options.resumable_calibration else None,
-                )
-            self.norms.save(file)
-        delete_progress(self.folder.calibration)
 
-    def measure_dense(self) -> None:
-        """Measure what the results of the dense model lack of the suite."""
-        file = self.folder.dense
-        self.dense = open_results(file, self.dense)
-        if not self.dense.complete:
-            with stage("evaluate dense"), self.stopwatch("evaluate dense"):
-                model = self.models.get(self.source.folder)
-                evaluate_model(model, self.prepared, self.dense, file)
-                del model
-        self.measured[ALL_KEPT] = ("dense", self.dense.measures)
-        self.folder.note(stage_records(self.stopwatch.record), self.dense.measures)
+def _calibrated(run: SweepRun) -> Activations | None:
+    """The norms of the points that need them, kept in the folder: given, of an interrupted run, or
+    collected now.
+    """
+    file = run.folder.activations
+    norms = run.norms
+    if norms is not None and not file.is_file():
+        norms.save(file)
+    if not run.calibrates:
+        return norms
+    if file.is_file():
+        norms = Activations.load(file)
+    else:
+        with stage("calibrate"):
+            statistics = {name for recipe in run.scored for name in recipe.statistics}
+            layers = run.chosen.layers_to_calibrate()
+            norms = collected_norms(run, layers, statistics, run.folder.calibration)
+        norms.save(file)
+    delete_progress(run.folder.calibration)
+    return norms
+
+
+def _with_dense_measured(run: SweepRun, dense: Results) -> Results:
+    """The results of the dense model, with what they lack of the suite."""
+    file = run.folder.dense
+    dense = open_results(file, dense)
+    if not dense.complete:
+        with stage("evaluate dense"), run.stopwatch("evaluate dense"):
+            model = dense_model(run)
+            evaluate_model(model, run.prepared, dense, file)
+            del model
+    run.folder.note(stage_records(run.stopwatch.record), dense.measures)
+    return dense
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A point, and what decides its weights.
+
+    Attributes:
+        run: with the recipe, the path and the stopwatch of the point.
+        moved: by its update; None without one.
+    """
+
+    point: SweepPoint
+    run: SweepRun
+    pruner: Pruner
+    moved: MovedWeights | None
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """The measurements of the points, one after the other.
+
+    Attributes:
+        norms: None: no point needs them.
+        dense: the results of the dense model.
+        trials: of the points.
+        measured: digest of masks -> the point that had them first, and its measurements.
+        numbers: of the magnitudes, shared by points whose counts they set.
+    """
+
+    run: SweepRun
+    norms: Activations | None
+    dense: Results
+    trials: Trials
+    measured: dict[str, tuple[str, Measures]] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
 
     def measure_points(self) -> None:
         """Measure the points that are not finished."""
-        for place, point in enumerate(self.points, 1):
-            report = self.folder.report(point)
-            has_checkpoint = (self.folder.points / point.name / MANIFEST_NAME).is_file()
-            if report is not None and (has_checkpoint or not self.options.keep):
+        self.measured[ALL_KEPT] = ("dense", self.dense.measures)
+        points = self.run.points
+        folder = self.run.folder
+        for place, point in enumerate(points, 1):
+            report = folder.report(point)
+            has_checkpoint = (folder.points / point.name / MANIFEST_NAME).is_file()
+            if report is not None and (has_checkpoint or not self.run.sweeping.keep):
                 logger.info("%s: already finished; not measured again.", point.name)
             else:
                 if report is not None:  # its checkpoint is missing
-                    self.folder.note_measures(point, report.masks or "", measures_of(report))
+                    folder.note_measures(point, report.masks or "", measures_of(report))
                 with stage(point.name):
-                    report = self._measure(point)
+                    report = self._measure(self._decided(point))
                 logger.info(
                     "%s: done, %.2f %% removed; %d of %d.",
                     point.name,
                     100 * report.targets.sparsity_of_targets,
                     place,
-                    len(self.points),
+                    len(points),
                 )
-            measures = self.folder.finish(point, report)
+            measures = folder.finish(point, report)
             self.measured.setdefault(report.masks or "", (point.name, measures))
-            shutil.rmtree(self.folder.moved / point.name, ignore_errors=True)
-        shutil.rmtree(self.folder.moved, ignore_errors=True)
-        self.models.free()
+            shutil.rmtree(folder.moved / point.name, ignore_errors=True)
+        shutil.rmtree(folder.moved, ignore_errors=True)
+        self.run.models.free()
 
-    def _measure(self, point: SweepPoint) -> RunReport:
-        """Measure a point, and write its report."""
-        watch = Stopwatch()
-        pruner = self._pruner(point)
-        in_memory = self.in_memory
-        moved = self._moved(point, pruner, watch)
-        if self.options.keep:
-            return self._keep(point, pruner, moved, watch)
-        if in_memory:
-            report = self._report_in_memory(point, pruner, moved, watch)
-        else:
-            files = self.folder.scratch
-            files.mkdir()
-            try:
-                with watch("prune"):
-                    outcomes = write_checkpoint(pruner, files, moved=moved).outcomes
-                report = self._report(point, pruner, outcomes, moved, watch, files)
-            finally:
-                shutil.rmtree(files, ignore_errors=True)
-        report.save(self.folder.points / point.name / REPORT_NAME)
+    def _decided(self, point: SweepPoint) -> _Point:
+        """What decides the masks of a point, and the weights that its update moves."""
+        run = self.run
+        recipe = run.recipes[point.name]
+        if point.baseline_of is not None and isinstance(recipe.counts, Match):
+            matched = str(run.folder.points / point.baseline_of)
+            recipe = recipe.but(counts=replace(recipe.counts, run=matched))
+        scores = scores_of(run.chosen, recipe, run.checkpoint.config)
+        if self.norms is not None and recipe.needs_activations:
+            scores = scores.with_activations(self.norms)
+        pruner = Pruner(scores, counts_of(scores, self.numbers), run.sweeping.mask_device)
+        path = run.folder.points / point.name
+        run = replace(run, recipe=scores.recipe, path=path, stopwatch=Stopwatch())
+        _ = self.trials.in_memory
+        update = run.recipe.update
+        moved = None
+        if update is not None:
+            moved = MovedWeights(run.folder.moved / point.name)
+            with stage(update.name), run.stopwatch(update.name):
+                move_weights(
+                    dense_model(run),
+                    pruner,
+                    update,
+                    run.data.tokens,
+                    moved,
+                    run.options.batch_size,
+                    run.options.hidden_states,
+                )
+        return _Point(point, run, pruner, moved)
+
+    def _measure(self, point: _Point) -> RunReport:
+        """Measure a point, and write its report, and with --keep its checkpoint."""
+        if self.run.sweeping.keep:
+            return self._keep(point)
+        with self._pruned(point) as (folder, outcomes):
+            report = self._report(point, outcomes, folder)
+        report.save(point.run.path / REPORT_NAME)
         return report
 
-    def _keep(
-        self, point: SweepPoint, pruner: Pruner, moved: MovedWeights | None, watch: Stopwatch
-    ) -> RunReport:
+    def _keep(self, point: _Point) -> RunReport:
         """Write the checkpoint of a point, and measure it."""
-        checkpoint = self.chosen.checkpoint
-        recipe = pruner.scores.recipe
-        norms = self.norms if recipe.needs_activations else None
+        run = point.run
+        norms = self.norms if run.recipe.needs_activations else None
         digest = None if norms is None else norms.digest
-        path = self.folder.points / point.name
-        needed = checkpoint.output_bytes
-        with OutputFolder(path, [self.source.folder], needed, overwrite=True) as out:
+        needed = run.checkpoint.output_bytes
+        with OutputFolder(run.path, [run.source.folder], needed, overwrite=True) as out:
             made_of = None if digest is None else {"norms": digest}
-            out.begin(run_signature(checkpoint, recipe, made_of))
-            with watch("prune"):
-                written = write_checkpoint(pruner, out.files, out, moved)
-            if self.in_memory:
-                report = self._report_in_memory(point, pruner, moved, watch)
-            else:
-                report = self._report(point, pruner, written.outcomes, moved, watch, out.files)
-            report.save(out.files / REPORT_NAME)
-            keep_criterion(out.files, criterion_source(recipe))
+            out.begin(run_signature(run.checkpoint, run.recipe, made_of))
+            with run.stopwatch("prune"):
+                written = write_checkpoint(point.pruner, out.files, out, point.moved)
+            # What is written is measured in memory, if that is the same.
+            kept = nullcontext((out.files, written.outcomes))
+            with self._pruned(point) if self.trials.in_memory else kept as (folder, outcomes):
+                report = self._report(point, outcomes, folder)
             if norms is not None:
                 norms.save(out.files / ACTIVATIONS_NAME)
-            identity = written.identity
-            write_manifest(out.files, checkpoint, identity, report.recipe, digest, written.hashes)
+            write_records(run, out.files, report, written.identity, digest, written.hashes)
             out.complete()
         return report
 
-    def _report_in_memory(
-        self, point: SweepPoint, pruner: Pruner, moved: MovedWeights | None, watch: Stopwatch
-    ) -> RunReport:
-        """Measure a point on the dense model with its weights masked, and restore them."""
-        folder = self.source.folder
-        with ExitStack() as masked:
-            with watch("prune"):
-                outcomes = masked.enter_context(pruned(self.models.get(folder), pruner, moved))
-            return self._report(point, pruner, outcomes, moved, watch, folder)
+    def _pruned(self, point: _Point) -> AbstractContextManager[tuple[Path, Outcomes]]:
+        return self.trials.pruned(point.pruner, point.run.stopwatch, point.moved)
 
-    def _report(
-        self,
-        point: SweepPoint,
-        pruner: Pruner,
-        outcomes: Outcomes,
-        moved: MovedWeights | None,
-        watch: Stopwatch,
-        folder: Path,
-    ) -> RunReport:
+    def _report(self, point: _Point, outcomes: Outcomes, folder: Path) -> RunReport:
         """Measure a point.
 
         Args:
             folder: of the model; that of the dense one if its weights in memory are masked.
         """
-        recipe = pruner.scores.recipe
-        masks = masks_digest(outcomes, recipe, pruner.scores.by_magnitude)
-        measures = self._measures(point, masks, folder, watch)
-        origin = self._origin(recipe)
-        coverage = self.chosen.coverage
-        report = report_of(self.made_from, pruner, outcomes, coverage, moved, origin)
-        report.dtype = self.loading.dtype
-        report.device_map = self.loading.device_map
-        report.point = point_record(point)
+        run = point.run
+        pruner = point.pruner
+        masks = masks_digest(outcomes, run.recipe, pruner.scores.by_magnitude)
+        measures = self._measures(point, masks, folder)
+        source = run.made_from(self.dense.made_by.model.identity or "")
+        coverage = run.chosen.coverage
+        report = report_of(source, pruner, outcomes, coverage, point.moved, self._origin(run))
+        report.dtype = run.models.dtype
+        report.device_map = run.models.device_map
+        report.point = point_record(point.point)
         report.masks = masks
-        report.evaluation = evaluation_record(self.prepared, self.dense.measures, measures)
-        report.stages = stage_records(watch.record)
+        report.evaluation = evaluation_record(run.prepared, self.dense.measures, measures)
+        report.stages = stage_records(run.stopwatch.record)
         return report
 
-    def _pruner(self, point: SweepPoint) -> Pruner:
-        """What decides the masks of a point."""
-        recipe = self.recipes[point.name]
-        if point.baseline_of is not None and isinstance(recipe.counts, Match):
-            run = str(self.folder.points / point.baseline_of)
-            counts = replace(recipe.counts, run=run)
-            recipe = recipe.but(counts=counts)
-        scores = scores_of(self.chosen, recipe, self.chosen.checkpoint.config)
-        if self.norms is not None and recipe.needs_activations:
-            scores = scores.with_activations(self.norms)
-        return Pruner(scores, counts_of(scores, self.numbers), self.options.mask_device)
-
-    def _moved(self, point: SweepPoint, pruner: Pruner, watch: Stopwatch) -> MovedWeights | None:
-        """The weights that the update of a point moves; None without one."""
-        update = pruner.scores.recipe.update
-        if update is None:
-            return None
-        moved = MovedWeights(self.folder.moved / point.name)
-        with stage(update.name), watch(update.name):
-            move_weights(
-                self.models.get(self.source.folder),
-                pruner,
-                update,
-                self.text.tokens,
-                moved,
-                self.text_options.batch_size,
-                self.text_options.hidden_states,
-            )
-        return moved
-
-    def _measures(self, point: SweepPoint, masks: str, folder: Path, watch: Stopwatch) -> Measures:
+    def _measures(self, point: _Point, masks: str, folder: Path) -> Measures:
         """The measurements of a point: those of another one with the same masks, or new ones."""
+        name = point.point.name
         if masks in self.measured:
-            name, same = self.measured[masks]
-            logger.info("%s: the same masks as %s, so the same values.", point.name, name)
-            return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name)
-        begun = self.folder.measured_so_far(point, masks)
-        with nullcontext() if self.in_memory else watch("load"):
-            model = self.models.get(folder)
-        with watch("evaluate pruned"):
-            note = partial(self.folder.note_measures, point, masks)
-            measures = measure(model, self.prepared, begun, note)
+            first, same = self.measured[masks]
+            logger.info("%s: the same masks as %s, so the same values.", name, first)
+            return Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=first)
+        run = point.run
+        begun = run.folder.measured_so_far(point.point, masks)
+        with nullcontext() if self.trials.in_memory else run.stopwatch("load"):
+            model = run.models.get(folder)
+        with run.stopwatch("evaluate pruned"):
+            note = partial(run.folder.note_measures, point.point, masks)
+            measures = measure(model, run.prepared, begun, note)
         del model
-        if not self.in_memory:
-            self.models.free()  # the next point's checkpoint has the same path
+        if not self.trials.in_memory:
+            run.models.free()  # the next point's checkpoint has the same path
         return measures
 
-    def _origin(self, recipe: Recipe) -> CalibrationRecord | None:
+    def _origin(self, run: SweepRun) -> CalibrationRecord | None:
         """The origin of the norms of a point, or of its weights that moved; None of neither."""
-        if self.norms is not None and recipe.needs_activations:
+        if self.norms is not None and run.recipe.needs_activations:
             return self.norms.about
-        if recipe.update is None:
+        if run.recipe.update is None:
             return None
-        about = model_origin(self.source.name, self.source.revision, self.chosen.checkpoint)
-        return fit_origin(self.text, self.text_options.batch_size, about)
+        return fit_origin(run.data, run.options.batch_size, self.run.origin)

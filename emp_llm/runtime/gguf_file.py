@@ -339,8 +339,10 @@ class GGUFFile:
         for older in partials(path):
             if older not in (partial, note) or older.is_symlink():
                 older.unlink()
-        held = note.read_text() if note.exists() and partial.exists() else ""
-        size = int(held) if held.isdecimal() else 0
+        size = _noted(note)
+        if size > (partial.stat().st_size if partial.exists() else 0):  # of a file that is gone
+            note.unlink()
+            size = 0
         noted = size
         with (
             partial.open("r+b" if partial.exists() else "w+b") as file,
@@ -371,8 +373,8 @@ class GGUFFile:
             file.flush()
             sync_path(partial)
         self.checkpoint.check_unchanged()
-        os.replace(partial, path)
         note.unlink(missing_ok=True)
+        os.replace(partial, path)
 
     def _head(self, path: Path) -> bytes:
         """All before the checkpoint's tensors: sizes, tokenizer, names, and the tensors that are
@@ -477,6 +479,12 @@ def _note(note: Path, partial: Path, file: BinaryIO, size: int) -> int:
     sync_path(partial)
     write_bytes(note, str(size).encode())
     return size
+
+
+def _noted(note: Path) -> int:
+    """The size that a note says is on disk; 0 if there is no note."""
+    held = note.read_text() if note.exists() else ""
+    return int(held) if held.isdecimal() else 0
 
 
 def partials(path: Path) -> list[Path]:

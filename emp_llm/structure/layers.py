@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.passes import own_batches
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import RefusedError, UserError, count_of
 from emp_llm.common.machine import in_float64
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import find_blocks
@@ -144,9 +144,9 @@ class Layers(Units):
         changes = layers._fitting(model, kept[0])
         if changes is None:
             name = type(model.skeleton).__name__
-            raise UserError(
+            raise RefusedError(
                 f"--structure layers: no number in config.json gives {name} these {len(kept[0])} "
-                f"of its {len(layers)} layers."
+                f"of its {len(layers)} layers. Give another --sparsity, or use --structure neurons."
             )
         return changes
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,8 +27,16 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import check_head, load_model
 from emp_llm.models.offload import is_offloaded
-from emp_llm.options.recipe import Effective, Match, Recipe, Share, Structure
+from emp_llm.options.recipe import (
+    UNIT_CRITERIA,
+    Effective,
+    Match,
+    Recipe,
+    Share,
+    Structure,
+)
 from emp_llm.pruning.budget import Budget
+from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.dry_run import DryRun
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import (
@@ -37,7 +46,19 @@ from emp_llm.records.run_report import (
     TargetsRecord,
     read_report,
 )
-from emp_llm.runs.prune_run import PruneRun
+from emp_llm.runs.prune_run import (
+    Inputs,
+    PruneRun,
+    awaits_evaluation,
+    begin,
+    calibrated,
+    checked,
+    finish,
+    moved_weights,
+    output_of,
+    plan_of,
+)
+from emp_llm.runs.run import dense_model
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.unit_model import unit_model
@@ -88,92 +109,89 @@ class Decision:
         return [target for units, kept in self.kept.items() for target in units.fitted(kept)]
 
 
-def plan_units(run: PruneRun, structure: Structure) -> DryRun:
+def find_units(inputs: Inputs, structure: Structure) -> tuple[PruneRun, UnitModel]:
+    """The run, and the units of its model.
+
+    Raises:
+        UserError: the options do not fit the model or the output.
+    """
+    recipe = inputs.recipe
+    options = inputs.options
+    folder = inputs.source.folder
+    model = unit_model(folder, structure, recipe.targets.blocks, options.trust_remote_code)
+    config = model.checkpoint.config
+    if recipe.update is not None:
+        check_blocks_separable(config, recipe.update_flag, recipe.without_update)
+    if recipe.name == "taylor":
+        check_head(folder, "Use --method wanda, which needs none.")
+        check_blocks_separable(config, "--method taylor", "Use --method wanda")
+    made_of: dict[str, Any] = {}
+    budget = Budget.of(options.parameters, options.memory)
+    if budget is not None:
+        made_of["budget"] = budget.flag
+    matched = _matched(recipe)
+    if matched is not None:
+        made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
+    for units in model.units:
+        units.check(recipe)
+    if recipe.name in UNIT_CRITERIA and options.execution == "model":
+        raise UserError(
+            f"--method {recipe.method} runs the model block by block; leave out --execution model."
+        )
+    coverage = model.architecture.coverage(model.targets)
+    chosen = Chosen(model.architecture, model.targets, coverage)
+    return PruneRun.of(inputs, recipe, chosen, made_of), model
+
+
+def plan_units(run: PruneRun, model: UnitModel) -> DryRun:
     """What `prune_units` would do."""
-    model = _unit_model(run, structure)
-    plan = run.plan()
+    plan = plan_of(run)
     notes = [_units_line(model.units)]
     if ranks().main and run.recipe.name == "magnitude" and not run.source.headers_only:
-        notes += _decision_lines(_decided(run, structure, model), structure)
+        notes += _decision_lines(_decided(run, model), model.structure)
     elif ranks().main and model.units[0].sizes_known:
         notes += _sizes_by_share(model, run.recipe)
     return replace(plan, notes=[*notes, *plan.notes])
 
 
-def prune_units(run: PruneRun, structure: Structure) -> RunReport:
+def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
     """Write the checkpoint without whole heads, neurons, experts or layers, or with zeros in their
     place.
-
-    Raises:
-        UserError: the options do not fit the model or the output.
     """
-    model = _unit_model(run, structure)
-    for units in model.units:
-        units.check(run.recipe)
-    if run.sums_units and run.options.execution == "model":
-        raise UserError(
-            f"--method {run.recipe.method} runs the model block by block; leave out "
-            "--execution model."
-        )
-    run.check()
-    if run.awaits_evaluation:
+    if awaits_evaluation(run):
         return read_report(run.path)
-    with run.output() as out:
-        run.begin(out)
+    with output_of(run) as out:
+        healing = begin(run, out)
 
         # What the scores need: sums over the text, or the norms of the inputs of last layers.
         sums = _sums(run, model, out) if run.sums_units else {}
-        norms = run.calibrated(out, model.calibrated) if run.calibrates else run.norms
+        norms = calibrated(run, out, model.calibrated) if run.calibrates else run.norms
         feature: Feature | None = sums.get if run.sums_units else None
         if norms is not None:
             feature = norms.of
 
         # Which units stay, and the values of the last layers.
         with stage("choose"):
-            decision = _decided(run, structure, model, feature)
+            decision = _decided(run, model, feature)
         moved = None
         update = decision.recipe.update
         if update is not None:
             refit = partial(
                 model.units[0].refit,
                 decision.kept,
-                tokens=run.text.tokens,
+                tokens=run.data.tokens,
                 update=update,
                 min_expert_tokens=run.recipe.targets.min_expert_tokens,
                 blocks=run.recipe.targets.blocks,
                 batch_size=run.options.batch_size,
                 hidden_states=run.options.hidden_states,
             )
-            moved = run.moved(out, update.name, refit)
-        dense = run.held_out_perplexity(run.source.folder)
+            moved = moved_weights(run, out, update.name, refit)
+        dense = checked(run, run.source.folder)
 
         # The first rank writes, and compares with the dense model. Healing trains what was written.
-        report, hashes = ranks().first(
-            partial(_write, run, structure, model, decision, sums, moved, out)
-        )
-        return run.finish(out, report, hashes, norms, dense)
-
-
-def _unit_model(run: PruneRun, structure: Structure) -> UnitModel:
-    """The model and its units, which the run gets to know."""
-    recipe = run.recipe
-    trust = run.options.trust_remote_code
-    model = unit_model(run.source.folder, structure, recipe.targets.blocks, trust)
-    run.architecture = model.architecture
-    run.targets = model.targets
-    config = model.checkpoint.config
-    if recipe.update is not None:
-        check_blocks_separable(config, recipe.update_flag, recipe.without_update)
-    if recipe.name == "taylor":
-        check_head(run.source.folder, "Use --method wanda, which needs none.")
-        check_blocks_separable(config, "--method taylor", "Use --method wanda")
-    budget = Budget.of(run.options.parameters, run.options.memory)
-    if budget is not None:
-        run.made_of["budget"] = budget.flag
-    matched = _matched(recipe)
-    if matched is not None:
-        run.made_of["matched"] = [[*role, *counts] for role, counts in matched.items()]
-    return model
+        report, hashes = ranks().first(partial(_write, run, model, decision, sums, moved, out))
+        return finish(run, out, report, hashes, norms, dense, healing)
 
 
 def _matched(recipe: Recipe) -> Removed | None:
@@ -198,20 +216,15 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
             kept: dict[str, Tensor] = ranks().first(partial(load_file, out.files / SUMS_NAME))
             return kept
         blocks = run.recipe.targets.blocks
-        runner = BlockwiseModel(run.dense(), blocks, run.options.hidden_states)
+        runner = BlockwiseModel(dense_model(run), blocks, run.options.hidden_states)
         with run.stopwatch("score"):
-            sums = model.units[0].sums(runner, model.units, run.text.tokens, run.options.batch_size)
+            sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
         out.write(SUMS_NAME, save(sums))
         out.note(sums=dict(run.stopwatch.record))
     return sums
 
 
-def _decided(
-    run: PruneRun,
-    structure: Structure,
-    model: UnitModel,
-    feature: Feature | None = None,
-) -> Decision:
+def _decided(run: PruneRun, model: UnitModel, feature: Feature | None = None) -> Decision:
     """Which units stay.
 
     Args:
@@ -221,6 +234,7 @@ def _decided(
         NothingRemovedError: all do.
     """
     recipe = run.recipe
+    structure = model.structure
     scores = unit_scores(model.units, recipe.name, feature)
     budget = Budget.of(run.options.parameters, run.options.memory)
     if budget is not None:
@@ -273,7 +287,6 @@ def _within(budget: Budget, recipe: Recipe, model: UnitModel, scores: Sequence[S
 
 def _write(
     run: PruneRun,
-    structure: Structure,
     model: UnitModel,
     decision: Decision,
     sums: Mapping[str, Tensor],
@@ -304,8 +317,8 @@ def _write(
         record = msgspec.convert(out.get("compared"), StructureRecord)
     warnings = model.units[0].warnings(model.units, sums) if sums else []
     if run.judged is None:  # else --loss has found how many go
-        warnings += _rounding(choices, structure)
-    if structure.per_layer:
+        warnings += _rounding(choices, model.structure)
+    if model.structure.per_layer:
         warnings.append(WHO_LOADS)
     fits = {} if moved is None else moved.records()
     update = decision.recipe.update
@@ -337,7 +350,7 @@ def _compare(
 ) -> None:
     """Compare the logits of both models; their difference is put into `record`."""
     options = run.options
-    dense = run.dense()
+    dense = dense_model(run)
     offloaded = is_offloaded(dense)
     with run.stopwatch("compare"):
         if offloaded and any(target.layer.expert is not None for target in decision.fitted):

@@ -31,7 +31,7 @@ from emp_llm.checkpoint.files import (
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
 from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import RefusedError
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
@@ -236,8 +236,8 @@ def compare_models(
         choices, moved: of the written checkpoint.
 
     Raises:
-        UserError: the models compute different logits, or other heads in the first attention that
-            lost some.
+        RefusedError: the models compute different logits, or other heads in the first attention
+            that lost some.
     """
     length = min(_PROMPT, max_context(dense.config) or _PROMPT)
     ids = torch.randint(
@@ -256,7 +256,7 @@ def compare_models(
     limit = _LIMITS.get(dense.dtype, 0.1)
     for what, value in differences.items():
         if value > limit:
-            raise UserError(
+            raise RefusedError(
                 "the written model does not compute what the dense model does without its removed "
                 f"parts: the {what} differ by {value:.2g} of their norm. "
                 f"{choices[0].units.remedy(keeps_shapes=not record.config)}"

@@ -1,0 +1,248 @@
+"""A run: a dense model, what goes from it, and the text that it reads. A run is complete when it
+is made, and never changes; its steps are functions of it.
+
+Torch is imported when a step needs it: a run without a text decides and writes without it.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.machine import Stopwatch
+from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.ranks import ranks
+from emp_llm.healing.memory import HealingPlan, plan_healing
+from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.architecture import Target
+from emp_llm.models.layers import Layer
+from emp_llm.models.one_model import OneModel
+from emp_llm.models.placement import Quantization
+from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.chosen import Chosen
+from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import CalibrationRecord, ModelSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.data import CalibrationText
+    from emp_llm.calibration.passes import Masker
+    from emp_llm.records.evaluation import PerplexityRecord
+    from emp_llm.records.run_report import HealingRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run works with.
+
+    Attributes:
+        source: the dense model.
+        recipe: what goes from it.
+        chosen: the weights that the recipe chooses.
+        options: of the text, and of the passes over it.
+        text: None: the run reads none.
+        path: of the output.
+        models: loads models, and holds one.
+        stopwatch: times the steps.
+        quantization: of the dense model while it is calibrated and checked.
+    """
+
+    source: LocalModel
+    recipe: Recipe
+    chosen: Chosen
+    options: CalibrationOptions
+    text: "CalibrationText | None"
+    path: Path
+    models: OneModel
+    stopwatch: Stopwatch
+    quantization: Quantization | None = None
+
+    @property
+    def targets(self) -> list[Target]:
+        """The weights that the recipe chooses."""
+        return self.chosen.targets
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of the dense model."""
+        return self.chosen.checkpoint
+
+    @property
+    def data(self) -> "CalibrationText":
+        """The text of a run that reads one."""
+        assert self.text is not None
+        return self.text
+
+    @cached_property
+    def origin(self) -> CalibrationRecord:
+        """The part of the origin of norms and of fitted weights that concerns the model. Hashes its
+        weights, once: a collective call.
+        """
+        from emp_llm.calibration.passes import model_origin
+
+        source = self.source
+        return model_origin(source.name, source.revision, self.checkpoint, self.quantization)
+
+    def made_from(self, identity: str) -> ModelSource:
+        """The dense model, as reports name it."""
+        return ModelSource(model=self.source.name, revision=self.source.revision, identity=identity)
+
+
+def dense_model(run: Run, by_blocks: bool = False) -> "PreTrainedModel":
+    """The dense model. Callers keep no reference to it.
+
+    Args:
+        by_blocks: it runs block by block alone.
+    """
+    return model_in(run, run.source.folder, by_blocks)
+
+
+def model_in(run: Run, folder: Path, by_blocks: bool = False) -> "PreTrainedModel":
+    """The model in a folder, dense or pruned, placed like the dense one."""
+    if by_blocks:  # transformers would write to disk what it puts together or dequantises
+        layers = [target.layer for target in run.chosen.architecture.select("all-linear")]
+        quantised = "quantization_config" in run.checkpoint.config
+        by_blocks = not quantised and all(layer.expert is None for layer in layers)
+    return run.models.get(folder, run.quantization, by_blocks)
+
+
+def signature_of_text(run: Run, propagate: Propagate = "dense") -> dict[str, Any]:
+    """Everything that norms depend on beside the model, as JSON; known before it is loaded."""
+    from emp_llm.calibration.passes import calibration_signature
+
+    options = run.options
+    return calibration_signature(
+        run.data, options.batch_size, options.execution, propagate, run.quantization
+    )
+
+
+def collected_norms(
+    run: Run,
+    layers: list[Layer],
+    statistics: Collection[str],
+    resume: Path,
+    masker: "Masker | None" = None,
+) -> "Activations":
+    """The norms of the inputs of layers, over the text. A collective call.
+
+    Args:
+        statistics: names of further statistics.
+        resume: folder for the progress, if it is to be kept. The caller deletes it.
+        masker: of a pruned propagation; None: dense.
+    """
+    from emp_llm.calibration.passes import calibrated
+
+    options = run.options
+    pruned_by = None if masker is None else recorded(run.recipe)
+    about = msgspec.structs.replace(run.origin, pruned_by=pruned_by)
+    dense = dense_model(run, by_blocks=masker is not None)
+    with run.stopwatch("calibrate"):
+        norms = calibrated(
+            dense,
+            run.data,
+            layers,
+            about,
+            batch_size=options.batch_size,
+            execution=options.execution,
+            hidden_states=options.hidden_states,
+            statistics=statistics,
+            masker=masker,
+            blocks=run.recipe.targets.blocks,
+            resume=resume if options.resumable_calibration else None,
+        )
+    del dense
+    if run.quantization is not None:
+        run.models.free()
+    return norms
+
+
+def held_out_perplexity(
+    run: Run, folder: Path, tokens: "Tensor", by_blocks: bool = False
+) -> "PerplexityRecord | None":
+    """The perplexity of held-out sequences by the model in a folder, which stays in memory; None if
+    it has none. A failure is logged, and ends no run. A collective call.
+    """
+    from emp_llm.evaluation.perplexity import held_out_perplexity
+
+    return held_out_perplexity(
+        lambda: model_in(run, folder, by_blocks), run.checkpoint.config, tokens
+    )
+
+
+def healing_plan(
+    run: Run, samples: int, length: int, kept: dict[str, Any] | None = None
+) -> HealingPlan:
+    """How the model heals: `samples` sequences of `length` tokens.
+
+    Args:
+        kept: the plan of an interrupted run.
+
+    Raises:
+        UserError: memory does not suffice.
+    """
+    assert run.recipe.heal is not None
+    return plan_healing(
+        run.checkpoint,
+        run.targets,
+        run.recipe,
+        run.recipe.heal,
+        device_map=run.models.device_map,
+        length=length,
+        samples=samples,
+        batch_size=run.options.batch_size,
+        hidden_states=run.options.hidden_states,
+        kept=kept,
+    )
+
+
+def healed(run: Run, out: OutputFolder, plan: HealingPlan) -> "HealingRecord":
+    """Train the weights of the pruned checkpoint in the work folder. A collective call."""
+    from emp_llm.healing.training import heal_folder
+
+    assert run.recipe.heal is not None
+    with run.stopwatch("heal"):
+        return heal_folder(
+            out,
+            run.source.folder,
+            run.recipe,
+            run.recipe.heal,
+            run.data,
+            run.origin,
+            plan,
+            dtype=run.models.dtype,
+            trust_remote_code=run.models.trust_remote_code,
+            batch_size=run.options.batch_size,
+            seed=run.options.seed,
+        )
+
+
+def write_records(
+    run: Run,
+    files: Path,
+    report: RunReport,
+    identity: str | None,
+    norms: str | None,
+    hashes: dict[str, str],
+) -> None:
+    """Write the report and the manifest of a checkpoint, whose other files are written.
+
+    Args:
+        identity: of the dense model; None if it is unknown.
+        norms: digest of those that scored; None: no norms did.
+        hashes: BLAKE3 of files by name, as far as known.
+    """
+    if ranks().main:
+        report.save(files / REPORT_NAME)
+        keep_criterion(files, criterion_source(run.recipe))
+        write_manifest(files, run.checkpoint, identity, report.recipe, norms, hashes)
