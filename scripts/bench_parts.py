@@ -12,6 +12,7 @@ import torch
 from bench_helpers import in_turn
 from torch import Tensor
 
+from emp_llm.common import machine
 from emp_llm.common.machine import float32_products
 from emp_llm.selection import reference
 from emp_llm.selection.rule import KeepRule
@@ -89,7 +90,7 @@ def _ways(weight: Tensor, x: Tensor, gram: Tensor) -> dict[str, dict[str, Way]]:
         "float32 product": products | {"torch": lambda: _float32(weight, gram)},
         f"SparseGPT, {_BLOCK} columns": {
             "now": prune_block,
-            "loop": _with([(sparsegpt, "runs_triton", lambda device: False)], prune_block),
+            "loop": _with([(machine, "runs_triton", lambda device: False)], prune_block),
         },
         "masks of ADMM": {
             "now": lambda: reference.largest_mask(weight, counts),

@@ -100,7 +100,6 @@ class Study:
         """The choice of experts and its beta. `kept`: of a layer, in the mean; None: EMP's
         number at beta = 1.
         """
-        from emp_llm.options.recipe import Structure
         from emp_llm.structure.choice import choose_units
         from emp_llm.structure.scores import unit_scores
 
@@ -110,13 +109,10 @@ class Study:
             scores = [random.permutation(len(each)).astype(np.float64) + 1 for each in units]
         else:
             scores = unit_scores(units, score, self.sums.get)
-        method = f"emp-{score}" if own or kept is None else "mass" if score == "random" else score
+        name = "mass" if score == "random" else score
+        method = f"emp-{name}" if own or kept is None else name
         sparsity = None if kept is None else 1 - kept / self.experts
-        recipe = recipe_of(
-            method=method,
-            structure=Structure(units="experts", keep_shapes=own),
-            sparsity=sparsity,
-        )
+        recipe = recipe_of(method, structure="experts", keep_shapes=own, sparsity=sparsity)
         return choose_units(units, scores, recipe)
 
     def experts_removed(

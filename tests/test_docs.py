@@ -60,10 +60,10 @@ def test_commands_parse(page: Path) -> None:
 def test_commands_are_found() -> None:
     """Guards the test above: what it parses is what the pages show."""
     assert arguments_of(
-        "A=1 emp-llm prune --model m > /dev/null && python -m emp_llm.push out u/m | cat"
+        "A=1 emp-llm prune --model m > /dev/null && python -m emp_llm.evaluate out | cat"
     ) == [
         ["prune", "--model", "m"],
-        ["push", "out", "u/m"],
+        ["evaluate", "out"],
     ]
     shown = [
         line

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emp_llm import (
     Admm,
@@ -28,10 +29,13 @@ from emp_llm import (
     Targets,
     UserError,
     Wanda,
+    prune_model,
     recipe_of,
+    verify,
 )
 from emp_llm.options.recipe import Score, Structure, UnitScore
 from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import record_of
 from emp_llm.records.manifest import Manifest
 from emp_llm.update.update import Search
@@ -207,6 +211,50 @@ def test_what_is_not_refused_is_recorded(
 def test_the_record_of_a_recipe_reads_back_equal(recipe: Recipe) -> None:
     assert read_again(recipe) == recorded(recipe)
     assert read_again(read_again(recipe)) == read_again(recipe)
+
+
+small = st.builds(
+    lambda recipe, targets: recipe.but(heal=None, targets=Targets(targets)),
+    recipes.filter(
+        lambda recipe: (
+            recipe.structure is None
+            and not isinstance(recipe.score, Own | Given)
+            and not isinstance(recipe.counts, Match)
+            and (not isinstance(recipe.counts, Pattern) or recipe.counts.m in (2, 4, 8, 16))
+            and getattr(recipe.counts, "found", None) is None
+        )
+    ),
+    st.sampled_from(["mlp", "all-linear"]),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(small)
+def test_verify_finds_no_difference(
+    models: Callable[[str], Path],
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    recipe: Recipe,
+) -> None:
+    """By the record alone, whatever the recipe."""
+    source = models("llama")
+    folder = tmp_path_factory.mktemp("saved")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    needs_text = recipe.needs_activations or recipe.moves
+    try:
+        report = prune_model(
+            model, recipe, str(text) if needs_text else None, tokenizer, samples=4, seqlen=64
+        )
+    except UserError:  # it does not fit the model
+        return
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    report.save(folder)
+    asked = report.record.recipe
+    assert asked == recorded(recipe).with_found(asked.counts.in_force)
+    assert read_manifest(folder).recipe == asked
+    assert verify(folder, source=str(source)).differences == []
 
 
 def test_the_tree_is_what_is_written() -> None:

@@ -213,9 +213,9 @@ def unfinished(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"beta": 1.5}, r"recipe\.beta 1\.0, this one has 1\.5"),
-        ({"targets": "all-linear"}, r"recipe\.targets mlp, this one has all-linear"),
-        ({"method": "emp-wanda"}, r"recipe\.method"),
+        ({"beta": 1.5}, r"recipe\.counts\.effective\.beta 1\.0, this one has 1\.5"),
+        ({"targets": "all-linear"}, r"recipe\.targets\.layers mlp, this one has all-linear"),
+        ({"method": "emp-wanda"}, r"recipe\.score magnitude, this one has wanda"),
     ],
 )
 def test_run_with_other_options_is_refused(

@@ -546,6 +546,8 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
     they are equal.
     """
     if isinstance(old, dict) and isinstance(new, dict):
+        if old and new and not old.keys() & new.keys():  # such as another node of a recipe
+            return name, ", ".join(old), ", ".join(new)
         for key in dict.fromkeys([*new, *old]):
             difference = first_difference(
                 old.get(key), new.get(key), f"{name}.{key}" if name else key

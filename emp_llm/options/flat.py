@@ -40,6 +40,30 @@ _METHOD = Opt(
 )
 
 
+# Why an option has no place in a recipe.
+_OF_EMP = (
+    "{flag} does not go with method {method}: its sparsity is fixed, and --sparsity sets it. "
+    "{instead} --method emp-{emp}."
+)
+_OF_FIXED = (
+    "{flag} does not go with method {method}: the effective number sets its sparsity, and --beta "
+    "scales it. Use --method {plain}."
+)
+_OF_MATCH = "--match-by {value} needs an earlier run; name it with --match."
+_OF_OTHERS = "{flag} is for {users}, not for {method}. Leave it out, or use that method."
+_TWICE = "{flag} and --{by} both set the sparsity; give only one."
+_OWN = "--method {method} does not use {flag}; leave one out, or give --method {own} or emp-{own}."
+_WHY_NOT = {
+    "shares": "--shares cost goes with --sparsity, not with --{by}; leave one out.",
+    "criterion": _OWN,
+    "scores": _OWN,
+    "score_map": "--map is for scores of your own; the scores of {plain} are never negative. Leave "
+    "it out.",
+    "score": "--score chooses the norms of the inputs, and method {method} {norms}. Leave it out, "
+    "or use --method wanda or emp-wanda.",
+}
+
+
 class RecipeWords(dict[str, Any]):
     """The options of a recipe that a call gives, by name. A command with a parameter of this type
     has all of them.
@@ -224,75 +248,33 @@ def _counts_kind(adaptive: bool, given: Mapping[str, Any]) -> type[Counts]:
 
 def _refuse(name: str, method: str, words: Mapping[str, Any]) -> NoReturn:
     """Raise UserError for an option that has no place in the recipe of a method."""
-    flag = RecipeWords.options()[name].flag
-    raise UserError(
-        _why_not_counts(name, flag, method, words)
-        or _why_not_scores(name, flag, method, words)
-        or _why_not_alone(name, flag)
-        or _why_not_method(name, flag, method)
-    )
-
-
-def _why_not_counts(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
-    """What is wrong with an option of the counts; empty for another option."""
     plain = method.removeprefix("emp-")
-    adaptive = plain != method
+    sentence = _WHY_NOT.get(name, _OF_OTHERS)
     if name in options_of(Effective) and name != "sparsity":
-        other = {"sparsegpt": "admm"}.get(plain, plain)
-        instead = "Use --sparsity, or" if name == "beta" else "Use"
-        return (
-            f"{flag} does not go with method {method}: its sparsity is fixed, and --sparsity sets "
-            f"it. {instead} --method emp-{other}."
-        )
-    if name not in options_of(Counts):
-        return ""
-    if name == "match_by" and "match" not in words:
-        return f"--match-by {words[name]} needs an earlier run; name it with --match."
-    if adaptive:
-        return (
-            f"{flag} does not go with method {method}: the effective number sets its sparsity, and "
-            f"--beta scales it. Use --method {plain}."
-        )
-    other = "match" if "match" in words else "pattern"
-    if name == "shares":
-        return f"--shares cost goes with --sparsity, not with --{other}; leave one out."
-    return f"{flag} and --{other} both set the sparsity; give only one."
-
-
-def _why_not_scores(name: str, flag: str, method: str, words: Mapping[str, Any]) -> str:
-    """What is wrong with an option of the scores; empty for another option."""
-    if name in ("criterion", "scores"):
-        named = custom_name(words.get("criterion"), words.get("scores"))
-        other = named or "the name of its function"
-        return (
-            f"--method {method} does not use {flag}; leave one out, or give --method {other} or "
-            f"emp-{other}."
-        )
-    if name == "score_map":
-        return (
-            f"--map is for scores of your own; the scores of {method.removeprefix('emp-')} are "
-            "never negative. Leave it out."
-        )
-    if name == "score":
-        has = "has relative norms" if method.endswith(Relative.name) else "needs none"
-        return (
-            f"--score chooses the norms of the inputs, and method {method} {has}. Leave it out, or "
-            "use --method wanda or emp-wanda."
-        )
-    return ""
-
-
-def _why_not_alone(name: str, flag: str) -> str:
-    """What is missing for an option that needs another; empty if nothing is."""
-    for node, needed in ((Refit, "refit"), (Heal, "heal"), (Structure, "structure")):
+        sentence = _OF_EMP
+    elif name == "match_by" and "match" not in words:
+        sentence = _OF_MATCH
+    elif name in options_of(Counts):
+        sentence = _OF_FIXED if plain != method else _WHY_NOT.get(name, _TWICE)
+    for switch, node in (("refit", Refit), ("heal", Heal), ("structure", Structure)):
         if name in options_of(node):
-            return f"{flag} has no effect without --{needed}. Add --{needed}, or leave it out."
-    return ""
-
-
-def _why_not_method(name: str, flag: str, method: str) -> str:
-    """The methods that an option is for."""
-    return f"{flag} is for {_users_of(name)}, not for {method}. Leave it out, or use that method."
+            sentence = (
+                f"{{flag}} has no effect without --{switch}. Add --{switch}, or leave it out."
+            )
+    facts = {
+        "flag": RecipeWords.options()[name].flag,
+        "value": words[name],
+        "method": method,
+        "plain": plain,
+        "emp": "admm" if plain == "sparsegpt" else plain,
+        "instead": "Use --sparsity, or" if name == "beta" else "Use",
+        "by": "match" if "match" in words else "pattern",
+        "norms": "has relative norms" if plain == Relative.name else "needs none",
+        "own": custom_name(words.get("criterion"), words.get("scores"))
+        or "the name of its function",
+        "users": _users_of(name),
+    }
+    raise UserError(sentence.format(**facts))
 
 
 def _users_of(name: str) -> str:
