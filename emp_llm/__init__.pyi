@@ -367,6 +367,7 @@ def heal(
     *,
     heal_steps: int = ...,
     heal_weights: Literal["targets", "all"] = ...,
+    heal_tokens: float | None = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -380,6 +381,7 @@ def heal(
     trust_remote_code: bool = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = ...,
     verbose: bool = ...,
     quiet: bool = ...,
 ) -> RunReport:
@@ -396,6 +398,7 @@ def heal(
         heal_steps: Steps of the training, of four sequences.
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
+        heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -410,6 +413,7 @@ def heal(
         trust_remote_code: Run code from the model repository.
         output: Folder to write; default: PRUNED-healed.
         overwrite: Replace an existing checkpoint at the output.
+        report_to: Send the numbers of the healing to this tracker while it runs.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """
@@ -623,6 +627,7 @@ def prune(
     heal: bool = ...,
     heal_steps: int = ...,
     heal_weights: Literal["targets", "all"] = ...,
+    heal_tokens: float | None = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -659,6 +664,7 @@ def prune(
     baseline: Path | str | None = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = ...,
     dry_run: Literal[False] = ...,
     push_to_hub: str | None = ...,
     private: bool = ...,
@@ -710,6 +716,7 @@ def prune(
         heal_steps: Steps of the training, of four sequences.
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
+        heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -753,6 +760,7 @@ def prune(
         baseline: Results file of the dense model, used instead of evaluating it.
         output: Folder to write; default: MODEL-METHOD in the current folder.
         overwrite: Replace an existing checkpoint at the output, and on the Hub.
+        report_to: Send the numbers of the healing to this tracker while it runs.
         dry_run: Print the plan of the run, and write nothing.
         push_to_hub: Push the result to USER/NAME on the Hub, with a model card.
         private: Create that repository as private.
@@ -791,6 +799,7 @@ def prune(
     heal: bool = ...,
     heal_steps: int = ...,
     heal_weights: Literal["targets", "all"] = ...,
+    heal_tokens: float | None = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -827,6 +836,7 @@ def prune(
     baseline: Path | str | None = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = ...,
     dry_run: Literal[True],
     push_to_hub: str | None = ...,
     private: bool = ...,

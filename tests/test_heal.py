@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -1141,6 +1142,70 @@ def test_too_few_sequences_for_the_ranks(
     assert "are too few for 6 ranks. Give more --samples." in done.errors[0]
 
 
+_TRACKER = """
+import json
+
+
+class Run:
+    def __init__(self, **about):
+        self.file = open("tracked.jsonl", "a")
+        self.log(about, step=None)
+
+    def log(self, numbers, step):
+        self.file.write(json.dumps([numbers, step]) + "\\n")
+
+    def finish(self):
+        self.file.close()
+
+
+init = Run
+"""
+
+
+@pytest.mark.parametrize("device_map", ["auto", "disk"], ids=["whole", "by blocks"])
+def test_a_tracker_gets_the_numbers_of_a_training(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device_map: str,
+) -> None:
+    """The weights are those without one. One that is not installed, or does not start, is named."""
+    prune(models("llama"), output=tmp_path / "plain", **given)
+    monkeypatch.chdir(tmp_path)
+    how: dict[str, Any] = given | {"dense": str(models("llama")), "device_map": device_map}
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "trackio.py").write_text(_TRACKER)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    quiet = heal(tmp_path / "plain", output=tmp_path / "a", heal_steps=2, **how)
+    how |= {"report_to": "trackio", "heal_tokens": 8 * given["seqlen"] + 1.0}
+    report = heal(tmp_path / "plain", output=tmp_path / "b", **how)
+    sys.modules.pop("trackio")
+    assert report.recipe.heal == quiet.recipe.heal == Heal(steps=2)
+    for name, weight in weights_of(tmp_path / "a").items():
+        assert torch.equal(weights_of(tmp_path / "b")[name], weight), name
+    settings, *rows = map(json.loads, (tmp_path / "tracked.jsonl").read_text().splitlines())
+    assert (settings[0]["project"], settings[0]["name"]) == ("emp-llm", "b")
+    assert report.healing is not None
+    if device_map == "disk":
+        assert [step for _, step in rows] == list(range(len(rows)))
+        assert all(row["block/error before"] > row["block/error after"] > 0 for row, _ in rows)
+    else:
+        held = [(step, row["held out/divergence"]) for row, step in rows if len(row) == 2]
+        assert held == report.healing.curve
+        trained = [row for row, _ in rows if "train/divergence" in row]
+        assert len(trained) == 2
+        assert all(row["train/divergence"] > 0 and row["train/rate"] > 0 for row in trained)
+    (tmp_path / "site" / "wandb.py").write_text(
+        "def init(**about):\n    raise OSError('no login')\n"
+    )
+    with pytest.raises(UserError, match=r"--report-to wandb: it does not start \(no login\)"):
+        heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "wandb"})
+    monkeypatch.setattr("emp_llm.healing.tracking.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--report-to tensorboard needs the package tensorboard"):
+        heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "tensorboard"})
+
+
 def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
     dense = str(models("llama"))
     prune(models("llama"), output=tmp_path / "plain", **given)
@@ -1161,12 +1226,15 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
         samples=4,
     )
     refused("must be at least 1", heal_steps=0)
+    refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
+    refused("--heal-steps and --heal-tokens both", heal_tokens=1e6, heal_steps=7)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
     heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)
     refused("it is healed already", folder=tmp_path / "healed")
     for match, how in {
         "--heal-steps has no effect without --heal": {"heal_steps": 3},
+        "--report-to has no effect without --heal": {"report_to": "wandb"},
         "--heal cannot change quantised weights": {"heal": True, "load_in_4bit": True},
         "method magnitude needs none": {"heal": True, "method": "magnitude", "calibration": None},
     }.items():

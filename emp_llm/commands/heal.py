@@ -14,7 +14,7 @@ from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.model import LoadingOptions, TrustRemoteCode
+from emp_llm.options.model import LoadingOptions, ReportTo, TrustRemoteCode
 from emp_llm.options.recipe import Heal
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.manifest import Manifest
@@ -37,6 +37,7 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     trust_remote_code: TrustRemoteCode = False
     output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
+    report_to: ReportTo = "none"
 
 
 _MODELS = ("dense", "revision", "trust_remote_code", "device_map", "dtype")
@@ -49,7 +50,7 @@ def heal(
         Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
     how: Heal,
-    options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, "output", "overwrite")],
+    options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, "output", "overwrite", "report_to")],
     given: GivenOptions,
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
@@ -62,17 +63,20 @@ def heal(
     """
     load_packages()
     from emp_llm.calibration.data import calibration_data, keep_generated
+    from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
     from emp_llm.checkpoint.files import sync_tree
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import check_healable, sequences_for
+    from emp_llm.healing.checks import check_healable, in_steps, sequences_for
+    from emp_llm.healing.tracking import check_tracker
     from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.models.one_model import OneModel
+    from emp_llm.models.placement import max_context
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
     from emp_llm.pruning.writing import are_as_written, read_manifest
@@ -81,15 +85,20 @@ def heal(
     from emp_llm.runs.run import Run, healed, healing_plan, signature_of_text, write_records
 
     # Which models, and by which text.
+    check_tracker(options.report_to)
     report = read_report(folder)
     manifest = read_manifest(folder)
     if report.recipe.heal is not None:
         raise UserError(
             f"{folder}: it is healed already. Give the checkpoint before it was healed."
         )
-    recipe = report.recipe.but(heal=how)
     source = find_model(options.dense, options.revision, options.trust_remote_code)
     dense = Checkpoint(source.folder)
+    corpora = calibration_corpora(
+        options.text_name, max_context(dense.config), options.samples, options.seqlen
+    )
+    how = in_steps(how, max(corpus.seqlen or 0 for corpus in corpora))
+    recipe = report.recipe.but(heal=how)
     pruned = Checkpoint(folder)
     if manifest.source.identity not in (None, identity_of(dense)):
         raise UserError(
@@ -153,7 +162,7 @@ def heal(
                 keep_generated(out.files / SELF_NAME, run.text)
                 sync_tree(out.files)
             out.note(copied=True)
-        healing = healed(run, out, plan)
+        healing = healed(run, out, plan, options.report_to)
         with run.stopwatch("check"):
             report.check = _checked(run, out.files)
         healing.command = command_line()

@@ -23,6 +23,7 @@ from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import out_of_memory
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.checks import SEQUENCES
+from emp_llm.healing.tracking import Log
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.modules import weight_of
@@ -49,6 +50,7 @@ def heal_blocks(
     name_of_blocks: str | None = None,
     hidden_states: Place = "auto",
     seed: int = 0,
+    log: Log | None = None,
 ) -> HealingRecord:
     """Heal all blocks that `moved` does not hold yet, and put their weights there. A collective
     call: each rank passes its sequences through the blocks, and the gradients of a step are added
@@ -66,6 +68,7 @@ def heal_blocks(
         name_of_blocks: the list of decoder blocks; None: detected.
         hidden_states: where they are stored between blocks.
         seed: of the order of the sequences.
+        log: gets the held-out errors of each block, before and after.
 
     Raises:
         UserError: there are fewer batches than ranks, outputs of a block are not finite, or memory
@@ -108,7 +111,13 @@ def heal_blocks(
                 block.change(target, None, weight)
             step.run()  # the dense outputs are now in walk.hidden
             if members and not done:
-                moved.put(step.index, _heal(block, fitting, measuring, steps, seed))
+                trained = _heal(block, fitting, measuring, steps, seed)
+                moved.put(step.index, trained)
+                if log is not None:
+                    record = next(iter(trained.values())).record
+                    before = record.held_out_before or 0.0
+                    after = record.held_out_after or 0.0
+                    log({"block/error before": before, "block/error after": after}, step.index)
             for number in range(len(walk.batches)):
                 block.pass_pruned(number)
     before, after = ranks().first(partial(_mean_errors, moved))

@@ -1,6 +1,7 @@
 """What is known of a healing before it: whether it is possible, its memory and its disk."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -57,6 +58,26 @@ def set_aside(sequences: int) -> int:
 def sequences_for(steps: int) -> int:
     """The sequences of a text with which no step reads one twice."""
     return SEQUENCES * steps + _SET_ASIDE
+
+
+def in_steps(heal: Heal, length: int) -> Heal:
+    """The same healing with the steps that read its tokens.
+
+    Args:
+        length: tokens of a sequence.
+
+    Raises:
+        UserError: the tokens do not suffice for one step.
+    """
+    if heal.tokens is None:
+        return heal
+    of_step = SEQUENCES * length
+    if not of_step <= heal.tokens < float("inf"):
+        raise UserError(
+            f"--heal-tokens {heal.tokens:g}: a step reads {SEQUENCES} sequences of {length:,} "
+            f"tokens. Give {of_step:,} or more."
+        )
+    return replace(heal, steps=int(heal.tokens // of_step), tokens=None)
 
 
 def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:

@@ -15,6 +15,7 @@ import copy
 import logging
 import math
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -65,6 +66,7 @@ from emp_llm.healing.memory import (
     ways,
 )
 from emp_llm.healing.progress import Measure, Progress
+from emp_llm.healing.tracking import Log, tracking
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
@@ -103,6 +105,7 @@ def heal_model(
     seqlen: int | None = None,
     batch_size: int = SEQUENCES,
     seed: int = 0,
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none",
 ) -> HealingRecord:
     """Train the kept weights of a pruned model in memory, in place, on the dense model's next-token
     probabilities. In a script of several processes, all must call it: each runs its share of every
@@ -118,6 +121,7 @@ def heal_model(
         weights: what moves: the parameters of the masks, or all linear layers and norms in blocks.
         steps: of four sequences. The last tenth of them hardly changes anything.
         batch_size: sequences per forward pass, at most; on a CPU it is one.
+        report_to: the tracker that gets the numbers of the training while it runs.
 
     Returns:
         The divergence on held-out sequences during the training, which chose the weights.
@@ -162,6 +166,7 @@ def heal_model(
         stage("heal"),
         in_evaluation_mode(dense),
         _DenseLogits(dense, text.tokens) as dense_logits,
+        tracking(report_to, "heal", {"steps": steps, "seed": seed}) as log,
     ):
         progress = Progress(Path(folder))
         dense_logits.prepare(text.tokens, steps, seed, progress)
@@ -177,6 +182,7 @@ def heal_model(
             at_once=at_once,
             checkpointing=checkpointing,
             seed=seed,
+            log=log,
         )
     if record.best:
         for name in moving:
@@ -249,6 +255,7 @@ def heal_folder(
     trust_remote_code: bool = False,
     batch_size: int = SEQUENCES,
     seed: int = 0,
+    report_to: str = "none",
 ) -> HealingRecord:
     """Train the weights of a pruned checkpoint in a work folder, and write them in place. A
     collective call.
@@ -267,9 +274,11 @@ def heal_folder(
         dtype, trust_remote_code: of `load_model`.
         batch_size: as the record of its text names it.
         seed: of the order of the sequences.
+        report_to: the tracker that gets the numbers of the training.
 
     Raises:
-        UserError: memory runs out, or the checkpoints of the training do not fit on the disk.
+        UserError: memory runs out, the tracker does not start, or the checkpoints of the training
+            do not fit on the disk.
     """
     checkpoint = Checkpoint(out.files)
     trust = trust_remote_code
@@ -290,9 +299,10 @@ def heal_folder(
     device = torch.device(plan.device)
     if dtype == "auto" and not has_bfloat16(device):
         dtype = "float32"
+    tracked = tracking(report_to, out.path.name, {"steps": heal.steps, "seed": seed, "by": plan.by})
     if by_blocks:
         moved = MovedWeights(out.work / "healing")
-        with stage("heal"), _less_the_next_time(out, plan):
+        with stage("heal"), _less_the_next_time(out, plan), tracked as log:
             record = heal_blocks(
                 load_model(dense, plan.device_map, dtype, trust, device=device),
                 targets,
@@ -304,6 +314,7 @@ def heal_folder(
                 name_of_blocks=recipe.targets.blocks,
                 hidden_states=plan.hidden_states,
                 seed=seed,
+                log=log,
             )
         for target in targets if ranks().main else ():
             weight = moved.rows(target, 0, target.matrix.rows)
@@ -325,6 +336,7 @@ def heal_folder(
                 plan.hidden_states,
                 expendable=True,
             ) as logits,
+            tracked as log,
         ):
             logits.prepare(data.tokens, heal.steps, seed, progress)
             model = load_model(out.files, plan.device_map, "float32", trust, device=device)
@@ -341,6 +353,7 @@ def heal_folder(
                 at_once=plan.at_once,
                 checkpointing=plan.checkpointing,
                 seed=seed,
+                log=log,
             )
         if ranks().main and record.best:
             # From here on, the weights are no longer those that the training began with.
@@ -421,6 +434,7 @@ def train(
     at_once: int = 1,
     checkpointing: bool = False,
     seed: int = 0,
+    log: Log | None = None,
 ) -> HealingRecord:
     """Move weights of a pruned model in memory, in place, until the held-out loss no longer falls.
     A collective call.
@@ -437,6 +451,7 @@ def train(
         steps, at_once, seed: number of steps of four sequences, sequences of a forward pass, and
             the seed of their order.
         checkpointing: of gradients: blocks keep their inputs alone, and run again.
+        log: gets the numbers of each step.
 
     Raises:
         UserError: memory runs out, or the dense model's loss is not finite.
@@ -445,7 +460,8 @@ def train(
     model.requires_grad_(False)
     model.eval()
     in_bfloat16 = has_bfloat16(model.device)
-    adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    rate = rate_of(model.config)
+    adam = Adam(model, moving, masks, rate, in_bfloat16)
     if in_bfloat16:
         _halve_others(model)
     if checkpointing:
@@ -465,6 +481,7 @@ def train(
         if not progress.measured:
             progress.measured[0] = healer.measure()
             _check_dense(progress.measured[0])
+            _log_measure(log, progress)
             progress.save()
         elif not progress.has_ended(steps):
             progress.load(progress.step)
@@ -473,11 +490,18 @@ def train(
             step = progress.step
             dense_logits.look_ahead(order, step)
             adam.share = share_of_rate(step, steps) / progress.cut
-            healer.step(order[SEQUENCES * step : SEQUENCES * (step + 1)])
+            began = time.perf_counter()
+            divergence = healer.step(order[SEQUENCES * step : SEQUENCES * (step + 1)])
             progress.step += 1
+            if log is not None:
+                numbers = {"train/divergence": float(divergence), "train/rate": rate * adam.share}
+                seconds = time.perf_counter() - began
+                numbers["train/tokens per second"] = SEQUENCES * tokens.shape[1] / seconds
+                log(numbers, progress.step)
             bar.update(1)
             if progress.step % every == 0 or progress.step == steps:
                 progress.measured[progress.step] = healer.measure()
+                _log_measure(log, progress)
                 progress.go_back_if_worse()
                 progress.save()
         progress.load(progress.best)
@@ -495,6 +519,14 @@ def train(
             "after": best.perplexity,
         },
     )
+
+
+def _log_measure(log: Log | None, progress: Progress) -> None:
+    """Send what was measured on the held-out sequences after the present step."""
+    if log is not None:
+        measure = progress.measured[progress.step]
+        numbers = {"divergence": measure.divergence, "perplexity": measure.perplexity}
+        log({f"held out/{name}": value for name, value in numbers.items()}, progress.step)
 
 
 def order_of(sequences: int, steps: int, seed: int) -> list[int]:
@@ -562,11 +594,15 @@ class _Healer:
         self._in_bfloat16 = in_bfloat16
         self._passes = 0
 
-    def step(self, numbers: Sequence[int]) -> None:
+    def step(self, numbers: Sequence[int]) -> Tensor:
         """Move the weights along the gradient of the mean divergence of four sequences.
 
         A rank with fewer sequences than others adds a gradient of zero, so that all ranks meet.
+
+        Returns:
+            The mean divergence of this rank's sequences, in nats per token.
         """
+        total = torch.zeros((), device=self._model.device)
         own = list(ranks().assigned(numbers))
         in_place = _visited(numbers)[:1]
         passes = passes_of(self._at_once)
@@ -577,7 +613,10 @@ class _Healer:
             divergence = self._divergence(*self._logits(chunk or in_place))
             share = 1 / (len(numbers) * self._tokens.shape[1]) if chunk else 0.0
             (share * divergence).backward()  # type: ignore[no-untyped-call]
+            if chunk:
+                total += divergence.detach()
         self._adam.end()
+        return total / (max(1, len(own)) * self._tokens.shape[1])
 
     @torch.no_grad()
     def measure(self) -> Measure:

@@ -13,6 +13,10 @@ MaskDevice = Annotated[
     Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")
 ]
 TrustRemoteCode = Annotated[bool, Opt("Run code from the model repository.")]
+ReportTo = Annotated[
+    Literal["none", "trackio", "tensorboard", "wandb"],
+    Opt("Send the numbers of the healing to this tracker while it runs."),
+]
 DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 

@@ -9,7 +9,13 @@ from emp_llm.common.ranks import check_one_process
 from emp_llm.options.base import GivenOptions, Opt, flag_of, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.flat import RecipeWords
-from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
+from emp_llm.options.model import (
+    LoadingOptions,
+    MaskDevice,
+    ModelOptions,
+    QuantizationOptions,
+    ReportTo,
+)
 from emp_llm.options.recipe import UNIT_KINDS, Recipe, Structure
 
 # Options that are for weights and not for units.
@@ -77,6 +83,7 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
     overwrite: Annotated[
         bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")
     ] = False
+    report_to: ReportTo = "none"
     dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False
     push_to_hub: Annotated[
         str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")
@@ -112,6 +119,8 @@ def checked_recipe(words: RecipeWords, options: PruneOptions, given: GivenOption
     if "structure" in words:
         _check_for_units(given)
     recipe = words.recipe
+    if "report_to" in given and recipe.heal is None:
+        raise UserError("--report-to has no effect without --heal. Add --heal, or leave it out.")
     structure = recipe.structure
     if structure is not None:
         _check_structured(recipe, structure, options)

@@ -514,6 +514,8 @@ class Heal(Node):
         steps: number of training steps, of four sequences each.
         weights: "targets": the kept weights of the targets; "all": of all linear layers in blocks,
             and norms.
+        tokens: number of tokens that the steps read, in place of their number; for commands, which
+            record the steps.
     """
 
     switch = Opt(
@@ -530,6 +532,15 @@ class Heal(Node):
             name="heal_weights",
         ),
     ] = "targets"
+    tokens: Annotated[
+        float | None,
+        Opt("Tokens of the training, such as 2e6, in place of its steps.", name="heal_tokens"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is not None and self.steps != Heal.steps:
+            raise UserError("--heal-steps and --heal-tokens both say how long it trains; give one.")
 
 
 @dataclass(frozen=True)

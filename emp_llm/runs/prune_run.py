@@ -13,14 +13,16 @@ import msgspec
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.agreement import check_agreement
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import healing_bytes, sequences_for
+from emp_llm.healing.checks import healing_bytes, in_steps, sequences_for
 from emp_llm.healing.memory import HealingPlan
+from emp_llm.healing.tracking import check_tracker
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
@@ -173,6 +175,10 @@ class PruneRun(Run):
         """
         options = inputs.options
         stopwatch = Stopwatch()
+        if recipe.heal is not None:
+            check_tracker(options.report_to)
+            length = max(each.seqlen or 0 for each in _corpora(options, chosen.checkpoint))
+            recipe = recipe.but(heal=in_steps(recipe.heal, length))
         run = cls(
             source=inputs.source,
             recipe=recipe,
@@ -348,7 +354,7 @@ def plan_of(run: PruneRun) -> DryRun:
             f"sparsities (--loss {options.loss})"
         )
     if heal is not None:
-        corpora = _corpora(run)
+        corpora = _corpora(options, checkpoint)
         length = max(corpus.seqlen or 0 for corpus in corpora)
         samples = sum(corpus.samples or 0 for corpus in corpora)
         healing = healing_plan(run, samples, length)
@@ -364,7 +370,7 @@ def plan_of(run: PruneRun) -> DryRun:
         model_bytes=sum(checkpoint.sizes.values())
         if units or run.calibrates or update is not None
         else None,
-        resume_bytes=resume_bytes(checkpoint.config, _corpora(run))
+        resume_bytes=resume_bytes(checkpoint.config, _corpora(options, checkpoint))
         if resumes and not units
         else None,
         fit_bytes=update_bytes(run.targets, update) if update is not None and fits else None,
@@ -375,9 +381,8 @@ def plan_of(run: PruneRun) -> DryRun:
     )
 
 
-def _corpora(run: PruneRun) -> list[Corpus]:
-    options = run.options
-    context = max_context(run.checkpoint.config)
+def _corpora(options: PruneOptions, checkpoint: Checkpoint) -> list[Corpus]:
+    context = max_context(checkpoint.config)
     return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
 
@@ -509,7 +514,7 @@ def finish(
         from emp_llm.healing.training import healing_warnings
 
         run.models.free()
-        report.healing = healed(run, out, healing)
+        report.healing = healed(run, out, healing, run.options.report_to)
         log_warnings(healing_warnings(report.healing))
         report.warnings += healing_warnings(report.healing)
         hashes = {}

@@ -206,8 +206,12 @@ def healing_plan(
     )
 
 
-def healed(run: Run, out: OutputFolder, plan: HealingPlan) -> "HealingRecord":
-    """Train the weights of the pruned checkpoint in the work folder. A collective call."""
+def healed(
+    run: Run, out: OutputFolder, plan: HealingPlan, report_to: str = "none"
+) -> "HealingRecord":
+    """Train the weights of the pruned checkpoint in the work folder; a tracker (`report_to`) gets
+    its numbers. A collective call.
+    """
     from emp_llm.healing.training import heal_folder
 
     assert run.recipe.heal is not None
@@ -224,6 +228,7 @@ def healed(run: Run, out: OutputFolder, plan: HealingPlan) -> "HealingRecord":
             trust_remote_code=run.models.trust_remote_code,
             batch_size=run.options.batch_size,
             seed=run.options.seed,
+            report_to=report_to,
         )
 
 
