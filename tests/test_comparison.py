@@ -20,6 +20,7 @@ from emp_llm.evaluation.comparison import (
     value_cell,
     values_of,
 )
+from emp_llm.records.base import converted
 from emp_llm.records.evaluation import Measures, packed_answers
 from emp_llm.records.results import Results
 
@@ -70,7 +71,8 @@ def model(
         "perplexity": measured,
         "tasks": tasks,
     }
-    return msgspec.convert(values | {"made_by": {"model": {}, "text": text or WIKITEXT}}, Results)
+    made_by = {"model": {}, "text": text or WIKITEXT}
+    return converted(values | {"made_by": made_by}, Results, "results")
 
 
 def measures(**tasks: Any) -> Measures:

@@ -84,7 +84,11 @@ def test_activations_name_no_folders(
     about = Activations.load(file).about
     assert about.text is not None
     assert about.pruned_by is not None
-    assert (about.model, about.text.file, about.pruned_by.match) == ("dense", "text.txt", "matched")
+    assert (about.model, about.text.file, about.pruned_by.counts.run) == (
+        "dense",
+        "text.txt",
+        "matched",
+    )
     assert (
         json.loads((tmp_path / "out" / "emp_report.json").read_text())["calibration"]
         == about.as_dict()

@@ -5,6 +5,7 @@ import torch
 from kernel_cases import DTYPES, weights
 from test_solvers import inputs_of, layer, moments, slow_sparsegpt
 
+from emp_llm.common import machine
 from emp_llm.selection.reference import keep_mask, order_keys, row_cuts
 from emp_llm.update import least_squares
 from emp_llm.update import sparsegpt as module
@@ -39,7 +40,7 @@ def test_sparsegpt_agrees_with_a_slow_one(
     x = inputs_of("correlated", 48)
     x[:, 11] = 0
     weight = layer(12, 48)[0]
-    monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr(machine, "runs_triton", lambda device: True)
     launched = []
     launch = update.prune_columns
     monkeypatch.setattr(
