@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import emp_llm
-from emp_llm.options.base import Option
+from emp_llm.common.declared import Option
 
 PACKAGE = Path(emp_llm.__file__).parent
 STUB = PACKAGE / "__init__.pyi"

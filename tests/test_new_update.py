@@ -28,8 +28,8 @@ from emp_llm import (
     verify,
 )
 from emp_llm.cli import options_from
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt
 from emp_llm.options.recipe import Score
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.run_report import read_report

@@ -36,6 +36,7 @@ from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import locked
+from emp_llm.common.declared import check_type
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.paths import cache_folder
@@ -48,7 +49,7 @@ from emp_llm.models.modules import finite_logits
 from emp_llm.models.offload import execution_device
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, check_ids, max_context
-from emp_llm.options.base import check_type, check_values
+from emp_llm.options.base import check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 

@@ -15,9 +15,10 @@ from emp_llm.calibration.texts import (
     with_path,
 )
 from emp_llm.cluster.jobs import Job, JobKind
+from emp_llm.common.declared import flag_of
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.options.base import check_values, flag_of, parse_list
+from emp_llm.options.base import check_values, parse_list
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import checked_recipe

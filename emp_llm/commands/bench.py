@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import check_output_file
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
 from emp_llm.common.paths import data_folder
 from emp_llm.common.progress import load_packages, progress_bar
 from emp_llm.common.tables import table
 from emp_llm.hub.local_model import LocalModel, find_model
-from emp_llm.options.base import Opt, parse_numbers
+from emp_llm.options.base import parse_numbers
 from emp_llm.options.model import DeviceOptions, ModelOptions
 from emp_llm.records.bench import Batch, Bench, LoadedModel, Speed
 

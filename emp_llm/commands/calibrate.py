@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Opt, Some, parse_list
+from emp_llm.options.base import Some, parse_list
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import Recipe, Targets

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, quotable, shortened_list
-from emp_llm.options.base import Opt
 from emp_llm.options.jobs import StudyFolder
 from emp_llm.records.base import FileRecord
 

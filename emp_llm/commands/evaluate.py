@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.progress import load_packages
 from emp_llm.evaluation.suites import Suite, suite_of
-from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
 from emp_llm.options.model import (
     DEVICE_NAME,

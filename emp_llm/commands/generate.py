@@ -9,10 +9,10 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import Opt
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
 
 if TYPE_CHECKING:

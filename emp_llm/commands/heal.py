@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
-from emp_llm.options.base import GivenOptions, Opt, Some
+from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ReportTo, TrustRemoteCode
 from emp_llm.options.recipe import Heal

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
-from emp_llm.options.base import GivenOptions, Opt, Some, parse_list, parse_numbers
+from emp_llm.options.base import GivenOptions, Some, parse_list, parse_numbers
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.flat import RecipeWords, check_used

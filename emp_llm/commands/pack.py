@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import count_of, format_bytes
-from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.checkpoint.packing import PackedSizes

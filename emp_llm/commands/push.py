@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
-from emp_llm.options.base import Opt
+from emp_llm.common.declared import Opt
 
 if TYPE_CHECKING:
     from emp_llm.reporting.push import Pushed

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import count_of
-from emp_llm.options.base import Opt
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
 from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, read_plan
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.machine import available_cores
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import LOST_CODE
-from emp_llm.options.base import Opt
 from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)

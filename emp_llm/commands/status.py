@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.common.tables import table
-from emp_llm.options.base import Opt
 from emp_llm.options.jobs import StudyFolder
 
 if TYPE_CHECKING:

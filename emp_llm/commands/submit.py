@@ -27,10 +27,10 @@ from emp_llm.cluster.slurm import (
     script_text,
     submit_script,
 )
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of, quotable
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
-from emp_llm.options.base import Opt
 from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.options.base import Opt
 
 
 @dataclass(frozen=True)

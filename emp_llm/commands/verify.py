@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, MANIFEST_NAME, SUMS_NAME
 from emp_llm.hub.local_model import find_model
-from emp_llm.options.base import Opt
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.model import TrustRemoteCode
 from emp_llm.options.recipe import Given, Own, Score

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText, data_in_memory
 from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
+from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, default_modes
 from emp_llm.common.ranks import alone, device_alone
@@ -29,7 +30,7 @@ from emp_llm.models.masks import Masks, plain_model
 from emp_llm.models.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.modules import as_created, is_encoder_decoder, rows_in
 from emp_llm.models.offload import resident_parameter
-from emp_llm.options.base import check_type, check_values, options_of
+from emp_llm.options.base import check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.flat import RecipeWords, recipe_of
 from emp_llm.options.prune import PruneOptions

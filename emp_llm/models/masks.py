@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from emp_llm.checkpoint.files import write_bytes
+from emp_llm.common.declared import check_type
 from emp_llm.common.errors import UserError, reason
 from emp_llm.models.modules import set_to_zero
 from emp_llm.models.offload import resident_parameter
@@ -26,7 +27,6 @@ from emp_llm.models.sharded import (
     place_of,
     reshard,
 )
-from emp_llm.options.base import check_type
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"

@@ -19,6 +19,7 @@ from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder
+from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import default_modes
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
@@ -26,7 +27,6 @@ from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.masks import Masks, check_merged, check_whole, plain_model, unwrapped
 from emp_llm.models.modules import rows_in, weight_of
 from emp_llm.models.sharded import check_maskable, is_sharded, reshard, stand_in
-from emp_llm.options.base import check_type, options_of
 from emp_llm.options.recipe import Targets
 from emp_llm.records.run_report import read_report
 

@@ -4,12 +4,7 @@ import inspect
 import math
 from typing import Annotated, Any, get_args, get_origin
 
-from emp_llm.common.declared import Node, number_in
-from emp_llm.common.declared import Opt as Opt
-from emp_llm.common.declared import Option as Option
-from emp_llm.common.declared import check_type as check_type
-from emp_llm.common.declared import flag_of as flag_of
-from emp_llm.common.declared import options_of as options_of
+from emp_llm.common.declared import Node, Opt, Option, number_in, options_of
 from emp_llm.common.errors import UserError
 
 

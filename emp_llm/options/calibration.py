@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emp_llm.options.base import Opt
+from emp_llm.common.declared import Opt
 
 Execution = Literal["auto", "model", "blocks"]
 Propagate = Literal["dense", "pruned"]

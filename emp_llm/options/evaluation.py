@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from emp_llm.options.base import Opt
+from emp_llm.common.declared import Opt
 
 TableFormat = Literal["terminal", "markdown"]
 

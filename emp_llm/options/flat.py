@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from typing import Any, NoReturn
 
-from emp_llm.common.declared import Option, asked, built, options_of
+from emp_llm.common.declared import Opt, Option, asked, built, options_of
 from emp_llm.common.errors import UserError, did_you_mean, quotable
-from emp_llm.options.base import Opt
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.recipe import (
     UNIT_CRITERIA,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emp_llm.options.base import Opt
+from emp_llm.common.declared import Opt
 from emp_llm.options.model import Dtype
 from emp_llm.options.sweep import PointOptions
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Runtime = Literal["dense", "sparse"]

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from emp_llm.common.declared import Opt, flag_of, options_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import check_one_process
-from emp_llm.options.base import GivenOptions, Opt, flag_of, options_of
+from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.flat import RecipeWords
 from emp_llm.options.model import (

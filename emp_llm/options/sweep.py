@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+from emp_llm.common.declared import Opt, flag_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, flag_of, parse_list, parse_numbers
+from emp_llm.options.base import parse_list, parse_numbers
 from emp_llm.options.criterion import custom_name
 from emp_llm.options.flat import RecipeWords, check_used
 from emp_llm.options.model import MaskDevice

@@ -25,6 +25,7 @@ from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
+from emp_llm.common.declared import check_type, options_of
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
 from emp_llm.common.machine import OutOfMemory, available_memory, default_modes
 from emp_llm.common.paths import PACK_NAME
@@ -33,7 +34,6 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
 from emp_llm.models.placement import visible
-from emp_llm.options.base import check_type, options_of
 from emp_llm.options.model import DeviceOptions
 from emp_llm.runtime.packed_rows import WORD_COLUMNS, PackedRows, pack_rows, pack_words, rows_of
 from emp_llm.runtime.sparse_linear import SparseLinear
