@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import weights_of
 
 from emp_llm import ByCost, Recipe, Share, UserError, prune, prune_model, recipe_of, verify
-from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning import writing
 from emp_llm.records.run_report import RunReport
 from emp_llm.runs import block_shares
 from emp_llm.runs.block_shares import ALONE, BlockCost, shares_by_cost
@@ -90,7 +90,7 @@ def test_a_killed_run_resumes(short_demo: Path, tmp_path: Path) -> None:
         patch.setattr(block_shares, "costs_of_blocks", lambda *_: COSTS)
         prune(short_demo, output=tmp_path / "whole" / "out", **how)
         how["output"] = tmp_path / "killed" / "out"
-        for place, name in ((block_shares, "shares_by_cost"), (Pruner, "outcome")):
+        for place, name in ((block_shares, "shares_by_cost"), (writing, "outcome_of")):
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(place, name, _killed)
                 with pytest.raises(KeyboardInterrupt):
