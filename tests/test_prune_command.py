@@ -473,7 +473,7 @@ def test_shares_in_percent(models: Models, tmp_path: Path, command: Run) -> None
     line = ("prune", models("llama"), "--method", "magnitude", "--output", tmp_path / "out")
     command(*line, "--sparsity", "28.7%")
     assert read_report(tmp_path / "out").recipe.counts.sparsity == 0.287
-    assert parse_numbers("50%, 0.5,7%", "--sparsities") == [0.5, 0.5, 0.07]
+    assert parse_numbers("50%, 0.5,7 %", "--sparsities") == [0.5, 0.5, 0.07]
     for wrong in ("half", "%", "5%%"):
         done = command(*line, "--sparsity", wrong, code=2)
         assert done.stderr == f"error: --sparsity must be a number, got {wrong!r}.\n"

@@ -202,9 +202,9 @@ def _is_of(value: Any, allowed: Any) -> bool:
 
 
 def number_in(text: str) -> float:
-    """A number as a person writes it: 0.5 or 50%. ValueError for another text."""
+    """A number as a person writes it: 0.5, 50% or 50 %. ValueError for another text."""
     text = text.strip()
-    return float(f"{text[:-1]}e-2" if text.endswith("%") else text)
+    return float(f"{text[:-1].strip()}e-2" if text.endswith("%") else text)
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
