@@ -365,7 +365,7 @@ def generate(
 def heal(
     folder: Path | str,
     *,
-    heal_steps: int = ...,
+    heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
     calibration: str | Path | None = ...,
@@ -395,7 +395,7 @@ def heal(
 
     Args:
         folder: Pruned checkpoint.
-        heal_steps: Steps of the training, of four sequences.
+        heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
@@ -625,7 +625,7 @@ def prune(
     damping: float = ...,
     columns: int = ...,
     heal: bool = ...,
-    heal_steps: int = ...,
+    heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
     targets: str | list[str] = ...,
@@ -713,7 +713,7 @@ def prune(
         damping: Damping of SparseGPT, as a share of the mean second moment.
         columns: Columns that SparseGPT gives their mask at a time.
         heal: Then train the kept weights on the dense model's probabilities for the text.
-        heal_steps: Steps of the training, of four sequences.
+        heal_steps: Steps of the training, of four sequences (default 300).
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
@@ -797,7 +797,7 @@ def prune(
     damping: float = ...,
     columns: int = ...,
     heal: bool = ...,
-    heal_steps: int = ...,
+    heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
     targets: str | list[str] = ...,

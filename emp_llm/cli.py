@@ -8,6 +8,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -443,8 +444,10 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             name, list(arguments), max_content_width=100, allow_extra_args=True
         )
     except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UserError(f"{message}. {name} --help shows the options.") from error
+        # "No such option '--x'. (Did you mean one of: '--y', '--z'?)."
+        message = re.sub(r"\((Did you mean .*\?)\)", r"\1", error.format_message()).rstrip(".")
+        end = "" if message.endswith("?") else "."
+        raise UserError(f"{message}{end} {name} --help shows the options.") from error
     values = {key: value for key, value in context.params.items() if value not in (None, ())}
     words = context.args
     if values.pop("help"):

@@ -1184,6 +1184,11 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     assert report.recipe.heal == quiet.recipe.heal == Heal(steps=2)
     for name, weight in weights_of(tmp_path / "a").items():
         assert torch.equal(weights_of(tmp_path / "b")[name], weight), name
+    of_both = given | {"heal": True, "heal_tokens": 300.0}
+    whole = prune(models("llama"), output=tmp_path / "d", **of_both)
+    assert whole.recipe.heal == Heal(steps=2)
+    assert whole.healing is not None
+    assert whole.healing.steps == 2
     settings, *rows = map(json.loads, (tmp_path / "tracked.jsonl").read_text().splitlines())
     assert (settings[0]["project"], settings[0]["name"]) == ("emp-llm", "b")
     assert report.healing is not None
@@ -1227,7 +1232,8 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     )
     refused("must be at least 1", heal_steps=0)
     refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
-    refused("--heal-steps and --heal-tokens both", heal_tokens=1e6, heal_steps=7)
+    refused("must be a finite number, got inf", heal_tokens=math.inf)
+    refused("--heal-steps and --heal-tokens both", heal_tokens=1e6, heal_steps=300)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
     heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)

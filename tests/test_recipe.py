@@ -288,7 +288,7 @@ def test_flat_recipes_of_old_records_are_read(case: dict[str, Any]) -> None:
         ({"score": "wanda"}, r"recipe\.score: expected object, got 'wanda'"),
         ({"counts": {"share": {"sparsity": 5.0}}}, r"recipe\.counts\.share: .*sparsity must be"),
         ({"counts": {"share": {"beta": 1}}}, r"recipe\.counts\.share: unknown field 'beta'"),
-        ({"counts": {"share": {}, "pattern": {}}}, r"recipe\.counts: unknown value"),
+        ({"counts": {"share": {}, "pattern": {}}}, r"recipe\.counts: expected one value"),
         ({"update": {"admm": {"refit": {"damping": 2}}}}, r"update\.admm\.refit: .*at most 1"),
         ({"update": {"shrunk": {}}}, r"recipe\.update: unknown value 'shrunk'"),
         ({"score": {"own": {}}}, r"recipe\.score\.own: missing field function"),
@@ -298,6 +298,8 @@ def test_flat_recipes_of_old_records_are_read(case: dict[str, Any]) -> None:
     ],
 )
 def test_a_wrong_tree_is_refused(tree: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Recipe.of_dict(tree)
     values = {"format": "emp-llm manifest 3", "source": {}, "recipe": tree, "files": {}}
     with pytest.raises(UserError, match=said):
         record_of(values, Manifest, "a manifest")
@@ -411,3 +413,9 @@ def test_a_name_belongs_to_one_class(name: str) -> None:
     kind: Any = Score if name == "wanda" else Search
     with pytest.raises(UserError, match=f"name '{name}' of .*Other is that of"):
         type("Other", (kind,), {"name": name})
+
+
+def test_relative_scores_count_by_magnitude_in_a_tree_too() -> None:
+    assert Recipe(score=Relative()) == recipe_of("emp-relative")
+    own = Effective(count_by="own")
+    assert Recipe(score=Relative(), counts=own) == recipe_of("emp-relative", count_by="own")

@@ -263,7 +263,7 @@ def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
     if family in ZERO_ONLY | {"falcon"}:
         with pytest.raises(
             UserError,
-            match=r"config.json has no number for the heads of "
+            match=r"config.json cannot say these numbers of heads of "
             r".*--keep-shapes",
         ):
             removed(source, tmp_path / "out", **options)

@@ -418,12 +418,15 @@ def node_in(kind: type[Any], tree: Any, where: str = "") -> Any:
     if not isinstance(tree, dict):
         raise ValueError(f"{where}: expected object, got {_quoted(tree)}")
     if _is_node(kind) and has_kinds(kind):
-        name = next(iter(tree), "")
-        if len(tree) != 1 or name not in kind.kinds:
+        if len(tree) != 1:
+            raise ValueError(f"{where}: expected one value, got '{quotable(', '.join(tree))}'")
+        (name,) = tree
+        if name not in kind.kinds:
             hint = did_you_mean(name, kind.kinds) or (
-                " A class of your own is known in a program that imports it"
+                f" There are {', '.join(kind.kinds)}; a class of your own is known in a program "
+                "that imports it"
             )
-            raise ValueError(f"{where}: unknown value '{quotable(', '.join(tree))}'.{hint}")
+            raise ValueError(f"{where}: unknown value '{quotable(name)}'.{hint}")
         return node_in(kind.kinds[name], tree[name], f"{where}.{name}")
     known = {field.name: field.node for field in declared(kind)}
     required = [field.name for field in declared(kind) if field.value.required]

@@ -1,5 +1,6 @@
 """What is known of a healing before it: whether it is possible, its memory and its disk."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,10 @@ def in_steps(heal: Heal, length: int) -> Heal:
     """
     if heal.tokens is None:
         return heal
+    if not math.isfinite(heal.tokens):
+        raise UserError(f"--heal-tokens must be a finite number, got {heal.tokens}.")
     of_step = SEQUENCES * length
-    if not of_step <= heal.tokens < float("inf"):
+    if heal.tokens < of_step:
         raise UserError(
             f"--heal-tokens {heal.tokens:g}: a step reads {SEQUENCES} sequences of {length:,} "
             f"tokens. Give {of_step:,} or more."

@@ -229,6 +229,7 @@ def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -
         built_in if built_in == "sparsegpt" else f"emp-{built_in}, {built_in}"
         for built_in in method_names()
     )
+    names += ", best"
     hint = did_you_mean(method, names.split(", "))
     raise UserError(
         f"{flag} {method!r} is not one of {names}.{hint} A criterion of your own is named by "

@@ -522,8 +522,11 @@ class Heal(Node):
         "Then train the kept weights on the dense model's probabilities for the text.", name="heal"
     )
     steps: Annotated[
-        int, Opt("Steps of the training, of four sequences.", name="heal_steps", minimum=1)
-    ] = 300
+        int,
+        Opt(
+            "Steps of the training, of four sequences (default 300).", name="heal_steps", minimum=1
+        ),
+    ] = None  # type: ignore[assignment]  # __post_init__ sets it
     weights: Annotated[
         Literal["targets", "all"],
         Opt(
@@ -538,8 +541,10 @@ class Heal(Node):
     ] = None
 
     def __post_init__(self) -> None:
+        if self.tokens is None and self.steps is None:
+            object.__setattr__(self, "steps", 300)
         super().__post_init__()
-        if self.tokens is not None and self.steps != Heal.steps:
+        if self.tokens is not None and self.steps is not None:
             raise UserError("--heal-steps and --heal-tokens both say how long it trains; give one.")
 
 
@@ -681,7 +686,8 @@ class Recipe:
         score: what a weight is worth: `Wanda()`, `Magnitude()`, `Relative()`, `Ria()`,
             `Own(function)`, `Given(scores)`; None: `Wanda()`. For a search (`SparseGPT`, `Admm`) it
             only sets EMP's counts, and is always `Magnitude()`.
-        counts: how many weights stay: `Effective()`, `Share(0.5)`, `Pattern(2, 4)`, `Match(run)`.
+        counts: how many weights stay: `Effective()`, `Share(0.5)`, `Pattern(2, 4)`, `Match(run)`;
+            None: `Effective()`, by magnitudes for `Relative()`.
         group: the weights that compete with each other: those of a "row", of a "matrix", or of
             "all" targets.
         targets: the layers.
@@ -695,7 +701,7 @@ class Recipe:
     """
 
     score: Score = None  # type: ignore[assignment]  # __post_init__ sets it
-    counts: Counts = Effective()
+    counts: Counts = None  # type: ignore[assignment]  # as above
     group: Annotated[
         Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")
     ] = "row"
@@ -708,6 +714,10 @@ class Recipe:
         if self.score is None:
             searching = isinstance(self.update, Update) and self.update.searches
             object.__setattr__(self, "score", Magnitude() if searching else Wanda())
+        if self.counts is None:
+            relative = isinstance(self.score, Relative)
+            counts = Effective(count_by="magnitude" if relative else "own")
+            object.__setattr__(self, "counts", counts)
         _check_nodes(self)
         check_fields(self)
         _check_groups(self)
@@ -724,8 +734,11 @@ class Recipe:
 
     @classmethod
     def of_dict(cls, tree: dict[str, Any]) -> "Recipe":
-        """The recipe that `as_dict` wrote; ValueError if it is none."""
-        recipe: Recipe = node_in(cls, tree)
+        """The recipe that `as_dict` wrote; UserError if it is none."""
+        try:
+            recipe: Recipe = node_in(cls, tree)
+        except ValueError as error:
+            raise UserError(f"recipe{error}.") from error
         return recipe
 
     @property
@@ -911,7 +924,7 @@ def _check_nodes(recipe: Recipe) -> None:
         elif isinstance(value, str) and value in known:
             where = "update=" if name == "score" and value in Update.kinds else ""
             example = f"{where}{known[value].__name__}()"
-        elif name == "targets":
+        elif name == "targets" and value is not None:
             example = f"Targets({value!r})"
         elif name == "counts" and isinstance(value, float):
             example = f"Share({value:g})"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
+from emp_llm.common.declared import node_in
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.flat import recipe_of_flat, with_trees
@@ -53,7 +54,7 @@ def _read(kind: type[Any], values: Any) -> Any:
         raise NotImplementedError
     if isinstance(values, dict) and "method" in values:
         return recipe_of_flat(values)
-    return Recipe.of_dict(values)
+    return node_in(Recipe, values)
 
 
 class FileRecord(Part, kw_only=True):

@@ -318,8 +318,9 @@ def advice_lines(report: RunReport) -> list[str]:
         flags.append("--order 1")
     if counts.sparsity is not None:
         flags.append("a lower --sparsity")
-    flags.append("--loss 2%")
-    listed = f"{', '.join(flags[:-1])} or {flags[-1]}"
+    if getattr(counts, "shares", None) is None:
+        flags.append("--loss 2%")
+    listed = f"{', '.join(flags[:-1])} or {flags[-1]}" if len(flags) > 1 else flags[0]
     return [f"The perplexity rises by more than a half. This would cost less: {listed}"]
 
 

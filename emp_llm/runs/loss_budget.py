@@ -504,7 +504,8 @@ class _Search:
         none = max((point.sparsity for point in points if point.removes_nothing), default=None)
         curve = "; ".join(point.words for point in points if not point.removes_nothing)
         shutil.rmtree(self._work)
-        instead = "use a method that moves weights (--method emp-admm --refit)"
+        adaptive = "emp-" * self._run.recipe.adaptive
+        instead = f"use a method that moves weights (--method {adaptive}admm --refit)"
         structure = self._run.recipe.structure
         message = ""
         if structure is not None:

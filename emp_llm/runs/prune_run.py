@@ -13,7 +13,7 @@ import msgspec
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.texts import calibration_corpora, self_notes
 from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import read_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch, machine_name
@@ -114,7 +114,8 @@ def find_inputs(
     """What checked options name.
 
     Raises:
-        UserError: the model, the suite or the file of norms is missing.
+        UserError: the model, the suite or the file of norms is missing, or a healing has too few
+            tokens for a step.
     """
     if options.device_map != "auto":
         parse_device_map(options.device_map)
@@ -131,6 +132,11 @@ def find_inputs(
         suite = find_suite(options.evaluate)
     trust = options.trust_remote_code
     source = find_model(options.model, options.revision, trust, headers_suffice=options.dry_run)
+    if recipe.heal is not None:
+        check_tracker(options.report_to)
+        corpora = _corpora(options, read_json(source.folder / "config.json"))
+        length = max(corpus.seqlen or 0 for corpus in corpora)
+        recipe = recipe.but(heal=in_steps(recipe.heal, length))
     return Inputs(recipe, options, given, source, norms, judged, suite)
 
 
@@ -175,10 +181,6 @@ class PruneRun(Run):
         """
         options = inputs.options
         stopwatch = Stopwatch()
-        if recipe.heal is not None:
-            check_tracker(options.report_to)
-            length = max(each.seqlen or 0 for each in _corpora(options, chosen.checkpoint))
-            recipe = recipe.but(heal=in_steps(recipe.heal, length))
         run = cls(
             source=inputs.source,
             recipe=recipe,
@@ -354,7 +356,7 @@ def plan_of(run: PruneRun) -> DryRun:
             f"sparsities (--loss {options.loss})"
         )
     if heal is not None:
-        corpora = _corpora(options, checkpoint)
+        corpora = _corpora(options, checkpoint.config)
         length = max(corpus.seqlen or 0 for corpus in corpora)
         samples = sum(corpus.samples or 0 for corpus in corpora)
         healing = healing_plan(run, samples, length)
@@ -370,7 +372,7 @@ def plan_of(run: PruneRun) -> DryRun:
         model_bytes=sum(checkpoint.sizes.values())
         if units or run.calibrates or update is not None
         else None,
-        resume_bytes=resume_bytes(checkpoint.config, _corpora(options, checkpoint))
+        resume_bytes=resume_bytes(checkpoint.config, _corpora(options, checkpoint.config))
         if resumes and not units
         else None,
         fit_bytes=update_bytes(run.targets, update) if update is not None and fits else None,
@@ -381,8 +383,8 @@ def plan_of(run: PruneRun) -> DryRun:
     )
 
 
-def _corpora(options: PruneOptions, checkpoint: Checkpoint) -> list[Corpus]:
-    context = max_context(checkpoint.config)
+def _corpora(options: PruneOptions, config: Any) -> list[Corpus]:
+    context = max_context(config)
     return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
 

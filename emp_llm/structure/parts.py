@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import SAVE_AGAIN
-from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.errors import RefusedError, UserError, shortened_list
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Purpose, Shape
@@ -208,11 +208,11 @@ class Parts(Units):
             UserError: no field has the number.
         """
 
-    def no_field(self, why: str = "") -> UserError:
-        """The error if config.json has no number for these units."""
-        return UserError(
-            f"config.json has no number for the {self.kind} of {self.role} in this form{why}. Keep "
-            "all shapes and set the removed ones to zero: --keep-shapes."
+    def no_field(self, why: str = "") -> RefusedError:
+        """The error if config.json cannot say these numbers of units."""
+        return RefusedError(
+            f"config.json cannot say these numbers of {self.kind} of {self.role}{why}. Give "
+            "another amount, or keep all shapes and set the removed ones to zero: --keep-shapes."
         )
 
     def fitted(self, kept: Indices) -> list[Target]:
