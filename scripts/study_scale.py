@@ -2,7 +2,7 @@
 random weights with 0.1, 1 and 7 billion weights.
 
     python scripts/study_scale.py OUT [--sizes 0.1 1 7] [--commands NAME ...]
-    python scripts/study_scale.py OUT --write docs/scale
+    python scripts/study_scale.py OUT --write scripts/results/scale.md
 
 Each command is a process of its own, as a user types it. A measurement is a line of
 OUT/points.jsonl and is not made again. A checkpoint stays in OUT until its size is done: 7 billion
@@ -20,13 +20,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from bench_helpers import TOKENIZER, used_by
+from bench_helpers import TOKENIZER, hardware, used_by
 from synthetic import make_checkpoint
 
 from emp_llm.common.tables import markdown_table
 
 # Billions of weights -> gigabytes, and the sizes of the layers.
 MODELS = {"0.1": (0.27, 768, 2048), "1": (2.1, 2048, 5632), "7": (13.4, 4096, 11008)}
+_HEAD = """# Cost by size
+
+`python scripts/study_scale.py OUT`: {hardware}. Llamas of random bfloat16 weights, all linear
+layers; each command is a process of its own, with one thread, beside other work. CPU seconds of the
+process, its largest resident set, and the disk that it takes beside the model. Exponents are
+between the two largest sizes: 1 means that twice as many weights cost twice as much.
+"""
 _TEXT = "--calibration demo --samples 8 --seqlen 512"
 # Name -> the command; {model} and {out} are folders.
 COMMANDS = {
@@ -154,18 +161,17 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder of the points and checkpoints")
     parser.add_argument("--sizes", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--commands", nargs="+", default=list(COMMANDS), help="default: all")
-    parser.add_argument("--write", type=Path, help="folder for the table")
+    parser.add_argument("--write", type=Path, help="page for the table")
     options = parser.parse_args(line)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.write is None:
         for size in options.sizes:
             measure(size, options.commands, out)
-    text = table(read_points(out))
+    text = f"{_HEAD.format(hardware=hardware('cpu'))}\n{table(read_points(out))}\n"
     print(text)
     if options.write is not None:
-        options.write.mkdir(parents=True, exist_ok=True)
-        (options.write / "table.md").write_text(text + "\n", encoding="utf-8")
+        options.write.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
