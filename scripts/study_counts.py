@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
-from emp_llm import calibrate, prune
+from emp_llm import calibrate, effective_number, prune
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.comparison import Value, change_of, change_text, losses_of
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
@@ -44,6 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
 COUNTED_BY_MAGNITUDE = ("magnitude", "admm")  # already
 MEAN = "rows, order 2, mean of each matrix's rows"
 UNIFORM = "uniform rows (order 0)"
+ROW = 1536  # weights of a row of SmolLM2's down_proj
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,8 @@ def starving(folder: Path, report: RunReport) -> dict[str, float]:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """The starving rows of each block, by the paper's counts of Wanda's scores, of the model
-    that has most.
+    """What one dominant input leaves of a row by each order; and the starving rows of each block,
+    by the paper's counts of Wanda's scores, of the model that has most.
     """
     import matplotlib
 
@@ -255,14 +257,32 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
     roles: dict[str, list[float]] = defaultdict(list)
     for name, share in point["starving"].items():
         roles[name.rpartition(".")[2]].append(100 * share)
-    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    for role, shares in roles.items():
-        axes.plot(shares, label=role, marker=".")
-    axes.set_xlabel("block")
-    axes.set_ylabel("rows that keep less than 5 %, in %")
-    axes.set_title(f"{point['model']}: order 2 by rows, Wanda's scores", fontsize=10)
-    axes.legend(frameon=False)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    percents = [number / 2 for number in range(1, 121)]
+    for order in (2.0, 1.0, 0.5):
+        left.plot(
+            percents, [kept_beside(each / 100, order) for each in percents], label=f"{order:g}"
+        )
+    left.set_xlabel("share of the largest score, in %")
+    left.set_ylabel("weights that stay, in %")
+    left.set_title(f"a row of {ROW} weights, the others equal", fontsize=10)
+    left.legend(title="order", frameon=False)
+    for role, of_blocks in roles.items():
+        right.plot(of_blocks, label=role, marker=".")
+    right.set_xlabel("block")
+    right.set_ylabel("rows that keep less than 5 %, in %")
+    right.set_title(f"{point['model']}: order 2, Wanda's scores", fontsize=10)
+    right.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
+
+
+def kept_beside(share: float, order: float) -> float:
+    """The percentage of a row that its effective number keeps, where one score has a share of the
+    row's and all others are equal.
+    """
+    scores = torch.full((ROW,), (1 - share) / (ROW - 1), dtype=torch.float64)
+    scores[0] = share
+    return 100 * float(effective_number(scores, order=order)) / ROW
 
 
 def tables(points: list[dict[str, Any]]) -> str:

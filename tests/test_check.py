@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import prune, prune_model, recipe_of
+from emp_llm import measure, prune, prune_model, recipe_of
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import perplexity
 from emp_llm.records.base import read_record
@@ -305,6 +305,10 @@ def test_rows_that_starve_are_said(
         assert isinstance(report, RunReport)
         assert report.warnings[0].endswith("removes the same share of every row.")
     assert caplog.text.count(first.warnings[0]) == 1
+    # `measure` says it before anything is pruned.
+    measured = measure(source, criteria="magnitude", output=tmp_path / "measure.json")
+    assert measured.measures[0].warnings[0] == first.warnings[0]
+    assert f"emp-magnitude: {first.warnings[0]}" in caplog.text
     # The same in memory; and where no row starves, or the user asks for so few, nothing is said.
     model = AutoModelForCausalLM.from_pretrained(source)
     assert (

@@ -7,6 +7,7 @@ rows, token ids), or from the model itself.
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -91,8 +92,9 @@ class CalibrationText:
     @property
     def signature(self) -> str:
         """SHA-256 of the tokens and their shape."""
-        shape = str(tuple(self.tokens.shape)).encode()
-        return hashlib.sha256(shape + self.tokens.contiguous().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(str(tuple(self.tokens.shape)).encode())
+        digest.update(self.tokens.contiguous().numpy().data)
+        return digest.hexdigest()
 
     @property
     def generated(self) -> bytes:
@@ -266,17 +268,16 @@ def token_ids(
     begin = begin_token(corpus.bos, tokenizer)
     wanted = math.inf if samples is None or seqlen is None else (samples + more) * seqlen
     rows = text_rows(corpus, seed)
-    tokens = _ids(rows, tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
-    ids = torch.tensor(tokens, dtype=torch.int64)
+    ids = _ids(rows, tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
     if samples is None or seqlen is None:
         return ids
-    whole = [row for row in sequences(ids, seqlen, begin) if row.numel() == seqlen]
+    whole = _whole_sequences(ids, seqlen, begin)
     if len(whole) < samples:
         raise UserError(
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x "
             f"{seqlen} tokens. Lower --samples or --seqlen, or use more text."
         )
-    return torch.stack(whole[: samples + more])
+    return whole[: samples + more]
 
 
 def begin_token(bos: str, tokenizer: Any) -> int | None:
@@ -320,6 +321,16 @@ def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
     return cut
 
 
+def _whole_sequences(ids: Tensor, length: int, begin: int | None) -> Tensor:
+    """The `sequences` that have the whole length, shape (sequences, length). Without `begin`, they
+    are not copied.
+    """
+    if begin is None:
+        return ids[: len(ids) // length * length].view(-1, length)
+    whole = [row for row in sequences(ids, length, begin) if row.numel() == length]
+    return torch.stack(whole) if whole else ids.new_empty(0, length)
+
+
 def _ids(
     rows: Iterable[Any],
     tokenizer: Any,
@@ -328,9 +339,10 @@ def _ids(
     join: str | None = None,
     answer: bool = False,
     bos: str = "auto",
-) -> list[int]:
+) -> Tensor:
     """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least
-    `wanted` of them.
+    `wanted` of them. int64, shape (tokens,); memory holds 8 bytes of each token while they are
+    read.
 
     With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer
     adds no special tokens.
@@ -346,13 +358,13 @@ def _ids(
         if any(isinstance(text, tuple) for text, _ in joined):
             raise UserError(f"{source}: join= joins texts, and these are token ids. Leave it out.")
         texts = [(join.join(text for text, _ in joined), all(special for _, special in joined))]
-    ids: list[int] = []
+    ids = array("q")
     for text, special in texts:
         known = isinstance(text, tuple)
-        ids += text if known else _tokenised(text, tokenizer, special, wanted - len(ids))
+        ids.extend(text if known else _tokenised(text, tokenizer, special, wanted - len(ids)))
         if len(ids) >= wanted:
             break
-    return ids
+    return torch.frombuffer(ids, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)
 
 
 def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[int]:
@@ -432,7 +444,7 @@ def written_ids(
             bar.update(sum(map(len, written)))
             missing -= sum(map(len, written))
     ids = torch.tensor([token for document in documents for token in document])
-    return torch.stack(sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples])
+    return _whole_sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples]
 
 
 def keep_generated(path: Path, data: CalibrationText | None) -> None:
@@ -458,7 +470,9 @@ def _prompt_ids(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
         row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row
         for row in text_rows(corpus, seed)
     )
-    tokenised = (_ids([row], tokenizer, corpus.source, answer=True, bos=corpus.bos) for row in rows)
+    tokenised = (
+        _ids([row], tokenizer, corpus.source, answer=True, bos=corpus.bos).tolist() for row in rows
+    )
     begun = (ids if head in (None, ids[0]) else [head, *ids] for ids in tokenised if ids)
     prompts = list(islice((ids for ids in begun if len(ids) <= longest), samples))
     if not prompts:
@@ -564,14 +578,13 @@ def data_in_memory(
     tokenizer = _tokenizer(tokenizer)
     ids = _ids(rows, tokenizer, "data", wanted)
     corpus = for_model(_IN_MEMORY, config, tokenizer)
-    cut = sequences(torch.tensor(ids), length, begin_token(corpus.bos, tokenizer))
-    whole = [row for row in cut if row.numel() == length]
+    whole = _whole_sequences(ids, length, begin_token(corpus.bos, tokenizer))
     if len(whole) < (options.samples or 1):
         raise UserError(
             f"data: {len(ids)} tokens, too few for {count_of(options.samples or 1, 'sample')} x "
             f"{length} tokens. Give more text, or a smaller --seqlen or --samples."
         )
-    return _text_of_ids(torch.stack(whole), options, config, corpus)
+    return _text_of_ids(whole, options, config, corpus)
 
 
 def _first_row(data: Any) -> Any:

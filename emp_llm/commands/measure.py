@@ -54,7 +54,8 @@ def measure(
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
     s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
-    keeps at beta 1 are reported as by prune.
+    keeps at beta 1 are reported as by prune. A warning says where rows would keep less than 5 % of
+    their weights.
 
     With --loss, a table shows how much each criterion removes within each rise of the perplexity of
     held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
@@ -80,6 +81,7 @@ def measure(
     from emp_llm.pruning.counts import Numbers, counts_of, measured
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.scores import Scores, recorded
+    from emp_llm.pruning.starving import starving_rows
 
     budgets = []
     if loss is not None:
@@ -146,10 +148,14 @@ def measure(
                     name = str(text.activations or "the activations")
                     scores = scores.with_activations(norms, name)
                 pruners.append(Pruner(scores, counts_of(scores, numbers)))
-            entries = [
-                measured(pruner, outcomes, chosen.coverage, curve)
-                for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True)
-            ]
+            entries = []
+            for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
+                entry = measured(pruner, outcomes, chosen.coverage, curve)
+                starving = starving_rows(pruner, outcomes)
+                if starving is not None:
+                    logger.warning("warning: %s: %s", pruner.scores.recipe.method, starving)
+                    entry.warnings.insert(0, starving)
+                entries.append(entry)
         losses = []
         if run is not None and budgets:
             work = path.with_name(f".{path.name}.loss")
