@@ -98,7 +98,7 @@ def heal(
     corpora = calibration_corpora(
         options.text_name, max_context(dense.config), options.samples, options.seqlen
     )
-    how = in_steps(how, max(corpus.seqlen or 0 for corpus in corpora))
+    how = in_steps(how, corpora)
     recipe = report.recipe.but(heal=how)
     pruned = Checkpoint(folder)
     if manifest.source.identity not in (None, identity_of(dense)):

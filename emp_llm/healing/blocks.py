@@ -1,10 +1,13 @@
 """Healing block by block, for models larger than memory: each pruned block learns the outputs of
 the dense block.
 
-    min over the kept weights of a block of sum_t ||f_pruned(xhat_t) - f_dense(x_t)||^2
+    min over the kept weights of a block of
+        mean_t ||f_pruned(xhat_t) - f_dense(x_t)||^2 / ||f_dense(x_t)||^2
 
-x are the inputs of the block in the dense model, xhat those in the pruned and healed model. Memory
-holds one block with the states of its optimiser, and the hidden states of both models.
+x are the inputs of the block in the dense model, xhat those in the pruned and healed model. The
+next block normalises what it gets, so the error of each token is relative: else a few tokens with
+huge hidden states would be learned alone. Memory holds one block with the states of its optimiser,
+and the hidden states of both models.
 """
 
 import math
@@ -32,7 +35,7 @@ from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord, HealingRecord
 from emp_llm.walk.checks import held_out
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
-from emp_llm.walk.update import Block
+from emp_llm.walk.update import Block, token_weights
 
 _RATE = 0.01  # at most; only models of a few narrow blocks would have more
 _BLOCK = 4.0  # a block that heals alone has the rate of one of so many that heal together
@@ -149,13 +152,16 @@ class _Groups:
 
     Attributes:
         batches: of this rank.
+        tokens: number of tokens of each group, over all ranks.
     """
 
     def __init__(self, tokens: Tensor, at_once: int, first: int = 0) -> None:
         self.batches: list[Tensor] = []
+        self.tokens: list[int] = []
         self._numbers: list[list[int]] = []  # those of each group
         dealt = 0
         for group in torch.split(tokens, SEQUENCES):
+            self.tokens.append(group.numel())
             own = list[int]()
             for batch in torch.split(group, at_once):
                 if dealt % ranks().count == ranks().index:
@@ -229,10 +235,8 @@ def _heal(
     # Before a step, Adam asks CUDA for its stream, which takes memory of a GPU that is not used.
     optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(share_of_rate, steps=steps))
-    squares = _squares(block, fitting)
-    squares_held = _squares(block, measuring)
 
-    first = _mean_error(block, measuring, squares_held)
+    first = _mean_error(block, measuring)
     if not math.isfinite(first):
         raise UserError(
             f"healing: outputs of {block.step.name} are not finite, so nothing can be learned from "
@@ -245,7 +249,7 @@ def _heal(
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
             for number in fitting.numbers(group):
-                error = _squared_error(block, number) / squares[group]
+                error = _error(block, number) / fitting.tokens[group]
                 error.backward()  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items():
                 gradient = _sum_of_gradients(parameter)
@@ -257,7 +261,7 @@ def _heal(
         schedule.step()
         for name, values in block.values.items():
             values.copy_(masters[name].detach())
-    last = _mean_error(block, measuring, squares_held)
+    last = _mean_error(block, measuring)
     if not last < first:
         for name, values in block.values.items():
             values.copy_(before[name])
@@ -288,37 +292,26 @@ def _sum_of_gradients(parameter: Tensor) -> Tensor | None:
     return total if bool(total.any()) else None
 
 
-def _squared_error(block: Block, number: int) -> Tensor:
-    """The squared error of a batch's outputs. The block has its pruned weights."""
+def _error(block: Block, number: int) -> Tensor:
+    """The sum over the tokens of a batch of the squared error of the outputs, as a share of the
+    dense outputs' squares. The block has its pruned weights.
+    """
     walk = block.walk
     device = execution_device(block.step.block)
     wanted = walk.hidden.get(number, device).float()
     entering = block.pruned.get(number, device).clone()
     handed = block.pruned.handed(number, device)
     output = walk.call(number, block.step.index, block.step.block, entering, handed).float()
-    return (output - wanted).square().sum()
+    squares = (output - wanted).square().sum(-1).flatten()
+    return torch.dot(squares, token_weights(wanted.flatten(0, -2)))
 
 
-def _squares(block: Block, groups: _Groups) -> list[float]:
-    """The squares of the dense block's outputs in each group, over all ranks."""
-    device = execution_device(block.step.block)
-    own = [
-        sum(
-            float(block.walk.hidden.get(number, device).float().square().sum())
+def _mean_error(block: Block, groups: _Groups) -> float:
+    """The mean of the errors over the tokens of some groups, on all ranks."""
+    with block.pruned_weights(), torch.no_grad():
+        own = sum(
+            float(_error(block, number))
+            for group in range(len(groups))
             for number in groups.numbers(group)
         )
-        for group in range(len(groups))
-    ]
-    return [sum(of_ranks) for of_ranks in zip(*ranks().gather(own), strict=True)]
-
-
-def _mean_error(block: Block, groups: _Groups, squares: list[float]) -> float:
-    """The mean over some groups of the squared error as a share of the squares, over all ranks."""
-    with block.pruned_weights(), torch.no_grad():
-        own = [
-            sum(float(_squared_error(block, number)) for number in groups.numbers(group))
-            for group in range(len(groups))
-        ]
-    errors = [sum(of_ranks) for of_ranks in zip(*ranks().gather(own), strict=True)]
-    shares = [error / square for error, square in zip(errors, squares, strict=True)]
-    return float(sum(shares)) / len(shares)
+    return float(sum(ranks().gather(own))) / sum(groups.tokens)

@@ -9,6 +9,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Heal
+from emp_llm.records.corpus import Corpus
 from emp_llm.walk.checks import check_update, held_out
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ def sequences_for(steps: int) -> int:
     return SEQUENCES * steps + _SET_ASIDE
 
 
-def in_steps(heal: Heal, length: int) -> Heal:
+def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
     """The same healing with the steps that read its tokens.
 
     Args:
-        length: tokens of a sequence.
+        corpora: its text; all have the same seqlen.
 
     Raises:
         UserError: the tokens do not suffice for one step.
@@ -74,6 +75,7 @@ def in_steps(heal: Heal, length: int) -> Heal:
         return heal
     if not math.isfinite(heal.tokens):
         raise UserError(f"--heal-tokens must be a finite number, got {heal.tokens}.")
+    length = corpora[0].seqlen or 0
     of_step = SEQUENCES * length
     if heal.tokens < of_step:
         raise UserError(

@@ -135,8 +135,7 @@ def find_inputs(
     if recipe.heal is not None:
         check_tracker(options.report_to)
         corpora = _corpora(options, read_json(source.folder / "config.json"))
-        length = max(corpus.seqlen or 0 for corpus in corpora)
-        recipe = recipe.but(heal=in_steps(recipe.heal, length))
+        recipe = recipe.but(heal=in_steps(recipe.heal, corpora))
     return Inputs(recipe, options, given, source, norms, judged, suite)
 
 
@@ -357,7 +356,7 @@ def plan_of(run: PruneRun) -> DryRun:
         )
     if heal is not None:
         corpora = _corpora(options, checkpoint.config)
-        length = max(corpus.seqlen or 0 for corpus in corpora)
+        length = corpora[0].seqlen or 0
         samples = sum(corpus.samples or 0 for corpus in corpora)
         healing = healing_plan(run, samples, length)
         notes += healing_notes(checkpoint, run.targets, heal, length, healing)

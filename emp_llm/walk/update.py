@@ -594,7 +594,7 @@ class _DenseCalls:
             for target in targets:
                 returned = outputs[target.name]
                 bias = bias_of(block.model, target.layer)
-                weights = _token_weights(returned) if relative else None
+                weights = token_weights(returned) if relative else None
                 self.weights[number, target.name] = weights
                 self.energy[number, target.name] = _energy(
                     returned if bias is None else returned - bias, weights
@@ -611,7 +611,7 @@ class _DenseCalls:
         self._inputs.close()
 
 
-def _token_weights(outputs: Tensor) -> Tensor:
+def token_weights(outputs: Tensor) -> Tensor:
     """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of
     zero.
     """
@@ -725,7 +725,7 @@ def _sums_of_two_streams(
                 y = None
                 if level.routed:  # other tokens may be routed to it in the dense model
                     y = add_product(x.float(), block.weight(target).to(x.device).T)
-                    weights = _token_weights(y) if relative else None
+                    weights = token_weights(y) if relative else None
                 else:
                     weights = dense.weights[number, name]
                 if level.closing:
