@@ -183,6 +183,12 @@ ROWS = (
         for share in (10, 20, 30)
     ),
     healed("emp-admm-50-healed", "emp-admm 50 %, 300 steps", "emp-admm-50", "", answers=True),
+    healed(
+        "emp-admm-50-healed-100",
+        "emp-admm 50 %, 100 steps on new text",
+        "emp-admm-50",
+        "--heal-steps 100",
+    ),
     healed("admm-2of4-healed", "admm 2:4, 60 steps", "admm-2of4", "--heal-steps 60"),
     healed(
         "emp-admm-50-blocks",
