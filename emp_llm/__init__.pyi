@@ -459,7 +459,8 @@ def measure(
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows,
     s_eff, and for order 2 the lower bound on s_eff. Each matrix is read once. The weights that EMP
-    keeps at beta 1 are reported as by prune.
+    keeps at beta 1 are reported as by prune. A warning says where rows would keep less than 5 % of
+    their weights.
 
     With --loss, a table shows how much each criterion removes within each rise of the perplexity of
     held-out text, with uniform rows and with EMP's counts, as prune --loss finds it.
