@@ -1,6 +1,7 @@
 """`python -m emp_llm.evaluate` is `emp-llm evaluate`.
 
-`emp_llm.evaluate` is the function, also after `import emp_llm.evaluate`.
+`emp_llm.evaluate` is the function, also after `import emp_llm.evaluate`. So it is in
+`from emp_llm.evaluate import evaluate`.
 """
 
 import sys
@@ -11,4 +12,5 @@ from emp_llm.commands.evaluate import evaluate
 if __name__ == "__main__":
     main(["evaluate", *sys.argv[1:]])
 else:  # the package gets as its attribute what stands here
+    evaluate.evaluate = evaluate  # type: ignore[attr-defined]
     sys.modules[__name__] = evaluate  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """`python -m emp_llm.prune` is `emp-llm prune`.
 
-`emp_llm.prune` is the function, also after `import emp_llm.prune`.
+`emp_llm.prune` is the function, also after `import emp_llm.prune`. So it is in
+`from emp_llm.prune import prune`.
 """
 
 import sys
@@ -11,4 +12,5 @@ from emp_llm.commands.prune import prune
 if __name__ == "__main__":
     main(["prune", *sys.argv[1:]])
 else:  # the package gets as its attribute what stands here
+    prune.prune = prune  # type: ignore[attr-defined]
     sys.modules[__name__] = prune  # type: ignore[assignment]

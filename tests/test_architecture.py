@@ -99,6 +99,10 @@ def door_as():
     check(prune)
     check(importlib.import_module("emp_llm.prune"))
 
+def from_door():
+    from emp_llm.prune import prune
+    check(prune)
+
 def command():
     from emp_llm.commands.prune import prune
     check(prune)
@@ -107,7 +111,7 @@ def told():
     import pydoc
     assert "prune(model: " in pydoc.render_doc("emp_llm.prune", renderer=pydoc.plaintext)
 
-ways = (of_package, attribute, door, door_as, command, told)
+ways = (of_package, attribute, door, door_as, from_door, command, told)
 for first in ways:
     for second in ways:
         forget()
