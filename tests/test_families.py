@@ -180,6 +180,13 @@ def test_ids_of_the_check_are_read_where_the_run_begins(folder_of: Any, tmp_path
     options = {"calibration": str(text), "samples": 4, "seqlen": 8}
     with pytest.raises(UserError, match=r"ids.jsonl: token id 999 is beyond the model's 256"):
         prune(source, method="wanda", output=tmp_path / "pruned", **options)
+    for wrong, says in (
+        (-3, r"token id -3 is beyond the model's 256"),
+        (1 << 70, "a token id has more than 63 bits"),
+    ):
+        text.write_text(f'{{"input_ids": {[1, wrong] * 32}}}\n')
+        with pytest.raises(UserError, match=rf"ids.jsonl: {says}"):
+            prune(source, method="wanda", output=tmp_path / "pruned", **options)
     model = AutoModelForCausalLM.from_pretrained(source)
     with pytest.raises(UserError, match=r"data: token id 999 is beyond"):
         prune_model(model, "wanda", data=torch.tensor(rows))

@@ -361,7 +361,12 @@ def _ids(
     ids = array("q")
     for text, special in texts:
         known = isinstance(text, tuple)
-        ids.extend(text if known else _tokenised(text, tokenizer, special, wanted - len(ids)))
+        try:
+            ids.extend(text if known else _tokenised(text, tokenizer, special, wanted - len(ids)))
+        except OverflowError as error:
+            raise UserError(
+                f"{source}: a token id has more than 63 bits, so it is none. Correct the row."
+            ) from error
         if len(ids) >= wanted:
             break
     return torch.frombuffer(ids, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)

@@ -168,14 +168,14 @@ def check_ids(ids: Any, model_config: Any, where: str) -> None:
     """
     config = plain_config(model_config)
     vocabulary = (config.get("text_config") or config).get("vocab_size")
-    if (
-        isinstance(vocabulary, int)
-        and vocabulary > 0
-        and ids.numel()
-        and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary
-    ):
+    if not isinstance(vocabulary, int) or vocabulary <= 0 or not ids.numel():
+        return
+    lowest = int(ids.min())
+    highest = int(ids.max())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
         raise UserError(
-            f"{where}: token id {int(ids.max())} is beyond the model's {vocabulary:,} tokens. The "
+            f"{where}: token id {wrong} is beyond the model's {vocabulary:,} tokens. The "
             "tokenizer may be another model's; copy the files of its own."
         )
 
