@@ -381,6 +381,7 @@ def heal(
     trust_remote_code: bool = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
+    minutes: float | None = ...,
     report_to: Literal["none", "trackio", "tensorboard", "wandb"] = ...,
     verbose: bool = ...,
     quiet: bool = ...,
@@ -413,6 +414,7 @@ def heal(
         trust_remote_code: Run code from the model repository.
         output: Folder to write; default: PRUNED-healed.
         overwrite: Replace an existing checkpoint at the output.
+        minutes: Minutes of the training, in place of its steps; two steps are timed first.
         report_to: Send the numbers of the healing to this tracker while it runs.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.

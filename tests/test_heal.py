@@ -81,17 +81,17 @@ class _Killed(BaseException):
     pass
 
 
-def kill_in_step(number: int, error: type[BaseException] = _Killed) -> Callable[..., None]:
+def kill_in_step(number: int, error: type[BaseException] = _Killed) -> Callable[..., torch.Tensor]:
     """`_Healer.step`, which raises in its `number`-th call."""
     calls = 0
     step = healing._Healer.step
 
-    def killed(self: Any, numbers: Any) -> None:
+    def killed(self: Any, numbers: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == number:
             raise error
-        step(self, numbers)
+        return step(self, numbers)
 
     return killed
 
@@ -1162,6 +1162,37 @@ init = Run
 """
 
 
+def test_minutes_in_place_of_steps(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of one second, with a third more for the dense model; eight seconds for the held-out
+    sequences. An interrupted run keeps its steps.
+    """
+    prune(models("llama"), output=tmp_path / "plain", **given)
+    how = given | {"dense": str(models("llama"))}
+    heal(tmp_path / "plain", output=tmp_path / "steps", heal_steps=3, **how)
+    seconds = iter(range(1 << 30))
+    with monkeypatch.context() as patch:
+        patch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+        with pytest.raises(UserError, match=r"--minutes 0.15: a step takes 1.0 s.* Give 0.2 or"):
+            heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.15, **how)
+        of_disk = how | {"device_map": "disk", "minutes": 5.0}
+        with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
+            heal(tmp_path / "plain", output=tmp_path / "out", **of_disk)
+        assert not list(tmp_path.glob(".out*"))
+        of_trial = 2
+        patch.setattr(healing._Healer, "step", kill_in_step(of_trial + 2, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
+    with pytest.raises(UserError, match=r"unfinished run with minutes 0.2"):
+        heal(tmp_path / "plain", output=tmp_path / "out", heal_steps=3, **how)
+    monkeypatch.setattr(healing, "steps_in", Mock(side_effect=AssertionError))
+    report = heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
+    assert report.recipe.heal == Heal(steps=3)
+    for name, weight in weights_of(tmp_path / "steps").items():
+        assert torch.equal(weights_of(tmp_path / "out")[name], weight), name
+
+
 @pytest.mark.parametrize("device_map", ["auto", "disk"], ids=["whole", "by blocks"])
 def test_a_tracker_gets_the_numbers_of_a_training(
     models: Models,
@@ -1234,6 +1265,9 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
     refused("must be a finite number, got inf", heal_tokens=math.inf)
     refused("--heal-steps and --heal-tokens both", heal_tokens=1e6, heal_steps=300)
+    refused("--minutes all say how long", minutes=1.0, heal_steps=300)
+    refused("--minutes must be above 0 and below inf, got 0", minutes=0.0)
+    refused("--minutes must be above 0 and below inf, got inf", minutes=math.inf)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
     heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)

@@ -106,6 +106,8 @@ def test_the_length_and_the_number_that_parts_name() -> None:
         ("a.txt:2,absent.txt:2", [], "absent.txt: no such file"),
         ("C:\\texts\\a.txt:64", [], "C:\\texts\\a.txt: no such file"),
         ("a.txt,samples", [], "expected field=value"),
+        ("A text, in place of a name.\n", [], "a text of 28 characters, where the name of one"),
+        ("a, " * 5000, [], "In Python, give data=[text]; in a command, the path of a file"),
     ],
 )
 def test_wrong_mixes(

@@ -49,6 +49,7 @@ _SEQLEN = 512
 _CHANGE = re.compile(r"\s*\w+\s*=")
 # The colon of a path, such as C:\a.txt, has no number behind it.
 _NUMBER = re.compile(r"(.+):([0-9]+)")
+_LONGEST = 8192  # characters of a mix of names
 
 
 def calibration_corpora(
@@ -149,7 +150,16 @@ def self_notes(calibration: str) -> list[str]:
 
 
 def names_in(mix: str) -> list[str]:
-    """The names in a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
+    """The names in a mix, each "name,field=value"; "name:64" becomes "name,samples=64".
+
+    Raises:
+        UserError: it is a text, not the name of one.
+    """
+    if "\n" in mix or len(mix) > _LONGEST:
+        raise UserError(
+            f"--calibration: a text of {count_of(len(mix), 'character')}, where the name of one is "
+            "wanted. In Python, give data=[text]; in a command, the path of a file."
+        )
     names: list[str] = []
     items = mix.split(",")
     while items:

@@ -243,6 +243,13 @@ class OutputFolder:
             if self._holds_work and difference is not None and not self._overwrite:
                 raise self._unfinished(difference)
 
+    @property
+    def left(self) -> dict[str, Any]:
+        """The signature of the work that an interrupted run has left; empty if there is none."""
+        with contextlib.suppress(UserError):
+            return read_json(self._manifest)["signature"] if self._manifest.is_file() else {}
+        return {}  # `begin` warns of it
+
     def _unfinished(self, difference: str) -> UserError:
         return UserError(
             f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. "

@@ -3,14 +3,16 @@ weights that were trained.
 """
 
 import logging
+import math
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Some
@@ -22,6 +24,8 @@ from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.records.corpus import Corpus
     from emp_llm.runs.run import Run
 
 logger = logging.getLogger(__name__)
@@ -38,11 +42,20 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     trust_remote_code: TrustRemoteCode = False
     output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
+    minutes: Annotated[
+        float | None,
+        Opt(
+            "Minutes of the training, in place of its steps; two steps are timed first.",
+            above=0,
+            below=math.inf,
+        ),
+    ] = None
     report_to: ReportTo = "none"
 
 
 _MODELS = ("dense", "revision", "trust_remote_code", "device_map", "dtype")
 _TEXT = ("calibration", "samples", "seqlen", "batch_size", "hidden_states", "seed")
+_OWN = ("output", "overwrite", "minutes", "report_to")
 
 
 @command
@@ -51,7 +64,7 @@ def heal(
         Path, Opt("Pruned checkpoint.", argument=True, metavar="PRUNED", flag="--model")
     ],
     how: Heal,
-    options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, "output", "overwrite", "report_to")],
+    options: Annotated[HealOptions, Some(*_MODELS, *_TEXT, *_OWN)],
     given: GivenOptions,
 ) -> RunReport:
     """Train the kept weights of a pruned checkpoint on the dense model's next-token probabilities.
@@ -71,7 +84,7 @@ def heal(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import check_healable, in_steps, sequences_for
+    from emp_llm.healing.checks import check_healable, check_trains, in_steps, sequences_for
     from emp_llm.healing.tracking import check_tracker
     from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
@@ -98,6 +111,10 @@ def heal(
     corpora = calibration_corpora(
         options.text_name, max_context(dense.config), options.samples, options.seqlen
     )
+    if options.minutes is not None and given & {"heal_steps", "heal_tokens"}:
+        raise UserError(
+            "--heal-steps, --heal-tokens and --minutes all say how long it trains; give one."
+        )
     how = in_steps(how, corpora)
     recipe = report.recipe.but(heal=how)
     pruned = Checkpoint(folder)
@@ -115,19 +132,27 @@ def heal(
     architecture = Architecture.of_checkpoint(
         dense, recipe.targets.blocks, options.trust_remote_code
     )
-    wanted = sequences_for(how.steps)
     targets = architecture.targets_of(recipe.targets)
     run = Run(
         source=source,
         recipe=recipe,
         chosen=Chosen(architecture, targets, architecture.coverage(targets)),
         options=options,
-        text=calibration_data(options, architecture, models, training=wanted),
+        text=None,
         path=options.output or folder.with_name(f"{folder.name}-healed"),
         models=models,
         stopwatch=Stopwatch(),
     )
-    check_healable(dense.config, run.data, run.targets)
+    out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
+    check_healable(dense.config, run.targets)
+    if options.minutes is not None:
+        steps = _steps_in(options.minutes, run, pruned, corpora, ranks().first(lambda: out.left))
+        how = replace(how, steps=steps)
+        recipe = recipe.but(heal=how)
+    wanted = sequences_for(how.steps)
+    text = calibration_data(options, architecture, models, training=wanted)
+    run = replace(run, recipe=recipe, text=text)
+    check_trains(run.data)
     models.free()
     of_text = signature_of_text(replace(run, text=run.data.for_training))
     made_of = (
@@ -138,11 +163,11 @@ def heal(
             "device_map": options.device_map,
             "seed": options.seed,  # of the order of the sequences
         }
+        | ({} if options.minutes is None else {"minutes": options.minutes})
     )
     check_agreement({"ids": made_of["ids"]} | made_of, pruned=pruned, dense=dense)
 
     # Train, and write.
-    out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     with out:
         out.begin({"heals": pruned.states} | made_of, machine_name())
         samples, length = run.data.tokens.shape
@@ -180,6 +205,44 @@ def heal(
     log_warnings(report.warnings)
     logger.info("written to %s (%.1f s)", run.path, report.stages["heal"].seconds)
     return report
+
+
+def _steps_in(
+    minutes: float,
+    run: "Run",
+    pruned: "Checkpoint",
+    corpora: "Sequence[Corpus]",
+    left: Mapping[str, Any],
+) -> int:
+    """The steps that a training does in some minutes: those of an interrupted run (`left`), or as
+    many as a measured one allows. A collective call.
+    """
+    from emp_llm.healing.training import steps_in
+    from emp_llm.runs.run import healing_plan
+
+    if left.get("minutes") == minutes:
+        return int(left["recipe"]["heal"]["steps"])
+    length = corpora[0].seqlen or 0
+    plan = healing_plan(run, sum(corpus.samples or 0 for corpus in corpora), length)
+    if plan.by == "blocks":
+        raise UserError(
+            f"--minutes: healing goes {plan.words()}. Give --heal-steps, which are those of each "
+            "block."
+        )
+    assert run.recipe.heal is not None
+    steps = steps_in(
+        minutes,
+        pruned,
+        run.source.folder,
+        run.recipe,
+        run.recipe.heal,
+        plan,
+        length,
+        dtype=run.models.dtype,
+        trust_remote_code=run.models.trust_remote_code,
+    )
+    logger.info("--minutes %g: %s.", minutes, count_of(steps, "step"))
+    return steps
 
 
 def _checked(run: "Run", healed: Path) -> CheckRecord | None:

@@ -16,18 +16,16 @@ if TYPE_CHECKING:
     from emp_llm.calibration.data import CalibrationText
 
 SEQUENCES = 4  # of a step
-_SET_ASIDE = 16  # sequences that choose the step, at most
+SET_ASIDE = 16  # sequences that choose the step, at most
 POSITIONS = 32  # of a sequence whose probabilities are in memory in float32 at a time
 # Of a weight on disk, at most: the best, the last and the next checkpoint, each with its value and
 # two moments in bfloat16.
 HEALING_BYTES = 3 * 8
 
 
-def check_healable(
-    config: Any, data: "CalibrationText", targets: Sequence[Target] | None = None
-) -> None:
-    """Raise UserError if weights cannot be trained: because of the model's config, the text, or
-    how targets are stored.
+def check_healable(config: Any, targets: Sequence[Target] | None = None) -> None:
+    """Raise UserError if weights cannot be trained: because of the model's config, or of how
+    targets are stored.
     """
     from emp_llm.models.loading import headless_class
 
@@ -42,6 +40,10 @@ def check_healable(
             f"--heal learns the probabilities of tokens, and {name} has no head for "
             "them. Leave out --heal."
         )
+
+
+def check_trains(data: "CalibrationText") -> None:
+    """Raise UserError for a text that is too short for a step."""
     if len(data.tokens) <= SEQUENCES:
         raise UserError(
             f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
@@ -54,12 +56,12 @@ def set_aside(sequences: int) -> int:
     """How many sequences of a text choose the step, and are not trained on: one of sixteen, and at
     most 16.
     """
-    return min(_SET_ASIDE, held_out(sequences))
+    return min(SET_ASIDE, held_out(sequences))
 
 
 def sequences_for(steps: int) -> int:
     """The sequences of a text with which no step reads one twice."""
-    return SEQUENCES * steps + _SET_ASIDE
+    return SEQUENCES * steps + SET_ASIDE
 
 
 def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:

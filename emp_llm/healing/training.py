@@ -50,7 +50,9 @@ from emp_llm.healing.blocks import heal_blocks, rate_of, share_of_rate
 from emp_llm.healing.checks import (
     POSITIONS,
     SEQUENCES,
+    SET_ASIDE,
     check_healable,
+    check_trains,
     healing_bytes,
     sequences_for,
     set_aside,
@@ -86,6 +88,7 @@ from emp_llm.walk.checks import updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
+SPEED = "train/tokens per second"
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
 _MEASURES = 5  # of the held-out loss, each with a checkpoint
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
@@ -205,7 +208,8 @@ def text_to_heal(
     text = data_in_memory(data, tokenizer, options, models[0].config, training)
     if text is None:
         raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
-    check_healable(models[0].config.to_dict(), text)
+    check_healable(models[0].config.to_dict())
+    check_trains(text)
     if any(is_offloaded(model) for model in models):
         raise UserError(
             "healing needs both models whole in memory, and a part of one is offloaded."
@@ -283,11 +287,7 @@ def heal_folder(
     checkpoint = Checkpoint(out.files)
     trust = trust_remote_code
     architecture = Architecture.of_checkpoint(checkpoint, recipe.targets.blocks, trust)
-    everything = heal.weights == "all"
-    chosen = (
-        architecture.select("all-linear") if everything else architecture.targets_of(recipe.targets)
-    )
-    targets = updatable(chosen)
+    targets = updatable(_chosen(architecture, recipe, heal))
     by_blocks = plan.by == "blocks"
     if not by_blocks:
         data = data.for_training
@@ -296,15 +296,13 @@ def heal_folder(
     logger.info("healing %s.", plan.words())
     if not by_blocks:
         logger.info("healing %s.", how_often(len(data.tokens), heal.steps))
-    device = torch.device(plan.device)
-    if dtype == "auto" and not has_bfloat16(device):
-        dtype = "float32"
+    dtype = _dtype_on(plan.device, dtype)
     tracked = tracking(report_to, out.path.name, {"steps": heal.steps, "seed": seed, "by": plan.by})
     if by_blocks:
         moved = MovedWeights(out.work / "healing")
         with stage("heal"), _less_the_next_time(out, plan), tracked as log:
             record = heal_blocks(
-                load_model(dense, plan.device_map, dtype, trust, device=device),
+                load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
                 checkpoint,
                 data.tokens,
@@ -327,31 +325,17 @@ def heal_folder(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
             )
-        with (
-            stage("heal"),
-            _less_the_next_time(out, plan),
-            _DenseLogits(
-                _teacher(dense, architecture, plan, dtype, trust),
+        with stage("heal"), _less_the_next_time(out, plan), tracked as log:
+            record, model, norms = _train_whole(
+                architecture,
+                dense,
+                recipe,
+                heal,
+                plan,
                 data.tokens,
-                plan.hidden_states,
-                expendable=True,
-            ) as logits,
-            tracked as log,
-        ):
-            logits.prepare(data.tokens, heal.steps, seed, progress)
-            model = load_model(out.files, plan.device_map, "float32", trust, device=device)
-            norms = _norm_parameters(model, architecture) if everything else []
-            moving = [*dict.fromkeys(target.layer.parameter for target in targets), *norms]
-            record = train(
-                model,
-                logits,
-                data.tokens,
-                stored_masks(checkpoint, chosen, model),
-                moving,
                 progress,
-                heal.steps,
-                at_once=plan.at_once,
-                checkpointing=plan.checkpointing,
+                dtype=dtype,
+                trust=trust,
                 seed=seed,
                 log=log,
             )
@@ -362,6 +346,123 @@ def heal_folder(
     record.origin = fit_origin(data, batch_size, about, record.by)
     record.origin.seed = seed  # of the order of the sequences
     return record
+
+
+def steps_in(
+    minutes: float,
+    pruned: Checkpoint,
+    dense: Path,
+    recipe: Recipe,
+    heal: Heal,
+    plan: HealingPlan,
+    length: int,
+    *,
+    dtype: str,
+    trust_remote_code: bool = False,
+) -> int:
+    """How many steps of the whole model take so long, by the second of two steps on random tokens.
+    A collective call.
+
+    Args:
+        minutes: of the training, with its passes of the dense model and of held-out sequences.
+        pruned, dense, recipe, heal, plan, dtype, trust_remote_code: as for `heal_folder`.
+        length: tokens per sequence.
+
+    Raises:
+        UserError: they do not suffice for one step, or memory runs out.
+    """
+    architecture = Architecture.of_checkpoint(pruned, recipe.targets.blocks, trust_remote_code)
+    config = pruned.config.get("text_config") or pruned.config
+    tokens = torch.randint(config["vocab_size"], (3 * SEQUENCES, length))
+    speeds: list[float] = []
+
+    def keep(numbers: Mapping[str, float], _: int) -> None:
+        if SPEED in numbers:
+            speeds.append(numbers[SPEED])
+
+    with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("time two steps"):
+        _train_whole(
+            architecture,
+            dense,
+            recipe,
+            replace(heal, steps=2),
+            plan,
+            ranks().broadcast(tokens),
+            Progress(Path(folder)),
+            dtype=_dtype_on(plan.device, dtype),
+            trust=trust_remote_code,
+            log=keep,
+        )
+    step = SEQUENCES * length / ranks().broadcast(speeds[-1])
+    # A forward pass is a third of a step. The dense model takes one for each step.
+    measures = (_MEASURES + 1) * SET_ASIDE / SEQUENCES * step / 3
+    steps = int((60 * minutes - measures) / (step + step / 3))
+    if steps < 1:
+        raise UserError(
+            f"--minutes {minutes:g}: a step takes {step:.1f} s, and the passes of held-out "
+            f"sequences {measures:.1f} s. Give {(measures + 1.5 * step) / 60:.1f} or more."
+        )
+    return steps
+
+
+def _dtype_on(device: str, dtype: str) -> str:
+    """The dtype of the dense model: of float32 where the device has no bfloat16 instructions."""
+    return "float32" if dtype == "auto" and not has_bfloat16(torch.device(device)) else dtype
+
+
+def _chosen(architecture: Architecture, recipe: Recipe, heal: Heal) -> list[Target]:
+    """The weights that heal, if they can be updated."""
+    if heal.weights == "all":
+        return architecture.select("all-linear")
+    return architecture.targets_of(recipe.targets)
+
+
+def _train_whole(
+    architecture: Architecture,
+    dense: Path,
+    recipe: Recipe,
+    heal: Heal,
+    plan: HealingPlan,
+    tokens: Tensor,
+    progress: Progress,
+    *,
+    dtype: str,
+    trust: bool,
+    seed: int = 0,
+    log: Log | None = None,
+) -> tuple[HealingRecord, PreTrainedModel, list[str]]:
+    """Train the whole model of a pruned checkpoint in memory.
+
+    Returns:
+        The record, the trained model, and the names of the norms that moved.
+    """
+    checkpoint = architecture.checkpoint
+    chosen = _chosen(architecture, recipe, heal)
+    with _DenseLogits(
+        _teacher(dense, architecture, plan, dtype, trust),
+        tokens,
+        plan.hidden_states,
+        expendable=True,
+    ) as logits:
+        logits.prepare(tokens, heal.steps, seed, progress)
+        device = torch.device(plan.device)
+        model = load_model(checkpoint.folder, plan.device_map, "float32", trust, device=device)
+        norms = _norm_parameters(model, architecture) if heal.weights == "all" else []
+        layers = [target.layer.parameter for target in updatable(chosen)]
+        record = train(
+            model,
+            logits,
+            tokens,
+            stored_masks(checkpoint, chosen, model),
+            [*dict.fromkeys(layers), *norms],
+            progress,
+            heal.steps,
+            at_once=plan.at_once,
+            checkpointing=plan.checkpointing,
+            seed=seed,
+            log=log,
+        )
+    return record, model, norms
 
 
 @contextmanager
@@ -496,7 +597,7 @@ def train(
             if log is not None:
                 numbers = {"train/divergence": float(divergence), "train/rate": rate * adam.share}
                 seconds = time.perf_counter() - began
-                numbers["train/tokens per second"] = SEQUENCES * tokens.shape[1] / seconds
+                numbers[SPEED] = SEQUENCES * tokens.shape[1] / seconds
                 log(numbers, progress.step)
             bar.update(1)
             if progress.step % every == 0 or progress.step == steps:

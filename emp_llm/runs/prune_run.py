@@ -20,7 +20,13 @@ from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages, stage
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import healing_bytes, in_steps, sequences_for
+from emp_llm.healing.checks import (
+    check_healable,
+    check_trains,
+    healing_bytes,
+    in_steps,
+    sequences_for,
+)
 from emp_llm.healing.memory import HealingPlan
 from emp_llm.healing.tracking import check_tracker
 from emp_llm.hub.local_model import LocalModel, find_model
@@ -256,9 +262,8 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
     if reads_text:
         run = _with_text(run)
     if run.recipe.heal is not None:
-        from emp_llm.healing.checks import check_healable
-
-        check_healable(run.checkpoint.config, run.data, run.targets)
+        check_healable(run.checkpoint.config, run.targets)
+        check_trains(run.data)
     if inputs.suite is not None:
         run = _with_suite(run, inputs.suite)
     made_of = {key: value for key, value in run.signature.items() if key != "source"}
