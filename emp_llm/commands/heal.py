@@ -217,6 +217,7 @@ def _steps_in(
     """The steps that a training does in some minutes: those of an interrupted run (`left`), or as
     many as a measured one allows. A collective call.
     """
+    from emp_llm.common.machine import free_memory
     from emp_llm.healing.training import steps_in
     from emp_llm.runs.run import healing_plan
 
@@ -241,6 +242,7 @@ def _steps_in(
         dtype=run.models.dtype,
         trust_remote_code=run.models.trust_remote_code,
     )
+    free_memory()  # for the plan of the training
     logger.info("--minutes %g: %s.", minutes, count_of(steps, "step"))
     return steps
 

@@ -75,6 +75,7 @@ class Adam:
         halved: whether matrices are halved; all else stays float32.
 
     Attributes:
+        rate: as given.
         share: of the rate, in this step.
         due: whether this backward pass is the last one of its step.
     """
@@ -82,6 +83,7 @@ class Adam:
     def __init__(
         self, model: nn.Module, moving: Iterable[str], masks: Masks, rate: float, halved: bool
     ) -> None:
+        self.rate = rate
         self.share = 1.0
         self.due = True
         self._masks = masks

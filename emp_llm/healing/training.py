@@ -88,7 +88,6 @@ from emp_llm.walk.checks import updatable
 from emp_llm.walk.moved import MovedWeights, in_dtype
 
 logger = logging.getLogger(__name__)
-SPEED = "train/tokens per second"
 _TRIM = 2  # passes between two trims of the heap: with one at each, 0.1 GB less and a tenth longer
 _MEASURES = 5  # of the held-out loss, each with a checkpoint
 _PIECE = 16 << 30  # bytes of the dense model's hidden states that are kept at a time
@@ -325,17 +324,29 @@ def heal_folder(
                 f"{out.work}: some weights are healed, and the training that healed "
                 "them is lost. Delete it."
             )
-        with stage("heal"), _less_the_next_time(out, plan), tracked as log:
-            record, model, norms = _train_whole(
-                architecture,
-                dense,
-                recipe,
-                heal,
-                plan,
+        with (
+            stage("heal"),
+            _less_the_next_time(out, plan),
+            _DenseLogits(
+                _teacher(dense, architecture, plan, dtype, trust),
                 data.tokens,
+                plan.hidden_states,
+                expendable=True,
+            ) as logits,
+            tracked as log,
+        ):
+            logits.prepare(data.tokens, heal.steps, seed, progress)
+            model, masks, moving, norms = _to_train(architecture, recipe, heal, plan, trust)
+            record = train(
+                model,
+                logits,
+                data.tokens,
+                masks,
+                moving,
                 progress,
-                dtype=dtype,
-                trust=trust,
+                heal.steps,
+                at_once=plan.at_once,
+                checkpointing=plan.checkpointing,
                 seed=seed,
                 log=log,
             )
@@ -371,29 +382,28 @@ def steps_in(
     Raises:
         UserError: they do not suffice for one step, or memory runs out.
     """
-    architecture = Architecture.of_checkpoint(pruned, recipe.targets.blocks, trust_remote_code)
+    trust = trust_remote_code
+    architecture = Architecture.of_checkpoint(pruned, recipe.targets.blocks, trust)
     config = pruned.config.get("text_config") or pruned.config
-    tokens = torch.randint(config["vocab_size"], (3 * SEQUENCES, length))
-    speeds: list[float] = []
-
-    def keep(numbers: Mapping[str, float], _: int) -> None:
-        if SPEED in numbers:
-            speeds.append(numbers[SPEED])
-
-    with tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder, stage("time two steps"):
-        _train_whole(
-            architecture,
-            dense,
-            recipe,
-            replace(heal, steps=2),
-            plan,
-            ranks().broadcast(tokens),
-            Progress(Path(folder)),
-            dtype=_dtype_on(plan.device, dtype),
-            trust=trust_remote_code,
-            log=keep,
+    tokens = ranks().broadcast(torch.randint(config["vocab_size"], (SEQUENCES, length)))
+    teacher = _teacher(dense, architecture, plan, _dtype_on(plan.device, dtype), trust)
+    numbers = range(SEQUENCES)
+    with (
+        stage("time two steps"),
+        _DenseLogits(teacher, tokens, plan.hidden_states, expendable=True) as logits,
+        out_of_memory(lambda: "--minutes: out of memory. Give --heal-steps."),
+    ):
+        logits.look_ahead(numbers, 0)
+        model, masks, moving, _ = _to_train(architecture, recipe, heal, plan, trust)
+        healer, adam = _healer(
+            model, logits, tokens, masks, moving, plan.at_once, plan.checkpointing
         )
-    step = SEQUENCES * length / ranks().broadcast(speeds[-1])
+        for _ in range(2):
+            began = time.perf_counter()
+            float(healer.step(numbers))
+            step = time.perf_counter() - began
+        adam.finish()
+    step = ranks().broadcast(step)
     # A forward pass is a third of a step. The dense model takes one for each step.
     measures = (_MEASURES + 1) * SET_ASIDE / SEQUENCES * step / 3
     steps = int((60 * minutes - measures) / (step + step / 3))
@@ -417,52 +427,20 @@ def _chosen(architecture: Architecture, recipe: Recipe, heal: Heal) -> list[Targ
     return architecture.targets_of(recipe.targets)
 
 
-def _train_whole(
-    architecture: Architecture,
-    dense: Path,
-    recipe: Recipe,
-    heal: Heal,
-    plan: HealingPlan,
-    tokens: Tensor,
-    progress: Progress,
-    *,
-    dtype: str,
-    trust: bool,
-    seed: int = 0,
-    log: Log | None = None,
-) -> tuple[HealingRecord, PreTrainedModel, list[str]]:
-    """Train the whole model of a pruned checkpoint in memory.
-
-    Returns:
-        The record, the trained model, and the names of the norms that moved.
+def _to_train(
+    architecture: Architecture, recipe: Recipe, heal: Heal, plan: HealingPlan, trust: bool
+) -> tuple[PreTrainedModel, Masks, list[str], list[str]]:
+    """A pruned checkpoint in memory, in float32; its zeros; the names of what moves; and those of
+    the norms among it.
     """
     checkpoint = architecture.checkpoint
+    device = torch.device(plan.device)
+    model = load_model(checkpoint.folder, plan.device_map, "float32", trust, device=device)
     chosen = _chosen(architecture, recipe, heal)
-    with _DenseLogits(
-        _teacher(dense, architecture, plan, dtype, trust),
-        tokens,
-        plan.hidden_states,
-        expendable=True,
-    ) as logits:
-        logits.prepare(tokens, heal.steps, seed, progress)
-        device = torch.device(plan.device)
-        model = load_model(checkpoint.folder, plan.device_map, "float32", trust, device=device)
-        norms = _norm_parameters(model, architecture) if heal.weights == "all" else []
-        layers = [target.layer.parameter for target in updatable(chosen)]
-        record = train(
-            model,
-            logits,
-            tokens,
-            stored_masks(checkpoint, chosen, model),
-            [*dict.fromkeys(layers), *norms],
-            progress,
-            heal.steps,
-            at_once=plan.at_once,
-            checkpointing=plan.checkpointing,
-            seed=seed,
-            log=log,
-        )
-    return record, model, norms
+    layers = [target.layer.parameter for target in updatable(chosen)]
+    norms = _norm_parameters(model, architecture) if heal.weights == "all" else []
+    masks = stored_masks(checkpoint, chosen, model)
+    return model, masks, [*dict.fromkeys(layers), *norms], norms
 
 
 @contextmanager
@@ -557,17 +535,7 @@ def train(
     Raises:
         UserError: memory runs out, or the dense model's loss is not finite.
     """
-    masks.apply(model)
-    model.requires_grad_(False)
-    model.eval()
-    in_bfloat16 = has_bfloat16(model.device)
-    rate = rate_of(model.config)
-    adam = Adam(model, moving, masks, rate, in_bfloat16)
-    if in_bfloat16:
-        _halve_others(model)
-    if checkpointing:
-        _checkpoint_blocks(model)
-    healer = _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16)
+    healer, adam = _healer(model, dense_logits, tokens, masks, moving, at_once, checkpointing)
     order = order_of(len(tokens), steps, seed)
     every = max(1, steps // _MEASURES)
     remedy = (
@@ -595,9 +563,10 @@ def train(
             divergence = healer.step(order[SEQUENCES * step : SEQUENCES * (step + 1)])
             progress.step += 1
             if log is not None:
-                numbers = {"train/divergence": float(divergence), "train/rate": rate * adam.share}
+                rate = adam.rate * adam.share
+                numbers = {"train/divergence": float(divergence), "train/rate": rate}
                 seconds = time.perf_counter() - began
-                numbers[SPEED] = SEQUENCES * tokens.shape[1] / seconds
+                numbers["train/tokens per second"] = SEQUENCES * tokens.shape[1] / seconds
                 log(numbers, progress.step)
             bar.update(1)
             if progress.step % every == 0 or progress.step == steps:
@@ -620,6 +589,28 @@ def train(
             "after": best.perplexity,
         },
     )
+
+
+def _healer(
+    model: PreTrainedModel,
+    dense_logits: "_DenseLogits",
+    tokens: Tensor,
+    masks: Masks,
+    moving: Iterable[str],
+    at_once: int,
+    checkpointing: bool,
+) -> tuple["_Healer", Adam]:
+    """The passes of a training, and what moves the weights; the arguments are those of `train`."""
+    masks.apply(model)
+    model.requires_grad_(False)
+    model.eval()
+    in_bfloat16 = has_bfloat16(model.device)
+    adam = Adam(model, moving, masks, rate_of(model.config), in_bfloat16)
+    if in_bfloat16:
+        _halve_others(model)
+    if checkpointing:
+        _checkpoint_blocks(model)
+    return _Healer(model, dense_logits, tokens, adam, at_once, in_bfloat16), adam
 
 
 def _log_measure(log: Log | None, progress: Progress) -> None:
