@@ -185,7 +185,7 @@ ROWS = (
     healed("emp-admm-50-healed", "emp-admm 50 %, 300 steps", "emp-admm-50", "", answers=True),
     healed(
         "emp-admm-50-healed-100",
-        "emp-admm 50 %, 100 steps on new text",
+        "emp-admm 50 %, 100 steps",
         "emp-admm-50",
         "--heal-steps 100",
     ),
