@@ -1174,7 +1174,7 @@ def test_minutes_in_place_of_steps(
     seconds = iter(range(1 << 30))
     with monkeypatch.context() as patch:
         patch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-        with pytest.raises(UserError, match=r"--minutes 0.15: a step takes 1.0 s.* Give 0.2 or"):
+        with pytest.raises(UserError, match=r"--minutes 0.15: a step takes 1.0 s.* Give 0.16 or"):
             heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.15, **how)
         of_disk = how | {"device_map": "disk", "minutes": 5.0}
         with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):

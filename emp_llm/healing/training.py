@@ -408,9 +408,10 @@ def steps_in(
     measures = (_MEASURES + 1) * SET_ASIDE / SEQUENCES * step / 3
     steps = int((60 * minutes - measures) / (step + step / 3))
     if steps < 1:
+        least = math.ceil((measures + 1.5 * step) / 0.6) / 100
         raise UserError(
             f"--minutes {minutes:g}: a step takes {step:.1f} s, and the passes of held-out "
-            f"sequences {measures:.1f} s. Give {(measures + 1.5 * step) / 60:.1f} or more."
+            f"sequences {measures:.1f} s. Give {least:g} or more."
         )
     return steps
 
