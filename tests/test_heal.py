@@ -1142,26 +1142,6 @@ def test_too_few_sequences_for_the_ranks(
     assert "are too few for 6 ranks. Give more --samples." in done.errors[0]
 
 
-_TRACKER = """
-import json
-
-
-class Run:
-    def __init__(self, **about):
-        self.file = open("tracked.jsonl", "a")
-        self.log(about, step=None)
-
-    def log(self, numbers, step):
-        self.file.write(json.dumps([numbers, step]) + "\\n")
-
-    def finish(self):
-        self.file.close()
-
-
-init = Run
-"""
-
-
 def test_minutes_in_place_of_steps(
     models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1186,11 +1166,31 @@ def test_minutes_in_place_of_steps(
             heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
     with pytest.raises(UserError, match=r"unfinished run with minutes 0.2"):
         heal(tmp_path / "plain", output=tmp_path / "out", heal_steps=3, **how)
-    monkeypatch.setattr(healing, "steps_in", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=AssertionError))
     report = heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
     assert report.recipe.heal == Heal(steps=3)
     for name, weight in weights_of(tmp_path / "steps").items():
         assert torch.equal(weights_of(tmp_path / "out")[name], weight), name
+
+
+_TRACKER = """
+import json
+
+
+class Run:
+    def __init__(self, **about):
+        self.file = open("tracked.jsonl", "a")
+        self.log(about, step=None)
+
+    def log(self, numbers, step):
+        self.file.write(json.dumps([numbers, step]) + "\\n")
+
+    def finish(self):
+        self.file.close()
+
+
+init = Run
+"""
 
 
 @pytest.mark.parametrize("device_map", ["auto", "disk"], ids=["whole", "by blocks"])

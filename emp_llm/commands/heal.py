@@ -146,7 +146,9 @@ def heal(
     out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     check_healable(dense.config, run.targets)
     if options.minutes is not None:
-        steps = _steps_in(options.minutes, run, pruned, corpora, ranks().first(lambda: out.left))
+        steps = _steps_of_minutes(
+            options.minutes, run, pruned, corpora, ranks().first(lambda: out.left)
+        )
         how = replace(how, steps=steps)
         recipe = recipe.but(heal=how)
     wanted = sequences_for(how.steps)
@@ -207,7 +209,7 @@ def heal(
     return report
 
 
-def _steps_in(
+def _steps_of_minutes(
     minutes: float,
     run: "Run",
     pruned: "Checkpoint",
@@ -218,7 +220,7 @@ def _steps_in(
     many as a measured one allows. A collective call.
     """
     from emp_llm.common.machine import free_memory
-    from emp_llm.healing.training import steps_in
+    from emp_llm.healing.training import steps_of_minutes
     from emp_llm.runs.run import healing_plan
 
     if left.get("minutes") == minutes:
@@ -231,7 +233,7 @@ def _steps_in(
             "block."
         )
     assert run.recipe.heal is not None
-    steps = steps_in(
+    steps = steps_of_minutes(
         minutes,
         pruned,
         run.source.folder,

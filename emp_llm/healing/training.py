@@ -359,7 +359,7 @@ def heal_folder(
     return record
 
 
-def steps_in(
+def steps_of_minutes(
     minutes: float,
     pruned: Checkpoint,
     dense: Path,
