@@ -368,6 +368,7 @@ def heal(
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
+    heal_minutes: float | None = ...,
     calibration: str | Path | None = ...,
     samples: int | None = ...,
     seqlen: int | None = ...,
@@ -381,7 +382,6 @@ def heal(
     trust_remote_code: bool = ...,
     output: Path | str | None = ...,
     overwrite: bool = ...,
-    minutes: float | None = ...,
     report_to: Literal["none", "trackio", "tensorboard", "wandb"] = ...,
     verbose: bool = ...,
     quiet: bool = ...,
@@ -400,6 +400,7 @@ def heal(
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
+        heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         calibration: Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix:
             a:64,b:64; default: wikitext2.
         samples: Number of calibration sequences; default: the recipe's.
@@ -414,7 +415,6 @@ def heal(
         trust_remote_code: Run code from the model repository.
         output: Folder to write; default: PRUNED-healed.
         overwrite: Replace an existing checkpoint at the output.
-        minutes: Minutes of the training, in place of its steps; two steps are timed first.
         report_to: Send the numbers of the healing to this tracker while it runs.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
@@ -631,6 +631,7 @@ def prune(
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
+    heal_minutes: float | None = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,
@@ -720,6 +721,7 @@ def prune(
         heal_weights: What heals: kept weights of the targets, or of all linear layers in blocks,
             and norms.
         heal_tokens: Tokens of the training, such as 2e6, in place of its steps.
+        heal_minutes: Minutes of the training, in place of its steps; two steps are timed first.
         targets: Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -803,6 +805,7 @@ def prune(
     heal_steps: int | None = ...,
     heal_weights: Literal["targets", "all"] = ...,
     heal_tokens: float | None = ...,
+    heal_minutes: float | None = ...,
     targets: str | list[str] = ...,
     ignore: str | list[str] | None = ...,
     tower: Literal["language", "vision", "all"] = ...,

@@ -1154,20 +1154,45 @@ def test_minutes_in_place_of_steps(
     seconds = iter(range(1 << 30))
     with monkeypatch.context() as patch:
         patch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-        with pytest.raises(UserError, match=r"--minutes 0.15: a step takes 1.0 s.* Give 0.16 or"):
-            heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.15, **how)
-        of_disk = how | {"device_map": "disk", "minutes": 5.0}
+        with pytest.raises(UserError, match=r"0.15: a step takes 1.0 s.* Give 0.16 or"):
+            heal(tmp_path / "plain", output=tmp_path / "out", heal_minutes=0.15, **how)
+        of_disk = how | {"device_map": "disk", "heal_minutes": 5.0}
         with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
             heal(tmp_path / "plain", output=tmp_path / "out", **of_disk)
         assert not list(tmp_path.glob(".out*"))
         of_trial = 2
         patch.setattr(healing._Healer, "step", kill_in_step(of_trial + 2, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
+            heal(tmp_path / "plain", output=tmp_path / "out", heal_minutes=0.2, **how)
     with pytest.raises(UserError, match=r"unfinished run with minutes 0.2"):
         heal(tmp_path / "plain", output=tmp_path / "out", heal_steps=3, **how)
     monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=AssertionError))
-    report = heal(tmp_path / "plain", output=tmp_path / "out", minutes=0.2, **how)
+    report = heal(tmp_path / "plain", output=tmp_path / "out", heal_minutes=0.2, **how)
+    assert report.recipe.heal == Heal(steps=3)
+    for name, weight in weights_of(tmp_path / "steps").items():
+        assert torch.equal(weights_of(tmp_path / "out")[name], weight), name
+
+
+def test_minutes_of_prune(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of heal: the dense model is timed, before anything is pruned."""
+    how = given | {"model": models("llama"), "heal": True}
+    prune(output=tmp_path / "steps", heal_steps=3, **how)
+    how |= {"output": tmp_path / "out", "heal_minutes": 0.2}
+    plan = prune(dry_run=True, **how)
+    assert any("heal: 0.2 min of steps of 4 x 32 tokens" in note for note in plan.notes)
+    with pytest.raises(UserError, match="--loss may heal several times; give --heal-steps"):
+        prune(loss="5%", **{key: value for key, value in how.items() if key != "sparsity"})
+    seconds = iter(range(1 << 30))
+    with monkeypatch.context() as patch:
+        patch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+        of_trial = 2
+        patch.setattr(healing._Healer, "step", kill_in_step(of_trial + 2, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prune(**how)
+    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=AssertionError))
+    report = prune(**how)
     assert report.recipe.heal == Heal(steps=3)
     for name, weight in weights_of(tmp_path / "steps").items():
         assert torch.equal(weights_of(tmp_path / "out")[name], weight), name
@@ -1264,10 +1289,10 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     refused("must be at least 1", heal_steps=0)
     refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
     refused("must be a finite number, got inf", heal_tokens=math.inf)
-    refused("--heal-steps and --heal-tokens both", heal_tokens=1e6, heal_steps=300)
-    refused("--minutes all say how long", minutes=1.0, heal_steps=300)
-    refused("--minutes must be above 0 and below inf, got 0", minutes=0.0)
-    refused("--minutes must be above 0 and below inf, got inf", minutes=math.inf)
+    refused("--heal-minutes all say how long", heal_tokens=1e6, heal_steps=300)
+    refused("--heal-minutes all say how long", heal_minutes=1.0, heal_steps=300)
+    refused("--heal-minutes must be above 0 and below inf, got 0", heal_minutes=0.0)
+    refused("--heal-minutes must be above 0 and below inf, got inf", heal_minutes=math.inf)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
     heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)

@@ -3,16 +3,14 @@ weights that were trained.
 """
 
 import logging
-import math
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Some
@@ -24,8 +22,6 @@ from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
-    from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.records.corpus import Corpus
     from emp_llm.runs.run import Run
 
 logger = logging.getLogger(__name__)
@@ -42,20 +38,12 @@ class HealOptions(LoadingOptions, CalibrationOptions):
     trust_remote_code: TrustRemoteCode = False
     output: Annotated[Path | None, Opt("Folder to write; default: PRUNED-healed.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output.")] = False
-    minutes: Annotated[
-        float | None,
-        Opt(
-            "Minutes of the training, in place of its steps; two steps are timed first.",
-            above=0,
-            below=math.inf,
-        ),
-    ] = None
     report_to: ReportTo = "none"
 
 
 _MODELS = ("dense", "revision", "trust_remote_code", "device_map", "dtype")
 _TEXT = ("calibration", "samples", "seqlen", "batch_size", "hidden_states", "seed")
-_OWN = ("output", "overwrite", "minutes", "report_to")
+_OWN = ("output", "overwrite", "report_to")
 
 
 @command
@@ -96,7 +84,14 @@ def heal(
     from emp_llm.pruning.writing import are_as_written, read_manifest
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
-    from emp_llm.runs.run import Run, healed, healing_plan, signature_of_text, write_records
+    from emp_llm.runs.run import (
+        Run,
+        healed,
+        healing_plan,
+        in_minutes,
+        signature_of_text,
+        write_records,
+    )
 
     # Which models, and by which text.
     check_tracker(options.report_to)
@@ -111,10 +106,6 @@ def heal(
     corpora = calibration_corpora(
         options.text_name, max_context(dense.config), options.samples, options.seqlen
     )
-    if options.minutes is not None and given & {"heal_steps", "heal_tokens"}:
-        raise UserError(
-            "--heal-steps, --heal-tokens and --minutes all say how long it trains; give one."
-        )
     how = in_steps(how, corpora)
     recipe = report.recipe.but(heal=how)
     pruned = Checkpoint(folder)
@@ -145,11 +136,10 @@ def heal(
     )
     out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     check_healable(dense.config, run.targets)
-    if options.minutes is not None:
-        steps = _steps_of_minutes(
-            options.minutes, run, pruned, corpora, ranks().first(lambda: out.left)
-        )
-        how = replace(how, steps=steps)
+    minutes = how.minutes
+    if minutes is not None:
+        left = ranks().first(lambda: out.left)
+        how = in_minutes(run, pruned, corpora, left if left.get("minutes") == minutes else None)
         recipe = recipe.but(heal=how)
     wanted = sequences_for(how.steps)
     text = calibration_data(options, architecture, models, training=wanted)
@@ -165,7 +155,7 @@ def heal(
             "device_map": options.device_map,
             "seed": options.seed,  # of the order of the sequences
         }
-        | ({} if options.minutes is None else {"minutes": options.minutes})
+        | ({} if minutes is None else {"minutes": minutes})
     )
     check_agreement({"ids": made_of["ids"]} | made_of, pruned=pruned, dense=dense)
 
@@ -207,46 +197,6 @@ def heal(
     log_warnings(report.warnings)
     logger.info("written to %s (%.1f s)", run.path, report.stages["heal"].seconds)
     return report
-
-
-def _steps_of_minutes(
-    minutes: float,
-    run: "Run",
-    pruned: "Checkpoint",
-    corpora: "Sequence[Corpus]",
-    left: Mapping[str, Any],
-) -> int:
-    """The steps that a training does in some minutes: those of an interrupted run (`left`), or as
-    many as a measured one allows. A collective call.
-    """
-    from emp_llm.common.machine import free_memory
-    from emp_llm.healing.training import steps_of_minutes
-    from emp_llm.runs.run import healing_plan
-
-    if left.get("minutes") == minutes:
-        return int(left["recipe"]["heal"]["steps"])
-    length = corpora[0].seqlen or 0
-    plan = healing_plan(run, sum(corpus.samples or 0 for corpus in corpora), length)
-    if plan.by == "blocks":
-        raise UserError(
-            f"--minutes: healing goes {plan.words()}. Give --heal-steps, which are those of each "
-            "block."
-        )
-    assert run.recipe.heal is not None
-    steps = steps_of_minutes(
-        minutes,
-        pruned,
-        run.source.folder,
-        run.recipe,
-        run.recipe.heal,
-        plan,
-        length,
-        dtype=run.models.dtype,
-        trust_remote_code=run.models.trust_remote_code,
-    )
-    free_memory()  # for the plan of the training
-    logger.info("--minutes %g: %s.", minutes, count_of(steps, "step"))
-    return steps
 
 
 def _checked(run: "Run", healed: Path) -> CheckRecord | None:

@@ -124,6 +124,7 @@ def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
     from emp_llm.pruning.chosen import scores_of, targets_of_folder
     from emp_llm.pruning.masks import check_device
     from emp_llm.pruning.report import pruned_before
+    from emp_llm.pruning.scores import Scores
     from emp_llm.runs.prune_run import PruneRun
 
     options = inputs.options
@@ -142,7 +143,10 @@ def _find_weights(inputs: "Inputs") -> "tuple[PruneRun, Scores]":
     scores = scores_of(chosen, recipe, chosen.checkpoint.config)
     if norms is not None:
         scores = scores.with_activations(norms, str(options.activations))
-    return PruneRun.of(inputs, scores.recipe, chosen), scores
+    run = PruneRun.of(inputs, scores.recipe, chosen)
+    if run.recipe != scores.recipe:  # --heal-minutes became steps
+        scores = Scores(run.checkpoint, run.targets, run.recipe, scores.inputs)
+    return run, scores
 
 
 def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:

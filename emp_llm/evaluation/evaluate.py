@@ -10,7 +10,6 @@ The unfinished evaluation of a finished checkpoint lies in its folder:
 When both models are measured, the report holds their results and the folder is deleted.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -192,10 +191,12 @@ def mark_pending(files: Path, signature: dict[str, Any]) -> None:
     write_json(folder / _PENDING, signature)
 
 
-def pending_matches(output: Path, signature: dict[str, Any]) -> bool:
-    """Whether a finished checkpoint has an unfinished evaluation of the run with this signature."""
+def pending_signature(output: Path) -> dict[str, Any]:
+    """The signature of the run whose checkpoint is finished and not yet evaluated; empty if there
+    is none.
+    """
     path = output / EVALUATION_FOLDER / _PENDING
-    return path.is_file() and read_json(path) == json.loads(json.dumps(signature))
+    return read_json(path) if path.is_file() else {}
 
 
 def measures_of_baseline(

@@ -391,7 +391,7 @@ def steps_of_minutes(
     with (
         stage("time two steps"),
         _DenseLogits(teacher, tokens, plan.hidden_states, expendable=True) as logits,
-        out_of_memory(lambda: "--minutes: out of memory. Give --heal-steps."),
+        out_of_memory(lambda: "--heal-minutes: out of memory. Give --heal-steps."),
     ):
         logits.look_ahead(numbers, 0)
         model, masks, moving, _ = _to_train(architecture, recipe, heal, plan, trust)
@@ -410,7 +410,7 @@ def steps_of_minutes(
     if steps < 1:
         least = math.ceil((measures + 1.5 * step) / 0.6) / 100
         raise UserError(
-            f"--minutes {minutes:g}: a step takes {step:.1f} s, and the passes of held-out "
+            f"--heal-minutes {minutes:g}: a step takes {step:.1f} s, and the passes of held-out "
             f"sequences {measures:.1f} s. Give {least:g} or more."
         )
     return steps

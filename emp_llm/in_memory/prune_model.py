@@ -192,8 +192,11 @@ def _recipe_of(given: Recipe | str | None, options: Mapping[str, Any]) -> Recipe
         raise UserError(
             "structure is for checkpoints: save the model, and use the command prune. Leave it out."
         )
-    if recipe.heal is not None and recipe.heal.tokens is not None:
-        raise UserError("--heal-tokens is for commands; give the steps: heal=Heal(steps=300).")
+    if recipe.heal is not None and recipe.heal.steps is None:
+        raise UserError(
+            "--heal-tokens and --heal-minutes are for commands; give the steps: "
+            "heal=Heal(steps=300)."
+        )
     return recipe
 
 

@@ -219,6 +219,8 @@ def _check_loss(recipe: Recipe, options: PruneOptions, given: GivenOptions) -> N
     for name, reason in reasons.items():
         if getattr(options, name):
             raise UserError(f"--loss {reason}")
+    if recipe.heal is not None and recipe.heal.minutes is not None:
+        raise UserError("--loss may heal several times; give --heal-steps, not --heal-minutes.")
     if "check" in given and not options.check:
         raise UserError("--loss ends with a check of untouched text; leave out --no-check.")
     units = recipe.structure is not None

@@ -8,6 +8,7 @@ it. Records hold the tree as it is (`Recipe.as_dict`); `recipe_of` reads the fla
 command line into it.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -514,8 +515,8 @@ class Heal(Node):
         steps: number of training steps, of four sequences each.
         weights: "targets": the kept weights of the targets; "all": of all linear layers in blocks,
             and norms.
-        tokens: number of tokens that the steps read, in place of their number; for commands, which
-            record the steps.
+        tokens, minutes: what the steps read, and how long they take, in place of their number; for
+            commands, which record the steps.
     """
 
     switch = Opt(
@@ -539,13 +540,26 @@ class Heal(Node):
         float | None,
         Opt("Tokens of the training, such as 2e6, in place of its steps.", name="heal_tokens"),
     ] = None
+    minutes: Annotated[
+        float | None,
+        Opt(
+            "Minutes of the training, in place of its steps; two steps are timed first.",
+            name="heal_minutes",
+            above=0,
+            below=math.inf,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.tokens is None and self.steps is None:
+        given = [each for each in (self.steps, self.tokens, self.minutes) if each is not None]
+        if not given:
             object.__setattr__(self, "steps", 300)
         super().__post_init__()
-        if self.tokens is not None and self.steps is not None:
-            raise UserError("--heal-steps and --heal-tokens both say how long it trains; give one.")
+        if len(given) > 1:
+            raise UserError(
+                "--heal-steps, --heal-tokens and --heal-minutes all say how long it trains; give "
+                "one."
+            )
 
 
 @dataclass(frozen=True)

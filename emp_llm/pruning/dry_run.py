@@ -127,8 +127,11 @@ def healing_notes(
     """
     import torch
 
-    steps = heal.steps
     disk = healing_bytes(checkpoint, targets, heal, plan.by == "blocks")
+    after = f"{plan.words()}; until it ends, up to {format_bytes(disk)} of disk beside the output"
+    if heal.minutes is not None:
+        return [f"heal: {heal.minutes:g} min of steps of 4 x {length} tokens; {after}"]
+    steps = heal.steps
     device = torch.device(plan.device)
     # A training in bfloat16 reaches about half of the speed of its products.
     coarse = has_bfloat16(device)
@@ -141,8 +144,7 @@ def healing_notes(
     minutes = max(1, round(operations / (2 * 1024**3 / seconds) / 60))
     return [
         f"heal: {count_of(steps, 'step')} of 4 x {length} tokens, about {minutes} min on "
-        f"{plan.device}; {plan.words()}; until it ends, up to {format_bytes(disk)} of disk beside "
-        "the output"
+        f"{plan.device}; {after}"
     ]
 
 

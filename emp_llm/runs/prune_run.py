@@ -1,5 +1,6 @@
 """A run of `prune`: what it is given, and the steps that pruning of weights and of units share."""
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -51,6 +52,7 @@ from emp_llm.runs.run import (
     healed,
     healing_plan,
     held_out_perplexity,
+    in_minutes,
     signature_of_text,
     write_records,
 )
@@ -255,6 +257,10 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
     reads_text = run.needs_text or (run.checks and options.calibration is not None)
     if run.judged is None:
         check_wanted(options, inputs.given, reads_text)
+    if run.recipe.heal is not None:
+        check_healable(run.checkpoint.config, run.targets)
+        if run.recipe.heal.minutes is not None:
+            run = _in_minutes(run, run.recipe.heal.minutes)
     if inputs.suite is None or not run.path.exists():  # else `awaits_evaluation` decides
         output = output_of(run)
         if options.loss is None:  # a search has work of its own
@@ -262,7 +268,6 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
     if reads_text:
         run = _with_text(run)
     if run.recipe.heal is not None:
-        check_healable(run.checkpoint.config, run.targets)
         check_trains(run.data)
     if inputs.suite is not None:
         run = _with_suite(run, inputs.suite)
@@ -272,6 +277,20 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
         made_of["suite"] = msgspec.to_builtins(run.suite.suite.record())
     check_agreement(made_of, model=run.checkpoint)
     return run
+
+
+def _in_minutes(run: PruneRun, minutes: float) -> PruneRun:
+    """The run with the steps that its healing does in some minutes. Interrupted work, and a
+    checkpoint whose evaluation was interrupted, keep theirs.
+    """
+    from emp_llm.evaluation.evaluate import pending_signature
+
+    left = ranks().first(lambda: pending_signature(run.path) or output_of(run).left)
+    same = (left.get("activations") or {}).get("minutes") == minutes
+    corpora = _corpora(run.options, run.checkpoint.config)
+    heal = in_minutes(run, run.checkpoint, corpora, left if same else None)
+    made_of = run.made_of | {"minutes": minutes}
+    return replace(run, recipe=run.recipe.but(heal=heal), made_of=made_of)
 
 
 def _with_text(run: PruneRun) -> PruneRun:
@@ -319,9 +338,9 @@ def awaits_evaluation(run: PruneRun) -> bool:
     """Whether the checkpoint is finished, and only its evaluation is not."""
     if run.suite is None:
         return False
-    from emp_llm.evaluation.evaluate import pending_matches
+    from emp_llm.evaluation.evaluate import pending_signature
 
-    return pending_matches(run.path, run.signature)
+    return bool(pending_signature(run.path) == json.loads(json.dumps(run.signature)))
 
 
 def output_of(run: PruneRun, more: int = 0) -> OutputFolder:

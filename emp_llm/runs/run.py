@@ -4,8 +4,9 @@ is made, and never changes; its steps are functions of it.
 Torch is imported when a step needs it: a run without a text decides and writes without it.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.machine import Stopwatch
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.healing.memory import HealingPlan, plan_healing
@@ -24,10 +26,11 @@ from emp_llm.models.layers import Layer
 from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
+from emp_llm.records.corpus import Corpus
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource
 
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from emp_llm.calibration.passes import Masker
     from emp_llm.records.evaluation import PerplexityRecord
     from emp_llm.records.run_report import HealingRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +209,49 @@ def healing_plan(
         hidden_states=run.options.hidden_states,
         kept=kept,
     )
+
+
+def in_minutes(
+    run: Run, pruned: Checkpoint, corpora: Sequence[Corpus], kept: dict[str, Any] | None
+) -> Heal:
+    """The healing of a run with as many steps as it does in its minutes. A collective call.
+
+    Args:
+        pruned: what trains. The dense model takes as long.
+        corpora: the text; all have the same seqlen.
+        kept: the signature of an interrupted run with the same minutes, whose steps it keeps.
+
+    Raises:
+        UserError: it heals block by block, or the minutes do not suffice for a step.
+    """
+    from emp_llm.healing.training import steps_of_minutes
+
+    heal = run.recipe.heal
+    assert heal is not None
+    assert heal.minutes is not None
+    if kept is not None:
+        return replace(heal, steps=int(kept["recipe"]["heal"]["steps"]), minutes=None)
+    length = corpora[0].seqlen or 0
+    plan = healing_plan(run, sum(corpus.samples or 0 for corpus in corpora), length)
+    if plan.by == "blocks":
+        raise UserError(
+            f"--heal-minutes: healing goes {plan.words()}. Give --heal-steps, which are those of "
+            "each block."
+        )
+    steps = steps_of_minutes(
+        heal.minutes,
+        pruned,
+        run.source.folder,
+        run.recipe,
+        heal,
+        plan,
+        length,
+        dtype=run.models.dtype,
+        trust_remote_code=run.models.trust_remote_code,
+    )
+    free_memory()  # for the plan of the training
+    logger.info("--heal-minutes %g: %s.", heal.minutes, count_of(steps, "step"))
+    return replace(heal, steps=steps, minutes=None)
 
 
 def healed(
