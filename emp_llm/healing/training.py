@@ -637,11 +637,11 @@ def order_of(sequences: int, steps: int, seed: int) -> list[int]:
 def how_often(sequences: int, steps: int) -> str:
     """How often a training reads each sequence of its text, in words."""
     training = sequences - set_aside(sequences)
-    times = steps * SEQUENCES / training
+    times = math.ceil(steps * SEQUENCES / training)
     words = f"trains on {count_of(min(training, steps * SEQUENCES), 'sequence')}"
-    if times <= 1:
+    if times == 1:
         return f"{words}, each once"
-    return f"{words}, each {times:.1f} times: the text has no more, and new text heals better"
+    return f"{words}, each up to {times} times: the text has no more, and new text heals better"
 
 
 def _visited(numbers: Sequence[int]) -> list[int]:
