@@ -1166,7 +1166,10 @@ def test_minutes_in_place_of_steps(
             heal(tmp_path / "plain", output=tmp_path / "out", heal_minutes=0.2, **how)
     with pytest.raises(UserError, match=r"unfinished run with minutes 0.2"):
         heal(tmp_path / "plain", output=tmp_path / "out", heal_steps=3, **how)
-    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=TimeoutError))
+    prune(models("llama"), output=tmp_path / "less", **given | {"sparsity": 0.25})
+    with pytest.raises(TimeoutError):  # it discards the work, and takes its own time
+        heal(tmp_path / "less", output=tmp_path / "out", heal_minutes=0.2, **how, overwrite=True)
     report = heal(tmp_path / "plain", output=tmp_path / "out", heal_minutes=0.2, **how)
     assert report.recipe.heal == Heal(steps=3)
     for name, weight in weights_of(tmp_path / "steps").items():
@@ -1191,8 +1194,11 @@ def test_minutes_of_prune(
         patch.setattr(healing._Healer, "step", kill_in_step(of_trial + 2, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(**how)
-    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=AssertionError))
-    report = prune(**how)
+    monkeypatch.setattr(healing, "steps_of_minutes", Mock(side_effect=TimeoutError))
+    for other in ({"sparsity": 0.25}, {"seqlen": 16}, {"dtype": "float32"}):
+        with pytest.raises(TimeoutError):  # it discards the work, and takes its own time
+            prune(**how | other, overwrite=True)
+    report = prune(**how, overwrite=True)
     assert report.recipe.heal == Heal(steps=3)
     for name, weight in weights_of(tmp_path / "steps").items():
         assert torch.equal(weights_of(tmp_path / "out")[name], weight), name

@@ -139,7 +139,7 @@ def heal(
     minutes = how.minutes
     if minutes is not None:
         left = ranks().first(lambda: out.left)
-        how = in_minutes(run, pruned, corpora, left if left.get("minutes") == minutes else None)
+        how = in_minutes(run, pruned, corpora, left, options.overwrite)
         recipe = recipe.but(heal=how)
     wanted = sequences_for(how.steps)
     text = calibration_data(options, architecture, models, training=wanted)

@@ -280,15 +280,14 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
 
 
 def _in_minutes(run: PruneRun, minutes: float) -> PruneRun:
-    """The run with the steps that its healing does in some minutes. Interrupted work, and a
-    checkpoint whose evaluation was interrupted, keep theirs.
+    """The run with the steps that its healing does in some minutes. The same run, interrupted in
+    its work or in its evaluation, keeps its steps.
     """
     from emp_llm.evaluation.evaluate import pending_signature
 
     left = ranks().first(lambda: pending_signature(run.path) or output_of(run).left)
-    same = (left.get("activations") or {}).get("minutes") == minutes
     corpora = _corpora(run.options, run.checkpoint.config)
-    heal = in_minutes(run, run.checkpoint, corpora, left if same else None)
+    heal = in_minutes(run, run.checkpoint, corpora, left, run.options.overwrite)
     made_of = run.made_of | {"minutes": minutes}
     return replace(run, recipe=run.recipe.but(heal=heal), made_of=made_of)
 

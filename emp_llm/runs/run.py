@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
@@ -212,14 +212,19 @@ def healing_plan(
 
 
 def in_minutes(
-    run: Run, pruned: Checkpoint, corpora: Sequence[Corpus], kept: dict[str, Any] | None
+    run: Run,
+    pruned: Checkpoint,
+    corpora: Sequence[Corpus],
+    left: dict[str, Any],
+    overwrite: bool,
 ) -> Heal:
     """The healing of a run with as many steps as it does in its minutes. A collective call.
 
     Args:
         pruned: what trains. The dense model takes as long.
         corpora: the text; all have the same seqlen.
-        kept: the signature of an interrupted run with the same minutes, whose steps it keeps.
+        left: the signature of an interrupted run. If it is of the same run, its steps are kept.
+        overwrite: discard other work.
 
     Raises:
         UserError: it heals block by block, or the minutes do not suffice for a step.
@@ -229,9 +234,21 @@ def in_minutes(
     heal = run.recipe.heal
     assert heal is not None
     assert heal.minutes is not None
-    if kept is not None:
-        return replace(heal, steps=int(kept["recipe"]["heal"]["steps"]), minutes=None)
     length = corpora[0].seqlen or 0
+    work = left | (left.get("activations") or {})
+    if work.get("minutes") == heal.minutes:
+        kept = replace(heal, steps=int(work["recipe"]["heal"]["steps"]), minutes=None)
+        work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
+        same = {
+            "recipe": recorded(run.recipe.but(heal=kept)).as_dict(),
+            "seqlen": length,
+            "dtype": run.models.dtype,
+            "device_map": run.models.device_map,
+        }
+        differs = pruned.states not in (work.get("heals"), work.get("source", {}).get("files"))
+        differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
+        if not (differs and overwrite):
+            return kept  # other work that may not be discarded is refused later
     plan = healing_plan(run, sum(corpus.samples or 0 for corpus in corpora), length)
     if plan.by == "blocks":
         raise UserError(
