@@ -54,7 +54,7 @@ from emp_llm import (
     sweep,
     verify,
 )
-from emp_llm.calibration.data import read_text
+from emp_llm.calibration.data import CHOOSING, read_text
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
@@ -227,6 +227,25 @@ def test_a_training_reads_new_text(
     with caplog.at_level("INFO"):
         prune(models("llama"), output=tmp_path / "out", **short | {"calibration": str(few)})
     assert re.search(r"trains on \d+ sequences, each up to \d+ times", caplog.text)
+
+
+def test_a_search_by_loss_heals_on_no_sequence_that_judges_it(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Mock(side_effect=healing.train)
+    monkeypatch.setattr(healing, "train", train)
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), loss="5%", output=tmp_path / "out", **how)
+    options = CalibrationOptions(
+        calibration=given["calibration"], samples=given["samples"] + CHOOSING, seqlen=32
+    )
+    every = read_text(options, load_tokenizer(models("llama")), None).tokens
+    judges = set(map(tuple, every[given["samples"] :].tolist()))
+    assert train.call_args_list
+    for call in train.call_args_list:
+        trained = set(map(tuple, call.args[2].tolist()))
+        assert len(trained) > given["samples"]
+        assert not trained & judges
 
 
 @pytest.mark.parametrize("separable", [True, False])

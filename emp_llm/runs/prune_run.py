@@ -305,7 +305,8 @@ def _with_text(run: PruneRun) -> PruneRun:
         run.models,
         options.propagate,
         run.quantization,
-        held_out=CHOOSING if decides else CHECKED,
+        # A run that --loss has begun trains on none of the sequences by which it chose.
+        held_out=CHECKED if not decides and run.judged is None else CHOOSING,
         training=0 if run.recipe.heal is None else sequences_for(run.recipe.heal.steps),
     )
     deciding = None
