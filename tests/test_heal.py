@@ -1066,9 +1066,13 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
         ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
         ({"batch_size": 0}, "batch.size must be at least 1, got 0"),
         ({"seed": "one"}, "seed must be a whole number, got 'one'"),
+        ({"report_to": None}, "report.to None is not one of none, trackio"),
+        ({"report_to": "json"}, "report.to 'json' is not one of none, trackio"),
+        ({"dense": None}, "dense is of type NoneType; heal_model takes models"),
+        ({"data": ["a text"], "tokenizer": object()}, "tokenizer is of type object; give a tok"),
     ):
         with pytest.raises(UserError, match=says):
-            heal_model(model, dense, tokens, masks=report.masks, **wrong)
+            heal_model(model, **{"dense": dense, "data": tokens, "masks": report.masks} | wrong)
     dense.resize_token_embeddings(dense.config.vocab_size, pad_to_multiple_of=192)
     with pytest.raises(
         UserError,
@@ -1249,9 +1253,12 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     given: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     device_map: str,
 ) -> None:
-    """The weights are those without one. One that is not installed, or does not start, is named."""
+    """The weights are those without one. One that is not installed, or does not start, is named;
+    one that fails at the end costs no training.
+    """
     prune(models("llama"), output=tmp_path / "plain", **given)
     monkeypatch.chdir(tmp_path)
     how: dict[str, Any] = given | {"dense": str(models("llama")), "device_map": device_map}
@@ -1282,6 +1289,10 @@ def test_a_tracker_gets_the_numbers_of_a_training(
         trained = [row for row, _ in rows if "train/divergence" in row]
         assert len(trained) == 2
         assert all(row["train/divergence"] > 0 and row["train/rate"] > 0 for row in trained)
+    (tmp_path / "site" / "trackio.py").write_text(_TRACKER + "\nRun.finish = None\n")
+    heal(tmp_path / "plain", output=tmp_path / "e", **how)
+    sys.modules.pop("trackio")
+    assert caplog.text.count("--report-to trackio: numbers are lost") == 1
     (tmp_path / "site" / "wandb.py").write_text(
         "def init(**about):\n    raise OSError('no login')\n"
     )

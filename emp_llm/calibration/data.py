@@ -617,7 +617,13 @@ def _tokenizer(given: Any) -> Any:
             "data: texts need a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...)."
         )
     loaded = load_tokenizer(Path(given)) if isinstance(given, str | Path) else given
-    return getattr(loaded, "tokenizer", loaded)  # of a processor
+    tokenizer = getattr(loaded, "tokenizer", loaded)  # of a processor
+    if not callable(tokenizer):
+        raise UserError(
+            f"tokenizer is of type {type(given).__name__}; give a tokenizer of transformers, or "
+            "its folder."
+        )
+    return tokenizer
 
 
 def _text_of_ids(

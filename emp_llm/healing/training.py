@@ -35,6 +35,7 @@ from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.declared import options_of
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import (
     OutOfMemory,
@@ -68,7 +69,7 @@ from emp_llm.healing.memory import (
     ways,
 )
 from emp_llm.healing.progress import Measure, Progress
-from emp_llm.healing.tracking import Log, tracking
+from emp_llm.healing.tracking import Log, check_tracker, tracking
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
@@ -80,6 +81,7 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions, Place
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
@@ -136,11 +138,13 @@ def heal_model(
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
     if type(steps) is not int or steps < 1:
         raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
-    for given in (model, dense):
+    options_of(PruneOptions)["report_to"].checked(report_to)
+    check_tracker(report_to)
+    for name, given in {"model": model, "dense": dense}.items():
         if not isinstance(given, PreTrainedModel):
             raise UserError(
-                f"model is a {type(given).__name__}; heal_model takes a model of transformers. Of "
-                "a wrapped model, give what is inside (model.module)."
+                f"{name} is of type {type(given).__name__}; heal_model takes models of "
+                f"transformers. Of a wrapped model, give what is inside ({name}.module)."
             )
         check_not_sharded(given)
     dense_tokens = dense.config.get_text_config().vocab_size
