@@ -1303,7 +1303,9 @@ def test_a_tracker_gets_the_numbers_of_a_training(
         heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "tensorboard"})
 
 
-def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_input(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = str(models("llama"))
     prune(models("llama"), output=tmp_path / "plain", **given)
 
@@ -1331,8 +1333,9 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     refused("--heal-minutes must be above 0 and below inf, got inf", heal_minutes=math.inf)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
-    heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)
-    refused("it is healed already", folder=tmp_path / "healed")
+    monkeypatch.chdir(tmp_path / "plain")
+    heal(Path(), dense=dense, heal_steps=1, **given)
+    refused("it is healed already", folder=tmp_path / "plain-healed")
     for match, how in {
         "--heal-steps has no effect without --heal": {"heal_steps": 3},
         "--report-to has no effect without --heal": {"report_to": "wandb"},

@@ -124,13 +124,14 @@ def heal(
         dense, recipe.targets.blocks, options.trust_remote_code
     )
     targets = architecture.targets_of(recipe.targets)
+    named = folder if folder.name not in ("", "..") else folder.resolve()
     run = Run(
         source=source,
         recipe=recipe,
         chosen=Chosen(architecture, targets, architecture.coverage(targets)),
         options=options,
         text=None,
-        path=options.output or folder.with_name(f"{folder.name}-healed"),
+        path=options.output or named.with_name(f"{named.name}-healed"),
         models=models,
         stopwatch=Stopwatch(),
     )
