@@ -1384,6 +1384,36 @@ def test_a_dry_run_says_what_it_takes(
     )
 
 
+@pytest.mark.parametrize(
+    ("match", "how"),
+    [
+        ("the text has 4 sequences, and 5 are needed", {"samples": 4}),
+        (
+            r"block by block.* Give --heal-steps, which are those",
+            {"device_map": "disk", "heal_minutes": 5.0},
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_dry_run_refuses_what_the_run_refuses(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    match: str,
+    how: dict[str, Any],
+    dry_run: bool,
+) -> None:
+    with pytest.raises(UserError, match=match):
+        prune(
+            models("llama"),
+            output=tmp_path / "out",
+            heal=True,
+            dry_run=dry_run,
+            **given | how,
+        )
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the free bytes of the disk."""

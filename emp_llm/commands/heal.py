@@ -72,7 +72,13 @@ def heal(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import check_healable, check_trains, in_steps, sequences_for
+    from emp_llm.healing.checks import (
+        check_healable,
+        check_trains,
+        in_steps,
+        samples_of,
+        sequences_for,
+    )
     from emp_llm.healing.tracking import check_tracker
     from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
@@ -137,6 +143,7 @@ def heal(
     )
     out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     check_healable(dense.config, run.targets)
+    check_trains(samples_of(corpora))
     minutes = how.minutes
     if minutes is not None:
         left = ranks().first(lambda: out.left)
@@ -145,7 +152,6 @@ def heal(
     wanted = sequences_for(how.steps)
     text = calibration_data(options, architecture, models, training=wanted)
     run = replace(run, recipe=recipe, text=text)
-    check_trains(run.data)
     models.free()
     of_text = signature_of_text(replace(run, text=run.data.for_training))
     made_of = (
