@@ -248,6 +248,25 @@ def test_a_search_by_loss_heals_on_no_sequence_that_judges_it(
         assert not trained & judges
 
 
+def test_a_healing_says_why_it_is_not_checked(
+    models: Models, given: dict[str, Any], tmp_path: Path
+) -> None:
+    dense = models("llama")
+    plain = prune(dense, output=tmp_path / "plain", method="magnitude", device_map="cpu")
+    assert isinstance(plain, RunReport)
+    assert plain.unchecked == "give --calibration"
+    few = tmp_path / "few.txt"
+    few.write_text(Path(given["calibration"]).read_text()[:340])
+    for text, says in ((few, "the text ends"), (given["calibration"], None)):
+        how = given | {"calibration": str(text), "heal_steps": 1, "overwrite": True}
+        report = heal(tmp_path / "plain", dense=str(dense), output=tmp_path / "out", **how)
+        if says is None:
+            assert report.unchecked is None
+        else:
+            assert report.check is None
+            assert check_lines(report)[0].startswith(f"damage not measured: {says}")
+
+
 @pytest.mark.parametrize("separable", [True, False])
 def test_the_loss_is_the_divergence(models: Models, separable: bool) -> None:
     """Against numpy in float64; whether the dense blocks run once for each sequence, or each

@@ -96,6 +96,7 @@ def heal(
         healing_plan,
         in_minutes,
         signature_of_text,
+        why_unchecked,
         write_records,
     )
 
@@ -193,6 +194,7 @@ def heal(
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing
+        report.unchecked = None if run.data.held_out is not None else why_unchecked(run)
         report.evaluation = None
         report.stages |= stage_records(run.stopwatch.record)
         report.warnings += healing_warnings(healing)

@@ -55,6 +55,7 @@ from emp_llm.runs.run import (
     held_out_perplexity,
     in_minutes,
     signature_of_text,
+    why_unchecked,
     write_records,
 )
 from emp_llm.walk.checks import update_bytes
@@ -547,10 +548,8 @@ def finish(
         pruned = checked(run, out.files)
         run.models.free()
         report.check = None if pruned is None else CheckRecord(dense=dense, pruned=pruned)
-    if run.checks and run.text is None:
-        report.unchecked = "give --calibration"
-    elif run.checks and run.held_out is None:
-        report.unchecked = "the text ends with the calibration; give fewer --samples"
+    if run.checks and run.held_out is None:
+        report.unchecked = why_unchecked(run)
     if norms is not None:
         report.calibration = norms.about
     elif run.needs_text:

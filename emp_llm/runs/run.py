@@ -186,6 +186,15 @@ def held_out_perplexity(
     )
 
 
+def why_unchecked(run: Run) -> str:
+    """What a check of a run without held-out sequences would need."""
+    if run.text is None:
+        return "give --calibration"
+    if all(corpus.generate for corpus in run.text.corpora):
+        return "the model writes no text beyond the calibration; use emp-llm evaluate"
+    return "the text ends with the calibration; give fewer --samples"
+
+
 def healing_plan(
     run: Run, samples: int, length: int, kept: dict[str, Any] | None = None
 ) -> HealingPlan:
