@@ -68,6 +68,7 @@ from emp_llm.healing.checks import sequences_for, set_aside
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
 from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.pruning import updates
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import check_lines, healing_lines
@@ -246,6 +247,38 @@ def test_a_search_by_loss_heals_on_no_sequence_that_judges_it(
         trained = set(map(tuple, call.args[2].tolist()))
         assert len(trained) > given["samples"]
         assert not trained & judges
+
+
+def test_all_texts_of_a_mix_are_held_out(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the refit, by the healing of the whole model, and by blocks."""
+    for name in "ab":
+        text = " ".join(f"{name}{number}" for number in range(700))
+        (tmp_path / f"{name}.txt").write_text(text)
+    mix = f"{tmp_path}/a.txt:20,{tmp_path}/b.txt:12"
+    tokens = []
+    for owner, name, place in (
+        (updates, "move_weights", "tokens"),
+        (healing, "train", 2),
+        (healing, "heal_blocks", 3),
+    ):
+        spy = Mock(side_effect=getattr(owner, name))
+        monkeypatch.setattr(owner, name, spy)
+        tokens.append((spy, place))
+    how = {"method": "wanda", "refit": True, "heal": True, "heal_steps": 11, "seqlen": 32}
+    for device_map in ("cpu", "disk"):
+        out = tmp_path / device_map
+        prune(models("llama"), calibration=mix, output=out, device_map=device_map, **how)
+    tokenizer = load_tokenizer(models("llama"))
+    options = CalibrationOptions(calibration=f"{tmp_path}/a.txt", samples=60, seqlen=32)
+    of_a = set(map(tuple, read_text(options, tokenizer, None).tokens.tolist()))
+    for spy, place in tokens:
+        (call, *_) = spy.call_args_list
+        trained = call.kwargs[place] if isinstance(place, str) else call.args[place]
+        held = [tuple(row) in of_a for row in trained[-set_aside(len(trained)) :].tolist()]
+        assert len(held) >= 2
+        assert set(held) == {True, False}
 
 
 def test_a_healing_says_why_it_is_not_checked(

@@ -158,7 +158,8 @@ def heal_model(
         )
     options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     text = text_to_heal(data, tokenizer, options, model, dense, steps=steps).for_training
-    logger.info("healing %s.", how_often(len(text.tokens), steps))
+    tokens = text.in_turns
+    logger.info("healing %s.", how_often(len(tokens), steps))
     check_agreement({"ids": text.signature, "steps": steps, "seed": seed})
     zeros = find_masks(masks, model)
     moving = list(zeros)
@@ -166,21 +167,21 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
-    at_once, checkpointing = _way_in_memory(model, moving, text.tokens, batch_size)
+    at_once, checkpointing = _way_in_memory(model, moving, tokens, batch_size)
     with (
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
         stage("heal"),
         in_evaluation_mode(dense),
-        _DenseLogits(dense, text.tokens) as dense_logits,
+        _DenseLogits(dense, tokens) as dense_logits,
         tracking(report_to, "heal", {"steps": steps, "seed": seed}) as log,
     ):
         progress = Progress(Path(folder))
-        dense_logits.prepare(text.tokens, steps, seed, progress)
+        dense_logits.prepare(tokens, steps, seed, progress)
         healed = copy.deepcopy(model).float()
         record = train(
             healed,
             dense_logits,
-            text.tokens,
+            tokens,
             zeros,
             moving,
             progress,
@@ -294,11 +295,12 @@ def heal_folder(
     by_blocks = plan.by == "blocks"
     if not by_blocks:
         data = data.for_training
+    tokens = data.in_turns
     out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks))
     out.note(healing_plan=asdict(plan))
     logger.info("healing %s.", plan.words())
     if not by_blocks:
-        logger.info("healing %s.", how_often(len(data.tokens), heal.steps))
+        logger.info("healing %s.", how_often(len(tokens), heal.steps))
     dtype = _dtype_on(plan.device, dtype)
     tracked = tracking(report_to, out.path.name, {"steps": heal.steps, "seed": seed, "by": plan.by})
     if by_blocks:
@@ -308,7 +310,7 @@ def heal_folder(
                 load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
                 checkpoint,
-                data.tokens,
+                tokens,
                 moved,
                 heal.steps,
                 at_once=plan.at_once,
@@ -333,18 +335,18 @@ def heal_folder(
             _less_the_next_time(out, plan),
             _DenseLogits(
                 _teacher(dense, architecture, plan, dtype, trust),
-                data.tokens,
+                tokens,
                 plan.hidden_states,
                 expendable=True,
             ) as logits,
             tracked as log,
         ):
-            logits.prepare(data.tokens, heal.steps, seed, progress)
+            logits.prepare(tokens, heal.steps, seed, progress)
             model, masks, moving, norms = _to_train(architecture, recipe, heal, plan, trust)
             record = train(
                 model,
                 logits,
-                data.tokens,
+                tokens,
                 masks,
                 moving,
                 progress,
