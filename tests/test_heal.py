@@ -1376,6 +1376,7 @@ def test_bad_input(
         "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out",
         samples=4,
     )
+    refused("a sequence of 1 token has no next token", seqlen=1)
     refused("must be at least 1", heal_steps=0)
     refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
     refused("must be a finite number, got inf", heal_tokens=math.inf)
@@ -1440,6 +1441,7 @@ def test_a_dry_run_says_what_it_takes(
     ("match", "how"),
     [
         ("the text has 4 sequences, and 5 are needed", {"samples": 4}),
+        ("a sequence of 1 token has no next token", {"seqlen": 1}),
         (
             r"block by block.* Give --heal-steps, which are those",
             {"device_map": "disk", "heal_minutes": 5.0},

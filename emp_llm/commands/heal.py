@@ -144,7 +144,7 @@ def heal(
     )
     out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     check_healable(dense.config, run.targets)
-    check_trains(samples_of(corpora))
+    check_trains(samples_of(corpora), corpora[0].seqlen or 0)
     minutes = how.minutes
     if minutes is not None:
         left = ranks().first(lambda: out.left)

@@ -39,8 +39,12 @@ def check_healable(config: Any, targets: Sequence[Target] | None = None) -> None
         )
 
 
-def check_trains(samples: int) -> None:
-    """Raise UserError for a text of too few sequences for a step."""
+def check_trains(samples: int, length: int) -> None:
+    """Raise UserError for a text of too few sequences for a step, or of a single token each."""
+    if length < 2:
+        raise UserError(
+            "--heal: a sequence of 1 token has no next token to predict. Give a higher --seqlen."
+        )
     if samples <= SEQUENCES:
         raise UserError(
             f"--heal: the text has {count_of(samples, 'sequence')}, and {SEQUENCES + 1} are "

@@ -213,7 +213,7 @@ def text_to_heal(
     if text is None:
         raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict())
-    check_trains(len(text.tokens))
+    check_trains(*text.tokens.shape)
     if any(is_offloaded(model) for model in models):
         raise UserError(
             "healing needs both models whole in memory, and a part of one is offloaded."

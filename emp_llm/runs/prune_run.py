@@ -210,7 +210,8 @@ class PruneRun(Run):
         )
         if recipe.heal is not None:
             check_healable(run.checkpoint.config, run.targets)
-            check_trains(samples_of(_corpora(options, run.checkpoint.config)))
+            corpora = _corpora(options, run.checkpoint.config)
+            check_trains(samples_of(corpora), corpora[0].seqlen or 0)
         return run if options.dry_run else _with_data(run, inputs)
 
     @property
