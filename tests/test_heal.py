@@ -1350,7 +1350,8 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     )
     with pytest.raises(UserError, match=r"--report-to wandb: it does not start \(no login\)"):
         heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "wandb"})
-    monkeypatch.setattr("emp_llm.healing.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    (tmp_path / "site" / "tensorboard").mkdir()  # no package
     with pytest.raises(UserError, match="--report-to tensorboard needs the package tensorboard"):
         heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "tensorboard"})
 

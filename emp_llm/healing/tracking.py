@@ -19,7 +19,10 @@ Log = Callable[[Mapping[str, float], int], None]
 
 def check_tracker(name: str) -> None:
     """Raise UserError for a tracker that is not installed."""
-    if name != "none" and find_spec(name) is None:
+    if name == "none":
+        return
+    found = find_spec(name)
+    if found is None or found.origin is None:  # a folder, such as the one that wandb writes
         raise UserError(f"--report-to {name} needs the package {name}: pip install {name}")
 
 
