@@ -296,7 +296,9 @@ def test_models_that_cannot_be_refitted(
         r"--refit"
     )
     refused(says, model=str(t5), method="wanda", refit=True)
-    refused("--heal is for decoders", model=str(t5), method="wanda", heal=True)
+    for dry_run in (True, False):
+        how = {"method": "wanda", "heal": True, "dry_run": dry_run}
+        refused("--heal is for decoders", model=str(t5), **how)
     fp8 = make_fp8(models("llama"), tmp_path / "fp8")
     says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
     refused(says, model=str(fp8), method="wanda", refit=True)

@@ -54,7 +54,7 @@ from emp_llm import (
     sweep,
     verify,
 )
-from emp_llm.calibration.data import read_text
+from emp_llm.calibration.data import CHOOSING, read_text
 from emp_llm.checkpoint import files
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.output import OutputFolder
@@ -68,6 +68,7 @@ from emp_llm.healing.checks import sequences_for, set_aside
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
 from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.pruning import updates
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import check_lines, healing_lines
@@ -227,6 +228,76 @@ def test_a_training_reads_new_text(
     with caplog.at_level("INFO"):
         prune(models("llama"), output=tmp_path / "out", **short | {"calibration": str(few)})
     assert re.search(r"trains on \d+ sequences, each up to \d+ times", caplog.text)
+
+
+def test_a_search_by_loss_heals_on_no_sequence_that_judges_it(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Mock(side_effect=healing.train)
+    monkeypatch.setattr(healing, "train", train)
+    how = given | {"method": "wanda", "heal": True, "heal_steps": STEPS}
+    prune(models("llama"), loss="5%", output=tmp_path / "out", **how)
+    options = CalibrationOptions(
+        calibration=given["calibration"], samples=given["samples"] + CHOOSING, seqlen=32
+    )
+    every = read_text(options, load_tokenizer(models("llama")), None).tokens
+    judges = set(map(tuple, every[given["samples"] :].tolist()))
+    assert train.call_args_list
+    for call in train.call_args_list:
+        trained = set(map(tuple, call.args[2].tolist()))
+        assert len(trained) > given["samples"]
+        assert not trained & judges
+
+
+def test_all_texts_of_a_mix_are_held_out(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the refit, by the healing of the whole model, and by blocks."""
+    for name in "ab":
+        text = " ".join(f"{name}{number}" for number in range(700))
+        (tmp_path / f"{name}.txt").write_text(text)
+    mix = f"{tmp_path}/a.txt:20,{tmp_path}/b.txt:12"
+    tokens = []
+    for owner, name, place in (
+        (updates, "move_weights", "tokens"),
+        (healing, "train", 2),
+        (healing, "heal_blocks", 3),
+    ):
+        spy = Mock(side_effect=getattr(owner, name))
+        monkeypatch.setattr(owner, name, spy)
+        tokens.append((spy, place))
+    how = {"method": "wanda", "refit": True, "heal": True, "heal_steps": 11, "seqlen": 32}
+    for device_map in ("cpu", "disk"):
+        out = tmp_path / device_map
+        prune(models("llama"), calibration=mix, output=out, device_map=device_map, **how)
+    tokenizer = load_tokenizer(models("llama"))
+    options = CalibrationOptions(calibration=f"{tmp_path}/a.txt", samples=60, seqlen=32)
+    of_a = set(map(tuple, read_text(options, tokenizer, None).tokens.tolist()))
+    for spy, place in tokens:
+        (call, *_) = spy.call_args_list
+        trained = call.kwargs[place] if isinstance(place, str) else call.args[place]
+        held = [tuple(row) in of_a for row in trained[-set_aside(len(trained)) :].tolist()]
+        assert len(held) >= 2
+        assert set(held) == {True, False}
+
+
+def test_a_healing_says_why_it_is_not_checked(
+    models: Models, given: dict[str, Any], tmp_path: Path
+) -> None:
+    dense = models("llama")
+    plain = prune(dense, output=tmp_path / "plain", method="magnitude", device_map="cpu")
+    assert isinstance(plain, RunReport)
+    assert plain.unchecked == "give --calibration"
+    few = tmp_path / "few.txt"
+    few.write_text(Path(given["calibration"]).read_text()[:340])
+    for text, says in ((few, "the text ends"), (given["calibration"], None)):
+        how = given | {"calibration": str(text), "heal_steps": 1, "overwrite": True}
+        report = heal(tmp_path / "plain", dense=str(dense), output=tmp_path / "out", **how)
+        if says is None:
+            assert report.unchecked is None
+        else:
+            assert report.check is None
+            assert check_lines(report)[0].startswith(f"damage not measured: {says}")
 
 
 @pytest.mark.parametrize("separable", [True, False])
@@ -1047,9 +1118,13 @@ def test_wrong_input_in_memory(models: Models, given: dict[str, Any]) -> None:
         ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
         ({"batch_size": 0}, "batch.size must be at least 1, got 0"),
         ({"seed": "one"}, "seed must be a whole number, got 'one'"),
+        ({"report_to": None}, "report.to None is not one of none, trackio"),
+        ({"report_to": "json"}, "report.to 'json' is not one of none, trackio"),
+        ({"dense": None}, "dense is of type NoneType; heal_model takes models"),
+        ({"data": ["a text"], "tokenizer": object()}, "tokenizer is of type object; give a tok"),
     ):
         with pytest.raises(UserError, match=says):
-            heal_model(model, dense, tokens, masks=report.masks, **wrong)
+            heal_model(model, **{"dense": dense, "data": tokens, "masks": report.masks} | wrong)
     dense.resize_token_embeddings(dense.config.vocab_size, pad_to_multiple_of=192)
     with pytest.raises(
         UserError,
@@ -1230,9 +1305,12 @@ def test_a_tracker_gets_the_numbers_of_a_training(
     given: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     device_map: str,
 ) -> None:
-    """The weights are those without one. One that is not installed, or does not start, is named."""
+    """The weights are those without one. One that is not installed, or does not start, is named;
+    one that fails at the end costs no training.
+    """
     prune(models("llama"), output=tmp_path / "plain", **given)
     monkeypatch.chdir(tmp_path)
     how: dict[str, Any] = given | {"dense": str(models("llama")), "device_map": device_map}
@@ -1263,17 +1341,24 @@ def test_a_tracker_gets_the_numbers_of_a_training(
         trained = [row for row, _ in rows if "train/divergence" in row]
         assert len(trained) == 2
         assert all(row["train/divergence"] > 0 and row["train/rate"] > 0 for row in trained)
+    (tmp_path / "site" / "trackio.py").write_text(_TRACKER + "\nRun.finish = None\n")
+    heal(tmp_path / "plain", output=tmp_path / "e", **how)
+    sys.modules.pop("trackio")
+    assert caplog.text.count("--report-to trackio: numbers are lost") == 1
     (tmp_path / "site" / "wandb.py").write_text(
         "def init(**about):\n    raise OSError('no login')\n"
     )
     with pytest.raises(UserError, match=r"--report-to wandb: it does not start \(no login\)"):
         heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "wandb"})
-    monkeypatch.setattr("emp_llm.healing.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    (tmp_path / "site" / "tensorboard").mkdir()  # no package
     with pytest.raises(UserError, match="--report-to tensorboard needs the package tensorboard"):
         heal(tmp_path / "plain", output=tmp_path / "c", **how | {"report_to": "tensorboard"})
 
 
-def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_input(
+    models: Models, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = str(models("llama"))
     prune(models("llama"), output=tmp_path / "plain", **given)
 
@@ -1292,6 +1377,7 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
         "the text has 4 sequences, and 5 are needed: 4 for a step, and one that is held out",
         samples=4,
     )
+    refused("a sequence of 1 token has no next token", seqlen=1)
     refused("must be at least 1", heal_steps=0)
     refused("a step reads 4 sequences of 32 tokens. Give 128 or more", heal_tokens=127.0)
     refused("must be a finite number, got inf", heal_tokens=math.inf)
@@ -1301,8 +1387,9 @@ def test_bad_input(models: Models, given: dict[str, Any], tmp_path: Path) -> Non
     refused("--heal-minutes must be above 0 and below inf, got inf", heal_minutes=math.inf)
     pack(tmp_path / "plain", tmp_path / "packed")
     refused("unpack", folder=tmp_path / "packed")
-    heal(tmp_path / "plain", dense=dense, output=tmp_path / "healed", heal_steps=1, **given)
-    refused("it is healed already", folder=tmp_path / "healed")
+    monkeypatch.chdir(tmp_path / "plain")
+    heal(Path(), dense=dense, heal_steps=1, **given)
+    refused("it is healed already", folder=tmp_path / "plain-healed")
     for match, how in {
         "--heal-steps has no effect without --heal": {"heal_steps": 3},
         "--report-to has no effect without --heal": {"report_to": "wandb"},
@@ -1349,6 +1436,37 @@ def test_a_dry_run_says_what_it_takes(
         f"{format_bytes(2 * plan.coverage.weights)} of disk beside the output" in line
         for line in by_blocks.notes
     )
+
+
+@pytest.mark.parametrize(
+    ("match", "how"),
+    [
+        ("the text has 4 sequences, and 5 are needed", {"samples": 4}),
+        ("a sequence of 1 token has no next token", {"seqlen": 1}),
+        (
+            r"block by block.* Give --heal-steps, which are those",
+            {"device_map": "disk", "heal_minutes": 5.0},
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_dry_run_refuses_what_the_run_refuses(
+    models: Models,
+    given: dict[str, Any],
+    tmp_path: Path,
+    match: str,
+    how: dict[str, Any],
+    dry_run: bool,
+) -> None:
+    with pytest.raises(UserError, match=match):
+        prune(
+            models("llama"),
+            output=tmp_path / "out",
+            heal=True,
+            dry_run=dry_run,
+            **given | how,
+        )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -135,6 +135,8 @@ def test_every_command_writes_the_file_that_repeats_it(
     assert report.calibration is not None
     (text,) = report.calibration.all_texts
     assert (text.name, text.samples, text.seqlen, report.calibration.seed) == ("self", 4, 48, 0)
+    assert report.unchecked is not None
+    assert "the model writes no text beyond the calibration" in report.unchecked
     file = tmp_path / "a" / "emp_llm" / "self.jsonl"
     again = prune(model, calibration=str(file), output=tmp_path / "b", **given)
     assert isinstance(again, RunReport)

@@ -106,6 +106,17 @@ class CalibrationText:
         return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
 
     @property
+    def in_turns(self) -> Tensor:
+        """The tokens with the texts of a mix in turns: the last ones, which an update and a healing
+        hold out, are of all texts.
+        """
+        if len(self.corpora) == 1:
+            return self.tokens
+        lengths = [len(tokens) for tokens in self._of_corpora()]
+        places = torch.cat([(torch.arange(length) + 0.5) / length for length in lengths])
+        return self.tokens[places.argsort(stable=True)]
+
+    @property
     def for_training(self) -> "CalibrationText":
         """This text with `more` of each corpus."""
         if not self.more:
@@ -617,7 +628,13 @@ def _tokenizer(given: Any) -> Any:
             "data: texts need a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...)."
         )
     loaded = load_tokenizer(Path(given)) if isinstance(given, str | Path) else given
-    return getattr(loaded, "tokenizer", loaded)  # of a processor
+    tokenizer = getattr(loaded, "tokenizer", loaded)  # of a processor
+    if not callable(tokenizer):
+        raise UserError(
+            f"tokenizer is of type {type(given).__name__}; give a tokenizer of transformers, or "
+            "its folder."
+        )
+    return tokenizer
 
 
 def _text_of_ids(

@@ -72,7 +72,13 @@ def heal(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
-    from emp_llm.healing.checks import check_healable, check_trains, in_steps, sequences_for
+    from emp_llm.healing.checks import (
+        check_healable,
+        check_trains,
+        in_steps,
+        samples_of,
+        sequences_for,
+    )
     from emp_llm.healing.tracking import check_tracker
     from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
@@ -90,6 +96,7 @@ def heal(
         healing_plan,
         in_minutes,
         signature_of_text,
+        why_unchecked,
         write_records,
     )
 
@@ -124,18 +131,20 @@ def heal(
         dense, recipe.targets.blocks, options.trust_remote_code
     )
     targets = architecture.targets_of(recipe.targets)
+    named = folder if folder.name not in ("", "..") else folder.resolve()
     run = Run(
         source=source,
         recipe=recipe,
         chosen=Chosen(architecture, targets, architecture.coverage(targets)),
         options=options,
         text=None,
-        path=options.output or folder.with_name(f"{folder.name}-healed"),
+        path=options.output or named.with_name(f"{named.name}-healed"),
         models=models,
         stopwatch=Stopwatch(),
     )
     out = OutputFolder(run.path, [folder, source.folder], pruned.output_bytes, options.overwrite)
     check_healable(dense.config, run.targets)
+    check_trains(samples_of(corpora), corpora[0].seqlen or 0)
     minutes = how.minutes
     if minutes is not None:
         left = ranks().first(lambda: out.left)
@@ -144,7 +153,6 @@ def heal(
     wanted = sequences_for(how.steps)
     text = calibration_data(options, architecture, models, training=wanted)
     run = replace(run, recipe=recipe, text=text)
-    check_trains(run.data)
     models.free()
     of_text = signature_of_text(replace(run, text=run.data.for_training))
     made_of = (
@@ -186,6 +194,7 @@ def heal(
         healing.command = command_line()
         report.recipe = recipe
         report.healing = healing
+        report.unchecked = None if run.data.held_out is not None else why_unchecked(run)
         report.evaluation = None
         report.stages |= stage_records(run.stopwatch.record)
         report.warnings += healing_warnings(healing)

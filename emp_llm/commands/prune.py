@@ -200,7 +200,7 @@ def _prune_weights(run: "PruneRun", scores: "Scores") -> RunReport:
                 move_weights,
                 pruner=pruner,
                 update=update,
-                tokens=run.data.tokens,
+                tokens=run.data.in_turns,
                 batch_size=options.batch_size,
                 hidden_states=options.hidden_states,
             )

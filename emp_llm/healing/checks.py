@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of
@@ -11,9 +11,6 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Heal
 from emp_llm.records.corpus import Corpus
 from emp_llm.walk.checks import check_update, held_out
-
-if TYPE_CHECKING:
-    from emp_llm.calibration.data import CalibrationText
 
 SEQUENCES = 4  # of a step
 SET_ASIDE = 16  # sequences that choose the step, at most
@@ -42,13 +39,17 @@ def check_healable(config: Any, targets: Sequence[Target] | None = None) -> None
         )
 
 
-def check_trains(data: "CalibrationText") -> None:
-    """Raise UserError for a text that is too short for a step."""
-    if len(data.tokens) <= SEQUENCES:
+def check_trains(samples: int, length: int) -> None:
+    """Raise UserError for a text of too few sequences for a step, or of a single token each."""
+    if length < 2:
         raise UserError(
-            f"--heal: the text has {count_of(len(data.tokens), 'sequence')}, and {SEQUENCES + 1} "
-            f"are needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, "
-            "or a lower --seqlen."
+            "--heal: a sequence of 1 token has no next token to predict. Give a higher --seqlen."
+        )
+    if samples <= SEQUENCES:
+        raise UserError(
+            f"--heal: the text has {count_of(samples, 'sequence')}, and {SEQUENCES + 1} are "
+            f"needed: {SEQUENCES} for a step, and one that is held out. Give more --samples, or a "
+            "lower --seqlen."
         )
 
 
@@ -85,6 +86,11 @@ def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
             f"tokens. Give {of_step:,} or more."
         )
     return replace(heal, steps=int(heal.tokens // of_step), tokens=None)
+
+
+def samples_of(corpora: Sequence[Corpus]) -> int:
+    """The sequences of a calibration."""
+    return sum(corpus.samples or 0 for corpus in corpora)
 
 
 def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:

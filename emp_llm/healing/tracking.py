@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,14 +19,17 @@ Log = Callable[[Mapping[str, float], int], None]
 
 def check_tracker(name: str) -> None:
     """Raise UserError for a tracker that is not installed."""
-    if name != "none" and find_spec(name) is None:
+    if name == "none":
+        return
+    found = find_spec(name)
+    if found is None or found.origin is None:  # a folder, such as the one that wandb writes
         raise UserError(f"--report-to {name} needs the package {name}: pip install {name}")
 
 
 @contextmanager
 def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log | None]:
     """A function that sends the numbers of a step, by name; None without a tracker, and on all
-    ranks but the first. A failure to send ends no training.
+    ranks but the first. A failure to send, or to finish, ends no run.
 
     Args:
         name: "none", "trackio", "tensorboard" or "wandb".
@@ -46,23 +50,23 @@ def tracking(name: str, run: str, settings: Mapping[str, Any]) -> Iterator[Log |
         raise UserError(f"--report-to {name}: it does not start ({reason(error)}).") from error
     failed = False
 
-    def log(numbers: Mapping[str, float], step: int) -> None:
+    def attempt(work: Callable[[], Any]) -> None:
         nonlocal failed
         try:
-            send(numbers, step)
+            work()
         except Exception as error:
             if not failed:
                 logger.warning(
-                    "warning: --report-to %s: numbers are lost (%s). The training goes on.",
+                    "warning: --report-to %s: numbers are lost (%s). The run goes on.",
                     name,
                     reason(error),
                 )
             failed = True
 
     try:
-        yield log
+        yield lambda numbers, step: attempt(partial(send, numbers, step))
     finally:
-        end()
+        attempt(end)
 
 
 def _tensorboard(run: str) -> tuple[Log, Callable[[], Any]]:

@@ -35,6 +35,7 @@ from emp_llm.checkpoint.agreement import check_agreement
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.declared import options_of
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import (
     OutOfMemory,
@@ -68,7 +69,7 @@ from emp_llm.healing.memory import (
     ways,
 )
 from emp_llm.healing.progress import Measure, Progress
-from emp_llm.healing.tracking import Log, tracking
+from emp_llm.healing.tracking import Log, check_tracker, tracking
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
 from emp_llm.models.blockwise import BlockwiseModel, Walk
@@ -80,6 +81,7 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions, Place
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
@@ -136,11 +138,13 @@ def heal_model(
         raise UserError(f"weights must be 'targets' or 'all', got {weights!r}.")
     if type(steps) is not int or steps < 1:
         raise UserError(f"steps must be a whole number of at least 1, got {steps!r}.")
-    for given in (model, dense):
+    options_of(PruneOptions)["report_to"].checked(report_to)
+    check_tracker(report_to)
+    for name, given in {"model": model, "dense": dense}.items():
         if not isinstance(given, PreTrainedModel):
             raise UserError(
-                f"model is a {type(given).__name__}; heal_model takes a model of transformers. Of "
-                "a wrapped model, give what is inside (model.module)."
+                f"{name} is of type {type(given).__name__}; heal_model takes models of "
+                f"transformers. Of a wrapped model, give what is inside ({name}.module)."
             )
         check_not_sharded(given)
     dense_tokens = dense.config.get_text_config().vocab_size
@@ -154,7 +158,8 @@ def heal_model(
         )
     options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     text = text_to_heal(data, tokenizer, options, model, dense, steps=steps).for_training
-    logger.info("healing %s.", how_often(len(text.tokens), steps))
+    tokens = text.in_turns
+    logger.info("healing %s.", how_often(len(tokens), steps))
     check_agreement({"ids": text.signature, "steps": steps, "seed": seed})
     zeros = find_masks(masks, model)
     moving = list(zeros)
@@ -162,21 +167,21 @@ def heal_model(
         architecture = architecture_of(model, ModelWeights(model))
         layers = (target.layer.parameter for target in updatable(architecture.select("all-linear")))
         moving = [*dict.fromkeys([*zeros, *layers]), *_norm_parameters(model, architecture)]
-    at_once, checkpointing = _way_in_memory(model, moving, text.tokens, batch_size)
+    at_once, checkpointing = _way_in_memory(model, moving, tokens, batch_size)
     with (
         tempfile.TemporaryDirectory(prefix="emp-llm-heal-") as folder,
         stage("heal"),
         in_evaluation_mode(dense),
-        _DenseLogits(dense, text.tokens) as dense_logits,
+        _DenseLogits(dense, tokens) as dense_logits,
         tracking(report_to, "heal", {"steps": steps, "seed": seed}) as log,
     ):
         progress = Progress(Path(folder))
-        dense_logits.prepare(text.tokens, steps, seed, progress)
+        dense_logits.prepare(tokens, steps, seed, progress)
         healed = copy.deepcopy(model).float()
         record = train(
             healed,
             dense_logits,
-            text.tokens,
+            tokens,
             zeros,
             moving,
             progress,
@@ -208,7 +213,7 @@ def text_to_heal(
     if text is None:
         raise UserError("data: healing trains on text alone; give texts or token ids, not batches.")
     check_healable(models[0].config.to_dict())
-    check_trains(text)
+    check_trains(*text.tokens.shape)
     if any(is_offloaded(model) for model in models):
         raise UserError(
             "healing needs both models whole in memory, and a part of one is offloaded."
@@ -290,11 +295,12 @@ def heal_folder(
     by_blocks = plan.by == "blocks"
     if not by_blocks:
         data = data.for_training
+    tokens = data.in_turns
     out.check_space(checkpoint.output_bytes + healing_bytes(checkpoint, targets, heal, by_blocks))
     out.note(healing_plan=asdict(plan))
     logger.info("healing %s.", plan.words())
     if not by_blocks:
-        logger.info("healing %s.", how_often(len(data.tokens), heal.steps))
+        logger.info("healing %s.", how_often(len(tokens), heal.steps))
     dtype = _dtype_on(plan.device, dtype)
     tracked = tracking(report_to, out.path.name, {"steps": heal.steps, "seed": seed, "by": plan.by})
     if by_blocks:
@@ -304,7 +310,7 @@ def heal_folder(
                 load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
                 checkpoint,
-                data.tokens,
+                tokens,
                 moved,
                 heal.steps,
                 at_once=plan.at_once,
@@ -329,18 +335,18 @@ def heal_folder(
             _less_the_next_time(out, plan),
             _DenseLogits(
                 _teacher(dense, architecture, plan, dtype, trust),
-                data.tokens,
+                tokens,
                 plan.hidden_states,
                 expendable=True,
             ) as logits,
             tracked as log,
         ):
-            logits.prepare(data.tokens, heal.steps, seed, progress)
+            logits.prepare(tokens, heal.steps, seed, progress)
             model, masks, moving, norms = _to_train(architecture, recipe, heal, plan, trust)
             record = train(
                 model,
                 logits,
-                data.tokens,
+                tokens,
                 masks,
                 moving,
                 progress,

@@ -454,7 +454,7 @@ def _moved(
     moved = MovedWeights()
     with stopwatch(update.name), in_evaluation_mode(model):
         batch_size = calibration.text.batch_size
-        move_weights(model, pruner, update, sequences.tokens, moved, batch_size)
+        move_weights(model, pruner, update, sequences.in_turns, moved, batch_size)
     return moved
 
 

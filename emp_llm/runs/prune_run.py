@@ -26,6 +26,7 @@ from emp_llm.healing.checks import (
     check_trains,
     healing_bytes,
     in_steps,
+    samples_of,
     sequences_for,
 )
 from emp_llm.healing.memory import HealingPlan
@@ -54,6 +55,7 @@ from emp_llm.runs.run import (
     held_out_perplexity,
     in_minutes,
     signature_of_text,
+    why_unchecked,
     write_records,
 )
 from emp_llm.walk.checks import update_bytes
@@ -183,8 +185,9 @@ class PruneRun(Run):
         early. A dry run reads neither. A collective call.
 
         Raises:
-            UserError: the output may not be written, or holds other work; or the text or the data
-                of the suite is missing, or does not do; or a rank reads something else.
+            UserError: the model cannot heal, or not on so few sequences; the output may not be
+                written, or holds other work; or the text or the data of the suite is missing, or
+                does not do; or a rank reads something else.
         """
         options = inputs.options
         stopwatch = Stopwatch()
@@ -205,6 +208,10 @@ class PruneRun(Run):
             held_out=None if inputs.judged is None else inputs.judged.tokens,
             made_of=made_of or {},
         )
+        if recipe.heal is not None:
+            check_healable(run.checkpoint.config, run.targets)
+            corpora = _corpora(options, run.checkpoint.config)
+            check_trains(samples_of(corpora), corpora[0].seqlen or 0)
         return run if options.dry_run else _with_data(run, inputs)
 
     @property
@@ -257,18 +264,14 @@ def _with_data(run: PruneRun, inputs: Inputs) -> PruneRun:
     reads_text = run.needs_text or (run.checks and options.calibration is not None)
     if run.judged is None:
         check_wanted(options, inputs.given, reads_text)
-    if run.recipe.heal is not None:
-        check_healable(run.checkpoint.config, run.targets)
-        if run.recipe.heal.minutes is not None:
-            run = _in_minutes(run, run.recipe.heal.minutes)
+    if run.recipe.heal is not None and run.recipe.heal.minutes is not None:
+        run = _in_minutes(run, run.recipe.heal.minutes)
     if inputs.suite is None or not run.path.exists():  # else `awaits_evaluation` decides
         output = output_of(run)
         if options.loss is None:  # a search has work of its own
             output.check_leftover(run_signature(run.checkpoint, run.recipe, None))
     if reads_text:
         run = _with_text(run)
-    if run.recipe.heal is not None:
-        check_trains(run.data)
     if inputs.suite is not None:
         run = _with_suite(run, inputs.suite)
     made_of = {key: value for key, value in run.signature.items() if key != "source"}
@@ -305,7 +308,8 @@ def _with_text(run: PruneRun) -> PruneRun:
         run.models,
         options.propagate,
         run.quantization,
-        held_out=CHOOSING if decides else CHECKED,
+        # A run that --loss has begun trains on none of the sequences by which it chose.
+        held_out=CHECKED if not decides and run.judged is None else CHOOSING,
         training=0 if run.recipe.heal is None else sequences_for(run.recipe.heal.steps),
     )
     deciding = None
@@ -380,8 +384,7 @@ def plan_of(run: PruneRun) -> DryRun:
     if heal is not None:
         corpora = _corpora(options, checkpoint.config)
         length = corpora[0].seqlen or 0
-        samples = sum(corpus.samples or 0 for corpus in corpora)
-        healing = healing_plan(run, samples, length)
+        healing = healing_plan(run, samples_of(corpora), length)
         notes += healing_notes(checkpoint, run.targets, heal, length, healing)
     return DryRun(
         layers=planned_layers(run.targets),
@@ -546,10 +549,8 @@ def finish(
         pruned = checked(run, out.files)
         run.models.free()
         report.check = None if pruned is None else CheckRecord(dense=dense, pruned=pruned)
-    if run.checks and run.text is None:
-        report.unchecked = "give --calibration"
-    elif run.checks and run.held_out is None:
-        report.unchecked = "the text ends with the calibration; give fewer --samples"
+    if run.checks and run.held_out is None:
+        report.unchecked = why_unchecked(run)
     if norms is not None:
         report.calibration = norms.about
     elif run.needs_text:

@@ -19,6 +19,7 @@ from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
+from emp_llm.healing.checks import samples_of
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.architecture import Target
@@ -185,6 +186,15 @@ def held_out_perplexity(
     )
 
 
+def why_unchecked(run: Run) -> str:
+    """What a check of a run without held-out sequences would need."""
+    if run.text is None:
+        return "give --calibration"
+    if all(corpus.generate for corpus in run.text.corpora):
+        return "the model writes no text beyond the calibration; use emp-llm evaluate"
+    return "the text ends with the calibration; give fewer --samples"
+
+
 def healing_plan(
     run: Run, samples: int, length: int, kept: dict[str, Any] | None = None
 ) -> HealingPlan:
@@ -194,14 +204,15 @@ def healing_plan(
         kept: the plan of an interrupted run.
 
     Raises:
-        UserError: memory does not suffice.
+        UserError: memory does not suffice, or block by block, it has minutes.
     """
-    assert run.recipe.heal is not None
-    return plan_healing(
+    heal = run.recipe.heal
+    assert heal is not None
+    plan = plan_healing(
         run.checkpoint,
         run.targets,
         run.recipe,
-        run.recipe.heal,
+        heal,
         device_map=run.models.device_map,
         length=length,
         samples=samples,
@@ -209,6 +220,12 @@ def healing_plan(
         hidden_states=run.options.hidden_states,
         kept=kept,
     )
+    if heal.minutes is not None and plan.by == "blocks":
+        raise UserError(
+            f"--heal-minutes: healing goes {plan.words()}. Give --heal-steps, which are those of "
+            "each block."
+        )
+    return plan
 
 
 def in_minutes(
@@ -249,12 +266,7 @@ def in_minutes(
         differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
         if not (differs and overwrite):
             return kept  # other work that may not be discarded is refused later
-    plan = healing_plan(run, sum(corpus.samples or 0 for corpus in corpora), length)
-    if plan.by == "blocks":
-        raise UserError(
-            f"--heal-minutes: healing goes {plan.words()}. Give --heal-steps, which are those of "
-            "each block."
-        )
+    plan = healing_plan(run, samples_of(corpora), length)
     steps = steps_of_minutes(
         heal.minutes,
         pruned,

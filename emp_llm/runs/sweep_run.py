@@ -341,7 +341,7 @@ class _Measuring:
                     dense_model(run),
                     pruner,
                     update,
-                    run.data.tokens,
+                    run.data.in_turns,
                     moved,
                     run.options.batch_size,
                     run.options.hidden_states,

@@ -179,7 +179,7 @@ def prune_units(run: PruneRun, model: UnitModel) -> RunReport:
             refit = partial(
                 model.units[0].refit,
                 decision.kept,
-                tokens=run.data.tokens,
+                tokens=run.data.in_turns,
                 update=update,
                 min_expert_tokens=run.recipe.targets.min_expert_tokens,
                 blocks=run.recipe.targets.blocks,
