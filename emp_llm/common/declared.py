@@ -54,6 +54,8 @@ class Opt:
 
     def check_range(self, flag: str, value: float) -> None:
         """Raise UserError for a number that is too small or too large."""
+        if isinstance(value, int) and value.bit_length() > 64:  # a float may not hold it
+            raise UserError(f"{flag} is a number of more than 64 bits. Give a smaller one.")
         rules = [
             (f"at least {self.minimum}", self.minimum is None or value >= self.minimum),
             (f"above {self.above}", self.above is None or value > self.above),

@@ -1,6 +1,5 @@
 """What is known of a healing before it: whether it is possible, its memory and its disk."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import Heal
+from emp_llm.options.recipe import MOST_STEPS, Heal
 from emp_llm.records.corpus import Corpus
 from emp_llm.walk.checks import check_update, held_out
 
@@ -72,18 +71,16 @@ def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
         corpora: its text; all have the same seqlen.
 
     Raises:
-        UserError: the tokens do not suffice for one step.
+        UserError: the tokens are too few for a step, or too many.
     """
     if heal.tokens is None:
         return heal
-    if not math.isfinite(heal.tokens):
-        raise UserError(f"--heal-tokens must be a finite number, got {heal.tokens}.")
     length = corpora[0].seqlen or 0
     of_step = SEQUENCES * length
-    if heal.tokens < of_step:
+    if not of_step <= heal.tokens <= MOST_STEPS * of_step:
         raise UserError(
             f"--heal-tokens {heal.tokens:g}: a step reads {SEQUENCES} sequences of {length:,} "
-            f"tokens. Give {of_step:,} or more."
+            f"tokens. Give {of_step:,} to {MOST_STEPS * of_step:,}."
         )
     return replace(heal, steps=int(heal.tokens // of_step), tokens=None)
 

@@ -82,7 +82,7 @@ from emp_llm.models.reapply import find_masks, stored_masks
 from emp_llm.models.sharded import check_not_sharded
 from emp_llm.options.calibration import CalibrationOptions, Place
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Heal, Recipe
+from emp_llm.options.recipe import MOST_STEPS, Heal, Recipe
 from emp_llm.records.run_report import HealingRecord
 from emp_llm.records.source import CalibrationRecord
 from emp_llm.selection.rows import words_of
@@ -419,7 +419,7 @@ def steps_of_minutes(
             f"--heal-minutes {minutes:g}: a step takes {step:.1f} s, and the passes of held-out "
             f"sequences {measures:.1f} s. Give {least:g} or more."
         )
-    return steps
+    return min(steps, MOST_STEPS)
 
 
 def _dtype_on(device: str, dtype: str) -> str:

@@ -8,7 +8,6 @@ it. Records hold the tree as it is (`Recipe.as_dict`); `recipe_of` reads the fla
 command line into it.
 """
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -507,6 +506,9 @@ class Targets(Node):
             raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
 
+MOST_STEPS = 10_000_000  # of a training
+
+
 @dataclass(frozen=True)
 class Heal(Node):
     """The kept weights are trained on the dense model's probabilities.
@@ -525,7 +527,10 @@ class Heal(Node):
     steps: Annotated[
         int,
         Opt(
-            "Steps of the training, of four sequences (default 300).", name="heal_steps", minimum=1
+            "Steps of the training, of four sequences (default 300).",
+            name="heal_steps",
+            minimum=1,
+            maximum=MOST_STEPS,
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     weights: Annotated[
@@ -546,7 +551,7 @@ class Heal(Node):
             "Minutes of the training, in place of its steps; two steps are timed first.",
             name="heal_minutes",
             above=0,
-            below=math.inf,
+            maximum=1_000_000,
         ),
     ] = None
 
