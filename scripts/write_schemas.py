@@ -134,7 +134,12 @@ def schema_text(name: str) -> str:
             part["anyOf"].sort(key=lambda each: (each.get("type") == "null", json.dumps(each)))
         return part
 
-    return json.dumps(json.loads(json.dumps(schema_of(name)), object_hook=ordered), indent=2) + "\n"
+    return (
+        json.dumps(
+            json.loads(json.dumps(schema_of(name)), object_hook=ordered), indent=2, allow_nan=False
+        )
+        + "\n"
+    )
 
 
 def main(line: list[str] | None = None) -> None:

@@ -1409,6 +1409,8 @@ def test_the_best_method_is_one_word(models: Models, given: dict[str, Any], tmp_
     assert recipe == Recipe(update=Admm(refit=Refit()), heal=Heal(steps=1))
     assert report.fits
     assert report.healing is not None
+    with pytest.raises(UserError, match="--method best removes weights, and --structure units"):
+        recipe_of(method="best", structure="neurons")
     pattern = recipe_of(method="best", pattern="2:4")
     assert pattern == Recipe(
         score=Magnitude(), counts=Pattern(2, 4), update=Admm(refit=Refit()), heal=Heal()

@@ -189,6 +189,11 @@ def _method_of(given: dict[str, Any], structure: Structure | None) -> str:
         own = custom_name(given.get("criterion"), given.get("scores"))
         return f"emp-{own or default}"
     if method == "best":  # its evidence is in docs/heal.md
+        if structure is not None:
+            raise UserError(
+                "--method best removes weights, and --structure units. Give one; --heal goes with "
+                "both."
+            )
         given |= {Refit.name: True, "heal": True}
         return "admm" if {"pattern", "match"} & given.keys() else "emp-admm"
     return method
