@@ -357,7 +357,7 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Refit(damping="1"), "damping must be a number, got '1'"),
         (lambda: Refit(weighting="rows"), "weighting 'rows' is not one of equal, relative"),
         (lambda: SparseGPT(refit=True), r"refit must be Refit\(...\) or None, got True"),
-        (lambda: Heal(steps=0), "steps must be at least 1, got 0"),
+        (lambda: Heal(steps=0), "steps must be at least 1 and at most 10000000, got 0"),
         (lambda: Targets(min_expert_tokens=-1), "min.expert.tokens must be at least 0"),
         (lambda: Targets(tower="vision", blocks="a"), "blocks and .*tower both choose"),
         (lambda: Recipe(counts=Pattern(2, 4), group="matrix"), "needs group row, not matrix"),
