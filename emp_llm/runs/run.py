@@ -204,7 +204,7 @@ def healing_plan(
         kept: the plan of an interrupted run.
 
     Raises:
-        UserError: memory does not suffice, or block by block, it has minutes.
+        UserError: memory does not suffice, or the minutes are of a healing block by block.
     """
     heal = run.recipe.heal
     assert heal is not None
