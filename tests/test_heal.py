@@ -858,6 +858,15 @@ def test_memory_that_runs_out_in_the_training(
         ("blocks", False),
     ]
     assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
+    # Steps that minutes have chosen are those of the whole model, not of each block.
+    del how["heal_steps"]
+    how |= {"output": tmp_path / "timed", "heal_minutes": 5.0}
+    monkeypatch.setattr(healing, "steps_of_minutes", lambda *given, **how: STEPS)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
+            prune(models("llama"), **how)
+    with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
+        prune(models("llama"), **how)
 
 
 @pytest.mark.parametrize("instructions", [True, False])

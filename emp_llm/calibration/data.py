@@ -52,7 +52,7 @@ from emp_llm.models.one_model import OneModel
 from emp_llm.models.placement import Quantization, check_ids, max_context
 from emp_llm.options.base import check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.records.corpus import Corpus
+from emp_llm.records.corpus import Corpus, samples_of
 
 IN_MEMORY = "data in memory"  # the name of the text in records
 _LENGTH = 2048  # tokens in a sequence of data in memory, if neither option nor model says less
@@ -219,7 +219,7 @@ def read_text(
         )
     ]
     judging = max(1, held_out // len(corpora))
-    lacking = max(0, training - sum(corpus.samples or 0 for corpus in corpora))
+    lacking = max(0, training - samples_of(corpora))
     learned = math.ceil(lacking / len(corpora))
     tokens = []
     rest = []

@@ -76,7 +76,6 @@ def heal(
         check_healable,
         check_trains,
         in_steps,
-        samples_of,
         sequences_for,
     )
     from emp_llm.healing.tracking import check_tracker
@@ -88,6 +87,7 @@ def heal(
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
     from emp_llm.pruning.writing import are_as_written, read_manifest
+    from emp_llm.records.corpus import samples_of
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
     from emp_llm.runs.run import (
@@ -171,7 +171,8 @@ def heal(
     with out:
         out.begin({"heals": pruned.states} | made_of, machine_name())
         samples, length = run.data.tokens.shape
-        plan = healing_plan(run, samples, length, out.get("healing_plan"))
+        kept = out.get("healing_plan")
+        plan = healing_plan(run, samples, length, kept, by_minutes=minutes is not None)
         if "batch_size" in given and plan.by == "model" and plan.device == "cpu":
             logger.warning(
                 "warning: --batch-size has no effect on a CPU: healing takes one sequence at a "

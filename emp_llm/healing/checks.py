@@ -85,11 +85,6 @@ def in_steps(heal: Heal, corpora: Sequence[Corpus]) -> Heal:
     return replace(heal, steps=int(heal.tokens // of_step), tokens=None)
 
 
-def samples_of(corpora: Sequence[Corpus]) -> int:
-    """The sequences of a calibration."""
-    return sum(corpus.samples or 0 for corpus in corpora)
-
-
 def healing_weights(checkpoint: Checkpoint, targets: Sequence[Target], heal: Heal) -> int:
     """An upper bound on the number of weights that healing moves."""
     return (

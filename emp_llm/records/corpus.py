@@ -1,5 +1,6 @@
 """Corpus recipes: the TOML files in `calibration/`, and the [perplexity] tables of suites."""
 
+from collections.abc import Sequence
 from pathlib import PurePath
 
 import msgspec
@@ -57,3 +58,8 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
         if self.dataset is not None and PurePath(self.dataset).is_absolute():
             record.dataset = PurePath(self.dataset).name
         return record
+
+
+def samples_of(corpora: Sequence[Corpus]) -> int:
+    """The sequences of a calibration."""
+    return sum(corpus.samples or 0 for corpus in corpora)

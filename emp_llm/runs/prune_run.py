@@ -26,7 +26,6 @@ from emp_llm.healing.checks import (
     check_trains,
     healing_bytes,
     in_steps,
-    samples_of,
     sequences_for,
 )
 from emp_llm.healing.memory import HealingPlan
@@ -42,7 +41,7 @@ from emp_llm.pruning.chosen import Chosen, stored_bytes
 from emp_llm.pruning.dry_run import DryRun, healing_notes, planned_layers, resume_bytes
 from emp_llm.pruning.report import log_warnings
 from emp_llm.pruning.writing import run_signature
-from emp_llm.records.corpus import Corpus
+from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.evaluation import CheckRecord
 from emp_llm.records.run_report import LossRecord, RunReport
 from emp_llm.records.source import stage_records
@@ -384,7 +383,8 @@ def plan_of(run: PruneRun) -> DryRun:
     if heal is not None:
         corpora = _corpora(options, checkpoint.config)
         length = corpora[0].seqlen or 0
-        healing = healing_plan(run, samples_of(corpora), length)
+        timed = heal.minutes is not None
+        healing = healing_plan(run, samples_of(corpora), length, by_minutes=timed)
         notes += healing_notes(checkpoint, run.targets, heal, length, healing)
     return DryRun(
         layers=planned_layers(run.targets),
@@ -420,7 +420,7 @@ def planned_healing(run: PruneRun, kept: dict[str, Any] | None = None) -> Healin
     if run.recipe.heal is None:
         return None
     samples, length = run.data.tokens.shape
-    return healing_plan(run, samples, length, kept)
+    return healing_plan(run, samples, length, kept, by_minutes="minutes" in run.made_of)
 
 
 def work_bytes(run: PruneRun, plan: HealingPlan | None = None) -> int:

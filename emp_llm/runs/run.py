@@ -19,7 +19,6 @@ from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, free_memory
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
-from emp_llm.healing.checks import samples_of
 from emp_llm.healing.memory import HealingPlan, plan_healing
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.architecture import Target
@@ -31,7 +30,7 @@ from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
-from emp_llm.records.corpus import Corpus
+from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CalibrationRecord, ModelSource
 
@@ -196,12 +195,17 @@ def why_unchecked(run: Run) -> str:
 
 
 def healing_plan(
-    run: Run, samples: int, length: int, kept: dict[str, Any] | None = None
+    run: Run,
+    samples: int,
+    length: int,
+    kept: dict[str, Any] | None = None,
+    by_minutes: bool = False,
 ) -> HealingPlan:
     """How the model heals: `samples` sequences of `length` tokens.
 
     Args:
         kept: the plan of an interrupted run.
+        by_minutes: whether minutes have chosen the steps of the healing, or will.
 
     Raises:
         UserError: memory does not suffice, or the minutes are of a healing block by block.
@@ -220,7 +224,7 @@ def healing_plan(
         hidden_states=run.options.hidden_states,
         kept=kept,
     )
-    if heal.minutes is not None and plan.by == "blocks":
+    if by_minutes and plan.by == "blocks":
         raise UserError(
             f"--heal-minutes: healing goes {plan.words()}. Give --heal-steps, which are those of "
             "each block."
@@ -266,7 +270,7 @@ def in_minutes(
         differs |= describe_difference({key: work.get(key) for key in same}, same) is not None
         if not (differs and overwrite):
             return kept  # other work that may not be discarded is refused later
-    plan = healing_plan(run, samples_of(corpora), length)
+    plan = healing_plan(run, samples_of(corpora), length, by_minutes=True)
     steps = steps_of_minutes(
         heal.minutes,
         pruned,
