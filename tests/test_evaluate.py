@@ -295,7 +295,7 @@ def test_a_terminated_run_resumes(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"limit": 3}, "limit None, this one has 3"),
+        ({"limit": 3}, "limit not given, this one has 3"),
         ({"batch_size": "4"}, "batch_size 8, this one has 4"),
         ({"dtype": "float32"}, "dtype"),
         ({"suite": "perplexity"}, "text"),

@@ -308,7 +308,7 @@ def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Pat
     sweep(source, output=out, **options)
     changes = (
         (source, {"targets": "attention"}, r"shared\.targets mlp, this one has attention"),
-        (source, {"limit": 3}, r"limit None, this one has 3"),
+        (source, {"limit": 3}, r"limit not given, this one has 3"),
         (source, {"samples": 3}, r"activations\."),
         (source, {"dtype": "float32"}, r"dtype auto, this one has float32"),
         (models("gpt2"), {}, r"model\.identity"),

@@ -578,7 +578,8 @@ def describe_difference(old: Any, new: Any) -> str | None:
             f"another source: {name.removeprefix('source.files.')} has another size, inode "
             "or change time"
         )
-    before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, values))
+    texts = ["not given" if value is None else str(value) for value in values]
+    before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in texts)
     return f"{name} {before}, this one has {now}"
 
 
