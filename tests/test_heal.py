@@ -859,14 +859,18 @@ def test_memory_that_runs_out_in_the_training(
     ]
     assert verify(tmp_path / "out", source=str(models("llama"))).differences == []
     # Steps that minutes have chosen are those of the whole model, not of each block.
-    del how["heal_steps"]
-    how |= {"output": tmp_path / "timed", "heal_minutes": 5.0}
     monkeypatch.setattr(healing, "steps_of_minutes", lambda *given, **how: STEPS)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
-            prune(models("llama"), **how)
-    with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
-        prune(models("llama"), **how)
+    prune(models("llama"), output=tmp_path / "plain", method="magnitude")
+    timed = given | {"device_map": "auto", "heal_minutes": 5.0}
+    for command in (
+        partial(prune, models("llama"), method="wanda", heal=True, output=tmp_path / "timed"),
+        partial(heal, tmp_path / "plain", dense=str(models("llama")), output=tmp_path / "healed"),
+    ):
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"out of memory.*The same command goes on"):
+                command(**timed)
+        with pytest.raises(UserError, match=r"block by block.* Give --heal-steps, which are those"):
+            command(**timed)
 
 
 @pytest.mark.parametrize("instructions", [True, False])
