@@ -38,7 +38,7 @@ from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block, token_weights
 
 _RATE = 0.01  # at most; only models of a few narrow blocks would have more
-_BLOCK = 4.0  # a block that heals alone has the rate of one of so many that heal together
+_BLOCK = 8.0  # a block that heals alone has the rate of one of so many that heal together
 
 
 def heal_blocks(
@@ -181,7 +181,7 @@ class _Groups:
 def rate_of(config: Any, blocks: float | None = None) -> float:
     """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
 
-        min(0.01, 1 / (blocks * sqrt(2 * width)))
+        min(0.01, sqrt(2 / width) / blocks)
 
     Adam changes each weight by about its rate, and those of a row in step with their inputs. So a
     rate r changes the outputs of a layer with n inputs by about r * sqrt(n) of their size, and
@@ -192,7 +192,7 @@ def rate_of(config: Any, blocks: float | None = None) -> float:
         blocks: that change at a time; None: all.
     """
     text = config.get_text_config()
-    return min(_RATE, 1 / ((blocks or text.num_hidden_layers) * math.sqrt(2 * text.hidden_size)))
+    return min(_RATE, math.sqrt(2 / text.hidden_size) / (blocks or text.num_hidden_layers))
 
 
 def rate_of_weight(weight: Tensor, rate: float) -> float:
