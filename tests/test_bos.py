@@ -101,7 +101,7 @@ def test_texts_in_memory_and_token_ids() -> None:
 @pytest.mark.parametrize("begin", [None, 9])
 def test_sequences_hold_every_token_once(begin: int | None) -> None:
     for ids in ([3] * 10, [9, *[3] * 10], [3, 3, 3, 9, 3, 3, 3, 9, 3], [9], [3], []):
-        found = sequences(torch.tensor(ids, dtype=torch.int64), 4, begin)
+        found = list(sequences(torch.tensor(ids, dtype=torch.int64), 4, begin))
         assert all(row.numel() == 4 for row in found[:-1])
         assert begin is None or all(row[0] == begin for row in found)
         text = [token for row in found for token in row.tolist()]
@@ -111,7 +111,7 @@ def test_sequences_hold_every_token_once(begin: int | None) -> None:
             "a text that begins so gets no second token"
         )
     with pytest.raises(UserError, match="a sequence of 1 token holds the begin token alone"):
-        sequences(torch.tensor([3]), 1, 9)
+        next(sequences(torch.tensor([3]), 1, 9))
 
 
 @pytest.mark.parametrize("length", [63 * 5, 63 * 5 + 1, 63 * 5 + 20, 1])

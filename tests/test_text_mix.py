@@ -2,17 +2,21 @@
 parts with their numbers.
 """
 
+import errno
 import shutil
+from mmap import mmap
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import Run
 from test_conversations import CHATS, TEMPLATE, with_template, write
 
+from emp_llm.calibration import data
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import read_text
+from emp_llm.calibration.data import CalibrationText, read_text
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 
@@ -181,3 +185,44 @@ def test_the_norms_are_those_of_both_texts_and_the_record_says_so(
     assert ("a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens") in (
         texts / "page" / "report.md"
     ).read_text()
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize("mix", ["a.txt", "a.txt,rows.jsonl,column=body", "rows.toml", "each.toml"])
+def test_a_long_text_lies_in_a_file(
+    mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same tokens; a full disk is told."""
+    (tmp_path / "rows.toml").write_text('file = "rows.jsonl"\ncolumn = "body"\n')
+    (tmp_path / "each.toml").write_text('file = "rows.jsonl"\ncolumn = "body"\nbos = "each"\n')
+    options = CalibrationOptions(calibration=mix, samples=6, seqlen=LENGTH)
+    tokenizer = with_template()
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(1)
+
+    def read() -> CalibrationText:
+        return read_text(options, tokenizer, None, training=30)
+
+    in_memory = read()
+    mapped: list[int] = []
+
+    def noted(file: int, size: int) -> mmap:
+        mapped.append(size)
+        return mmap(file, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_IN_MEMORY_BYTES", 100)
+        patch.setattr(data, "mmap", noted)
+        in_file = read()
+        for one, other in ((in_memory, in_file), (in_memory.for_training, in_file.for_training)):
+            assert one.signature == other.signature
+            assert one.corpora == other.corpora
+            assert torch.equal(one.in_turns, other.in_turns)
+        assert in_memory.held_out is not None
+        assert in_file.held_out is not None
+        assert torch.equal(in_memory.held_out, in_file.held_out)
+        assert len(in_file.for_training.tokens) == 30
+        assert mapped
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        patch.setattr(data.os, "posix_fallocate", full, raising=False)
+        with pytest.raises(UserError, match=r"no space left for .* tokens .* Set TMPDIR"):
+            read()

@@ -4,14 +4,19 @@ The text comes from the recipes and files of `calibration.texts`, from Python (t
 rows, token ids), or from the model itself.
 """
 
+import errno
 import hashlib
 import json
 import math
+import os
+import tempfile
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +66,7 @@ _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on avera
 CHECKED = 8  # sequences after those of a calibration, which a run is checked on
 CHOOSING = 24  # of a run that chooses by a loss: two thirds decide, one third judges
 _MARGIN = 64  # tokens at the end of a cut text, which may differ from those of the whole
+_IN_MEMORY_BYTES = 1 << 27  # of token ids; longer texts lie in a file
 _WRITING = "emp-llm self 1"  # changes with the text that a model writes
 
 
@@ -74,15 +80,15 @@ class CalibrationText:
         seed: the seed of shuffled and generated texts; None for others.
         held_out: the sequences of the text that follow those, in its shape; none where the text
             ends, or is generated.
-        more: the sequences that follow the held-out ones, of each corpus, on which a healing may
-            train.
+        training: the sequences on which a healing may train, of each corpus: its own, and more that
+            follow the held-out ones. None: `tokens` alone.
     """
 
     corpora: list[Corpus]
     tokens: Tensor
     seed: int | None
     held_out: Tensor | None = None
-    more: tuple[Tensor, ...] = ()
+    training: tuple[Tensor, ...] | None = None
 
     @property
     def number(self) -> int:
@@ -114,19 +120,19 @@ class CalibrationText:
             return self.tokens
         lengths = [len(tokens) for tokens in self._of_corpora()]
         places = torch.cat([(torch.arange(length) + 0.5) / length for length in lengths])
-        return self.tokens[places.argsort(stable=True)]
+        order = places.argsort(stable=True)
+        return torch.index_select(self.tokens, 0, order, out=_room(*self.tokens.shape))
 
-    @property
+    @cached_property
     def for_training(self) -> "CalibrationText":
-        """This text with `more` of each corpus."""
-        if not self.more:
+        """The text on which a healing trains."""
+        if self.training is None:
             return self
-        longer = [torch.cat(both) for both in zip(self._of_corpora(), self.more, strict=True)]
         corpora = [
             msgspec.structs.replace(corpus, samples=len(ids))
-            for corpus, ids in zip(self.corpora, longer, strict=True)
+            for corpus, ids in zip(self.corpora, self.training, strict=True)
         ]
-        return replace(self, corpora=corpora, tokens=torch.cat(longer), more=())
+        return replace(self, corpora=corpora, tokens=_joined(self.training), training=None)
 
     def _of_corpora(self) -> tuple[Tensor, ...]:
         return torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora])
@@ -223,23 +229,26 @@ def read_text(
     learned = math.ceil(lacking / len(corpora))
     tokens = []
     rest = []
-    more = []
+    longer = []
     for corpus in corpora:
         ids = token_ids(corpus, tokenizer, options.seed, writer, judging + learned)
+        check_ids(ids, config, f"--calibration {options.text_name}")
         samples = corpus.samples or len(ids)
         tokens.append(ids[:samples])
-        rest.append(ids[samples : samples + judging])
-        more.append(ids[samples + judging :])
+        rest.append(ids[samples : samples + judging].clone())
+        # What follows them takes their place, since a copy of all would be as long.
+        for first in range(samples + judging, len(ids) if judging else 0, judging):
+            moved = ids[first : first + judging]
+            ids[first - judging :][: len(moved)] = moved
+        longer.append(ids[: len(ids) - len(rest[-1])])
     following = torch.cat(rest)
-    for ids in (*tokens, following, *more):
-        check_ids(ids, config, f"--calibration {options.text_name}")
     seeded = any(corpus.shuffle or corpus.generate for corpus in corpora)
     return CalibrationText(
         corpora,
-        torch.cat(tokens),
+        _joined(tokens),
         seed=options.seed if seeded else None,
         held_out=following if len(following) else None,
-        more=tuple(more) if any(map(len, more)) else (),
+        training=tuple(longer) if sum(map(len, tokens)) < sum(map(len, longer)) else None,
     )
 
 
@@ -312,7 +321,7 @@ def _begin_or_end(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if begin is None else begin
 
 
-def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
+def sequences(ids: Tensor, length: int, begin: int | None) -> Iterator[Tensor]:
     """Token ids, shape (tokens,), in consecutive sequences of `length`; the last may be shorter.
 
     With `begin`, each sequence begins with that token. Where it does so already, none is added.
@@ -322,14 +331,12 @@ def sequences(ids: Tensor, length: int, begin: int | None) -> list[Tensor]:
             "bos=each: a sequence of 1 token holds the begin token alone. Give "
             "2 or more, or bos=none."
         )
-    cut = []
     first = 0
     while first < ids.numel():
         head = ids.new_tensor([] if begin in (None, int(ids[first])) else [begin])
         end = first + length - head.numel()
-        cut.append(torch.cat([head, ids[first:end]]))
+        yield torch.cat([head, ids[first:end]])
         first = end
-    return cut
 
 
 def _whole_sequences(ids: Tensor, length: int, begin: int | None) -> Tensor:
@@ -338,8 +345,46 @@ def _whole_sequences(ids: Tensor, length: int, begin: int | None) -> Tensor:
     """
     if begin is None:
         return ids[: len(ids) // length * length].view(-1, length)
-    whole = [row for row in sequences(ids, length, begin) if row.numel() == length]
-    return torch.stack(whole) if whole else ids.new_empty(0, length)
+    room = _room(math.ceil(len(ids) / max(1, length - 1)), length)
+    count = 0
+    for row in sequences(ids, length, begin):
+        if row.numel() == length:
+            room[count] = row
+            count += 1
+    return room[:count]
+
+
+def _room(*shape: int) -> Tensor:
+    """Token ids of any values, int64. Where they are many, they lie in an unnamed file in the
+    folder for temporary files, of which memory keeps what is in use.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    size = 8 * math.prod(shape)
+    if size <= _IN_MEMORY_BYTES:
+        return torch.empty(shape, dtype=torch.int64)
+    with tempfile.TemporaryFile(prefix="emp-llm-text-") as file:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise UserError(
+                f"{tempfile.gettempdir()}: no space left for {math.prod(shape):,} tokens of text, "
+                "8 bytes each. Set TMPDIR to a folder on a larger disk, or read less text."
+            ) from error
+        return torch.frombuffer(mmap(file.fileno(), size), dtype=torch.int64).view(shape)
+
+
+def _joined(tokens: Sequence[Tensor]) -> Tensor:
+    """Token ids one after the other; a single tensor as it is."""
+    if len(tokens) == 1:
+        return tokens[0]
+    return torch.cat(list(tokens), out=_room(sum(map(len, tokens)), *tokens[0].shape[1:]))
 
 
 def _ids(
@@ -352,8 +397,7 @@ def _ids(
     bos: str = "auto",
 ) -> Tensor:
     """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least
-    `wanted` of them. int64, shape (tokens,); memory holds 8 bytes of each token while they are
-    read.
+    `wanted` of them. int64, shape (tokens,).
 
     With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer
     adds no special tokens.
@@ -369,6 +413,7 @@ def _ids(
         if any(isinstance(text, tuple) for text, _ in joined):
             raise UserError(f"{source}: join= joins texts, and these are token ids. Leave it out.")
         texts = [(join.join(text for text, _ in joined), all(special for _, special in joined))]
+    pieces = []
     ids = array("q")
     for text, special in texts:
         known = isinstance(text, tuple)
@@ -378,9 +423,15 @@ def _ids(
             raise UserError(
                 f"{source}: a token id has more than 63 bits, so it is none. Correct the row."
             ) from error
+        if 8 * len(ids) > _IN_MEMORY_BYTES:
+            wanted -= len(ids)
+            pieces.append(_room(len(ids)).copy_(torch.frombuffer(ids, dtype=torch.int64)))
+            ids = array("q")
         if len(ids) >= wanted:
             break
-    return torch.frombuffer(ids, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)
+    if ids:
+        pieces.append(torch.frombuffer(ids, dtype=torch.int64))
+    return _joined(pieces or [torch.empty(0, dtype=torch.int64)])
 
 
 def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[int]:

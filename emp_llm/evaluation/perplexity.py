@@ -80,7 +80,7 @@ def perplexity(
             f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an "
             "encoder-decoder on --tasks."
         )
-    every = sequences(tokens, block_length, begin)
+    every = list(sequences(tokens, block_length, begin))
     blocks = [block for block in every[:limit] if block.numel() > 1]
     if not blocks:
         raise UserError(

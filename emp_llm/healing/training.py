@@ -855,7 +855,9 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         if self._runner is None or self._places.keys() >= set(here):
             return
         firsts = range(SEQUENCES * step, len(order), SEQUENCES)
-        visits = [number for first in firsts for number in _visited(order[first:][:SEQUENCES])]
+        visits = [
+            number for first in firsts for number in _visited(order[first : first + SEQUENCES])
+        ]
         coming = list(islice(dict.fromkeys(visits), self._piece))
         self._keep("training", coming)
         if self._expendable and set(coming) == set(visits):
