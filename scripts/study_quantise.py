@@ -2,13 +2,15 @@
 narrowed, on a CPU.
 
     python scripts/study_quantise.py quality wiki-llama-5m --shared DIR
+    python scripts/study_quantise.py quality SmolLM2-135M --shared DIR --smollm2 FOLDER \
+        --samples 128 --limit 40
     python scripts/study_quantise.py speed wiki-llama-5m --shared DIR
     python scripts/study_quantise.py tables
 
-The first two append to scripts/results/prune_or_quantise.jsonl; the third writes the tables beside
-it. "demo" needs no DIR; "SmolLM2-135M" needs --smollm2 too, the folder that `make smollm2` makes;
-"large" is a random Llama, for speed alone. All linear layers of the decoder blocks are quantised,
-pruned or narrowed; embeddings and head stay as they are.
+"quality" and "speed" append to scripts/results/prune_or_quantise.jsonl; "tables" writes the tables
+beside it. "demo" needs no DIR; "SmolLM2-135M" needs --smollm2 too, the folder that `make smollm2`
+makes; "large" is a random Llama, for speed alone. All linear layers of the decoder blocks are
+quantised, pruned or narrowed; embeddings and head stay as they are.
 
 - 8 bits, bitsandbytes: LLM.int8, with a scale for each output. 4 bits, bitsandbytes: NF4 in blocks
   of 64.
@@ -124,17 +126,17 @@ def main(line: list[str] | None = None) -> None:
 
 
 def source_of(options: argparse.Namespace) -> tuple[Path, str, str]:
-    """The dense model, the calibration text, and the held-out text."""
+    """The dense model, the calibration text, and the suite of the held-out text."""
     if options.model == "demo":
-        return ROOT / "scripts" / "demo" / "model", "demo", "demo"
+        return ROOT / "scripts" / "demo" / "model", "demo", "demo,seqlen=512"
     if options.model == "SmolLM2-135M":
-        return options.smollm2, "wikitext2", "perplexity"
-    return options.shared / "models" / options.model, "wikitext2", "perplexity"
+        return options.smollm2, "wikitext2", "perplexity,seqlen=1024"
+    return options.shared / "models" / options.model, "wikitext2", "perplexity,seqlen=512"
 
 
 def quality(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Losses and bytes of each way."""
-    from emp_llm.evaluation.perplexity import perplexity, text_tokens
+    from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.models.loading import load_tokenizer
 
@@ -146,7 +148,8 @@ def quality(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for name, make in ways(options, folder).items():
         start = time.perf_counter()
         model, shipped = make()
-        found = perplexity(model, text, BLOCK, limit=options.limit)
+        block = block_length(corpus, model.config)
+        found = perplexity(model, text, block, limit=options.limit)
         entries.append(
             {
                 "way": name,
