@@ -237,7 +237,7 @@ def read_text(
         tokens.append(ids[:samples])
         rest.append(ids[samples : samples + judging].clone())
         # What follows them takes their place, since a copy of all would be as long.
-        for first in range(samples + judging, len(ids) if judging else 0, judging):
+        for first in range(samples + judging, len(ids), judging):
             moved = ids[first : first + judging]
             ids[first - judging :][: len(moved)] = moved
         longer.append(ids[: len(ids) - len(rest[-1])])
