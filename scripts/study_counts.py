@@ -129,7 +129,7 @@ def models_of(options: argparse.Namespace, scratch: Path) -> dict[str, Model]:
     }
     if options.smollm2 is not None:
         found["SmolLM2-135M"] = Model(
-            options.smollm2.resolve(), "wikitext2", 32, "perplexity,seqlen=1024", 16
+            options.smollm2.resolve(), "wikitext2", 128, "perplexity,seqlen=1024", 40
         )
     return {name: model for name, model in found.items() if model.folder.is_dir()}
 

@@ -37,7 +37,7 @@ from emp_llm.walk.checks import held_out
 from emp_llm.walk.moved import Moved, MovedWeights, in_stored_dtype
 from emp_llm.walk.update import Block, token_weights
 
-_RATE = 0.01  # at most; only models of a few narrow blocks would have more
+_RATE = 0.0085  # at most; only models of a few narrow blocks would have more
 _BLOCK = 8.0  # a block that heals alone has the rate of one of so many that heal together
 
 
@@ -181,7 +181,7 @@ class _Groups:
 def rate_of(config: Any, blocks: float | None = None) -> float:
     """Adam's rate at its highest, as a share of the root mean square of a tensor's kept weights.
 
-        min(0.01, sqrt(2 / width) / blocks)
+        min(0.0085, sqrt(2 / width) / blocks)
 
     Adam changes each weight by about its rate, and those of a row in step with their inputs. So a
     rate r changes the outputs of a layer with n inputs by about r * sqrt(n) of their size, and
