@@ -23,7 +23,7 @@ from emp_llm.healing.adam import Adam
 
 logger = logging.getLogger(__name__)
 _RECORD = "progress.json"  # beside the folders of the checkpoints
-_RISE = 1.02  # of the held-out loss; a high rate may raise it by less for a while
+_RISE = 1.1  # of the held-out loss; a high rate may raise it by less for a while
 _CUT = 3.0  # the rate is divided by this where the loss rises, and by its square where it doubles
 _PATIENCE = 4  # rises in a row
 
