@@ -65,6 +65,7 @@ from emp_llm.healing import adam, blocks, memory, progress
 from emp_llm.healing import training as healing
 from emp_llm.healing.blocks import rate_of
 from emp_llm.healing.checks import sequences_for, set_aside
+from emp_llm.healing.progress import Measure, Progress
 from emp_llm.models.loading import load_tokenizer
 from emp_llm.models.masks import Masks
 from emp_llm.options.calibration import CalibrationOptions
@@ -1055,6 +1056,18 @@ def test_a_rate_that_is_too_high_is_lowered(
             prune(models("llama"), output=tmp_path / "killed" / "out", **how)
     prune(models("llama"), output=tmp_path / "killed" / "out", **how)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("loss", "divided"), [(1.05, 1), (1.2, 3), (2.5, 9), (math.nan, 9)])
+def test_a_small_rise_of_the_loss_is_no_reason_for_a_lower_rate(
+    loss: float, divided: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is common while the rate is high: SmolLM2's loss rises by 5 % at first, and falls."""
+    training = Progress(tmp_path / "none")
+    monkeypatch.setattr(training, "load", Mock())
+    training.measured = {0: Measure(1.0, 9.0, 8.0), 5: Measure(loss, 9.0, 8.0)}
+    training.go_back_if_worse()
+    assert training.cut == divided
 
 
 @pytest.mark.parametrize(
