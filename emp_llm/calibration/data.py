@@ -355,8 +355,8 @@ def _whole_sequences(ids: Tensor, length: int, begin: int | None) -> Tensor:
 
 
 def _room(*shape: int) -> Tensor:
-    """Token ids of any values, int64. Where they are many, they lie in an unnamed file in the
-    folder for temporary files, of which memory keeps what is in use.
+    """A tensor to put token ids in, int64, of this shape, uninitialised. A large one lies in an
+    unnamed file in the folder for temporary files, and memory keeps only the parts in use.
 
     Raises:
         UserError: the disk is full.
@@ -371,7 +371,7 @@ def _room(*shape: int) -> Tensor:
             else:
                 file.truncate(size)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
                 f"{tempfile.gettempdir()}: no space left for {math.prod(shape):,} tokens of text, "

@@ -542,7 +542,7 @@ class HiddenStates:
         try:
             write_exactly(self._file.fileno(), tensor_bytes(copy), region[0])
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
                 f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a "
