@@ -596,7 +596,10 @@ def test_two_runs_share_the_jobs(
 def test_threads_are_the_schedulers(
     scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
+    """A task of a scheduler keeps its number of threads, and so does a run with OMP_NUM_THREADS;
+    else workers share the cores.
+    """
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     given: list[int | None] = []
     launch_of = cluster_jobs.launch_of
     monkeypatch.setattr(
@@ -606,6 +609,10 @@ def test_threads_are_the_schedulers(
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete
     assert given == [None, len(os.sched_getaffinity(0))]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    study_of(tmp_path / "limited", job("a"))
+    assert run_study(tmp_path / "limited", workers=1).complete
+    assert given[2:] == [None]
 
 
 def test_a_full_disk(

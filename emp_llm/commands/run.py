@@ -1,6 +1,7 @@
 """`emp-llm run`: all jobs of a plan on this machine, or one of them for a scheduler."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -261,7 +262,7 @@ class Machine(NamedTuple):
         workers: number of jobs at the same time.
         gpus: their numbers; None: a scheduler has divided the machine already, and each job may use
             all of it.
-        threads: cores of a job; None: the scheduler has set their number.
+        threads: cores of a job; None: the scheduler or OMP_NUM_THREADS has set their number.
     """
 
     workers: int
@@ -298,7 +299,8 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
             shortened_list(short),
         )
     workers = workers or max(1, len(gpus))
-    return Machine(workers, gpus, max(1, available_cores() // workers))
+    given = "OMP_NUM_THREADS" in os.environ
+    return Machine(workers, gpus, None if given else max(1, available_cores() // workers))
 
 
 def show(summary: RunSummary) -> None:
