@@ -182,12 +182,18 @@ ROWS = (
         )
         for share in (10, 20, 30)
     ),
-    healed("emp-admm-50-healed", "emp-admm 50 %, 300 steps", "emp-admm-50", "", answers=True),
     healed(
-        "emp-admm-50-healed-100",
-        "emp-admm 50 %, 100 steps",
+        "emp-admm-50-healed",
+        "emp-admm 50 %, 310 steps",
         "emp-admm-50",
-        "--heal-steps 100",
+        "--heal-steps 310",
+        answers=True,
+    ),
+    healed(
+        "emp-admm-50-healed-90",
+        "emp-admm 50 %, 90 steps",
+        "emp-admm-50",
+        "--heal-steps 90",
     ),
     healed("admm-2of4-healed", "admm 2:4, 60 steps", "admm-2of4", "--heal-steps 60"),
     healed(
