@@ -1,13 +1,12 @@
-"""Everything worth measuring on a GPU, in one table: the commands of users, the parts of SparseGPT,
-ADMM and the refit, masks, calibration, and a prune from end to end.
+"""Everything worth measuring on a GPU, in one table: the commands of users, masks, calibration, and
+a prune from end to end.
 
-    python scripts/bench_gpu.py [--size 3B] [--only commands parts masks calibration prune]
+    python scripts/bench_gpu.py [--size 3B] [--only commands masks calibration prune]
     [--seconds 120] [--output gpu.md]
     python scripts/bench_gpu.py --device cpu --size tiny
 
 Commands: Wanda, SparseGPT, ADMM with a refit, and healing whole and by blocks, once each, on 128
-sequences of 2048 tokens: seconds of each stage and the highest memory. Parts: by the code of today
-and in another way, on matrices of a model with 8 billion parameters. Masks: the torch reference
+sequences of 2048 tokens: seconds of each stage and the highest memory. Masks: the torch reference
 against a copy within the memory of the device; on a CPU the compiled kernel too. Calibration:
 tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks in the whole model, and
 block by block with resident and with offloaded weights. Prune: whole processes, imports included,
@@ -35,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import bench_masks
-import bench_parts
 import torch
 from bench_helpers import (
     bytes_of_shards,
@@ -73,8 +71,7 @@ _TINY = {
 BATCH = 4
 _DEMO_TOKENS = 50_000  # of calibration/demo.txt, at least
 HEAL_STEPS = 8
-PART_SECONDS = 2.0  # of all rounds of a part, about
-SECTIONS = ("commands", "parts", "masks", "calibration", "prune")
+SECTIONS = ("commands", "masks", "calibration", "prune")
 
 
 class Size(NamedTuple):
@@ -88,17 +85,13 @@ class Size(NamedTuple):
     of_commands: int = 128
     shapes: tuple[tuple[int, int], ...] = bench_masks.SHAPES
     repeats: int = 30
-    of_parts: tuple[tuple[int, int], ...] = ((14336, 4096), (4096, 14336))
-    batch_of_parts: int = 16384
 
 
 SIZES = {
     "8B": Size(_LLAMA3 | {"num_hidden_layers": 32}, 32, 2048),
     "3B": Size(_LLAMA3 | {"num_hidden_layers": 8}, 32, 2048),
     "2B": Size(_LLAMA3 | {"num_hidden_layers": 4}, 32, 2048),
-    "tiny": Size(
-        _TINY | {"num_hidden_layers": 2}, 4, 32, 16, ((96, 64), (64, 160)), 3, ((96, 64),), 64
-    ),
+    "tiny": Size(_TINY | {"num_hidden_layers": 2}, 4, 32, 16, ((96, 64), (64, 160)), 3),
 }
 
 
@@ -160,7 +153,6 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "commands": lambda: commands(options, folder),
-        "parts": lambda: parts(options.device, SIZES[options.size]),
         "masks": lambda: masks(options.device, SIZES[options.size]),
         "calibration": lambda: calibration(options, folder / "model"),
         "prune": lambda: prune(options, folder / "model", folder / "output"),
@@ -202,8 +194,6 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         f"- Commands: {model.of_commands} sequences of {model.seqlen} tokens, 50 % of the linear "
         f"layers; healing makes {HEAL_STEPS} steps. The result is seconds of the stages and of the "
         "whole process, and the ratio seconds of the stages for each block.\n"
-        f"- Parts: matrices of outputs x inputs, {model.batch_of_parts:,} tokens; the ratio is to "
-        "the seconds of today's way.\n"
         "- Masks: GB/s read and written; the ratio is to the speed of the copy.\n"
         f"- Calibration: {tokens:,} tokens in sequences of {model.seqlen}, {BATCH} to a batch; the "
         "ratio is to the speed of the plain pass. Weights offloaded to disk may lie in the page "
@@ -260,21 +250,6 @@ def commands(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             _gigabytes(host),
             "1",
         )
-
-
-def parts(device: str, size: Size) -> Iterator[Row]:
-    """The parts of the updates, by the code of today and in another way."""
-    of_size = size.of_parts, size.batch_of_parts, size.repeats
-    for part in bench_parts.parts(device, *of_size, PART_SECONDS):
-        now = part.seconds["now"]
-        for way, taken in part.seconds.items():
-            name = part.name if way == "now" else f"{part.name}: {way}"
-            if way in part.failed:
-                yield Row("parts", name, f"failed: {part.failed[way]}")
-                continue
-            seconds = statistics.median(taken)
-            ratio = f"{seconds / statistics.median(now):.2f}" if now else ""
-            yield Row("parts", name, f"{1e3 * seconds:,.2f} ms", ratio, runs=str(len(taken)))
 
 
 def masks(device: str, size: Size) -> Iterator[Row]:

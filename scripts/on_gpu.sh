@@ -255,7 +255,6 @@ else
     echo "== tests: not without a GPU; python -m pytest runs the kernels in Triton's interpreter"
 fi
 bench commands 250 0
-bench parts 90 0
 bench masks 90 0
 SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
 # shellcheck disable=SC2086

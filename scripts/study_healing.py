@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from study_experts import increase
+import numpy as np
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Entry = dict[str, Any]
@@ -110,6 +110,15 @@ def losses(model: Any, texts: list[Any], options: argparse.Namespace) -> list[li
         list(perplexity(model, text, options.block, limit=options.limit).block_losses)
         for text in texts
     ]
+
+
+def increase(entry: Entry, base: Entry, place: int) -> tuple[float, float]:
+    """The increase of the perplexity in percent, and its paired standard error."""
+    changes = np.subtract(entry["losses"][place], base["losses"][place])
+    mean = float(changes.mean())
+    return 100 * math.expm1(mean), 100 * math.exp(mean) * float(changes.std(ddof=1)) / math.sqrt(
+        len(changes)
+    )
 
 
 def main(line: list[str] | None = None) -> None:

@@ -185,7 +185,6 @@ def test_the_table_has_every_row(
     }
     assert counts == {
         "commands": 5,
-        "parts": 15,
         "masks": 2 * (1 + 3 * 5),
         "calibration": 7,
         "prune": 4,

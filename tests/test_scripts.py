@@ -19,7 +19,6 @@ import bench_helpers
 import bench_peers
 import bench_prune
 import pytest
-import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -101,28 +100,6 @@ def test_small_runs(
 ) -> None:
     assert run(monkeypatch, name, *arguments.split()) == 0
     assert capsys.readouterr().out
-
-
-def test_pruned_or_quantised() -> None:
-    """The tables are those of the measurements."""
-    study = import_module("study_quantise")
-    results = SCRIPTS / "results"
-    entries = [
-        json.loads(line)
-        for line in (results / "prune_or_quantise.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert study.tables(entries) == (results / "prune_or_quantise.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("kind", "error"), [("Eight", 0.01), ("Four", 0.15)])
-def test_products_of_quantised_weights(kind: str, error: float) -> None:
-    """They are near the products of the weights, and the words are in the right places."""
-    torch.manual_seed(0)
-    weight = torch.randn(32, 128).bfloat16()
-    x = torch.randn(2, 3, 128).bfloat16()
-    exact = x.double() @ weight.double().T
-    found = getattr(import_module("study_quantise"), kind)(weight)(x)
-    assert (found.double() - exact).norm() < error * exact.norm()
 
 
 @pytest.fixture

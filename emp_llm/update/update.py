@@ -215,6 +215,6 @@ def damping_for(inputs: int, tokens: int) -> float:
 
     With few tokens for each input, a refit follows chance. On tokens that a refit has not seen,
     this is the best damping or within 2 % of it, on three models, from 2 to 250 tokens for each
-    input (scripts/results/damping.md).
+    input.
     """
     return max(LEAST_DAMPING, inputs / max(tokens, 1))
