@@ -24,7 +24,6 @@ COMMANDS = {
     "collect": "Collect the results of a study as tables and a report.",
     "env": "Show versions, processor and kernels, for a report of an error.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
-    "export": "Write a checkpoint as one GGUF file, for llama.cpp.",
     "generate": "Continue a text with a pruned model, from its packed weights.",
     "heal": "Train the kept weights of a pruned checkpoint on the dense model's probabilities.",
     "measure": "Measure the redundancy of a model; no weights are written.",

@@ -10,7 +10,6 @@ from emp_llm import runtime as runtime
 from emp_llm.calibration.activations import Activations as Activations
 from emp_llm.commands.collect import CollectSummary as CollectSummary
 from emp_llm.commands.evaluate import Evaluated as Evaluated
-from emp_llm.commands.export import Exported as Exported
 from emp_llm.commands.generate import Generation as Generation
 from emp_llm.commands.pack import Packed as Packed
 from emp_llm.commands.plan import PlanSummary as PlanSummary
@@ -279,40 +278,6 @@ def evaluate(
         runtime: Run the model dense, or from packed weights (sparse); baselines run dense.
         form: Format of the table.
         prepare: Only download the data of the suite (and the model) into the cache.
-        verbose: Also log each step with its size, time and memory.
-        quiet: No progress and no log: only the result, warnings and errors.
-    """
-
-def export(
-    model: str | Path,
-    *,
-    to: Literal["gguf"] = ...,
-    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"] | None = ...,
-    output: Path | str | None = ...,
-    revision: str | None = ...,
-    overwrite: bool = ...,
-    verbose: bool = ...,
-    quiet: bool = ...,
-) -> Exported:
-    """Write a checkpoint as one GGUF file, for llama.cpp and programs built on it.
-
-    The file holds the weights, tokenizer, chat template and the report of the pruning. A model with
-    fewer heads, neurons, experts or layers is smaller and faster there; zeros are stored as other
-    weights are.
-
-    Returns the file, its size, and the time taken.
-
-    Raises:
-        UserError: no such model, another family, quantised or packed weights, a tokenizer that
-            llama.cpp has no name for, the output exists or cannot be written, or gguf is missing.
-
-    Args:
-        model: Folder or Hub id of a pruned or dense model.
-        to: Format of the file: gguf, of llama.cpp.
-        type: Type of the matrices. Default: that of the checkpoint.
-        output: File to write. Default: NAME-TYPE.gguf in the working folder.
-        revision: Branch, tag or commit of a model from the Hub.
-        overwrite: Replace an existing file at the output.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """
@@ -642,7 +607,6 @@ def prune(
     structure_group: Literal["layer", "all"] = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
-    per_layer: bool = ...,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
     calibration: str | Path | None = ...,
@@ -733,8 +697,6 @@ def prune(
         structure_group: Units that compete: of a layer, or of all layers.
         keep_shapes: With --structure, set units to zero and keep every shape and the config.
         width_multiple: Round the width of the MLP up to a multiple of this; default: 64.
-        per_layer: Give each layer its own number of heads or neurons. emp-llm and llama.cpp run
-            such a model; transformers reads its config alone.
         model: Model folder or Hub id.
         revision: Branch, tag or commit of a Hub model.
         trust_remote_code: Run code from the model repository.
@@ -816,7 +778,6 @@ def prune(
     structure_group: Literal["layer", "all"] = ...,
     keep_shapes: bool = ...,
     width_multiple: int | None = ...,
-    per_layer: bool = ...,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
     calibration: str | Path | None = ...,

@@ -107,7 +107,6 @@ EXAMPLES = {
         "evaluate pruned --baseline scripts/demo/model --suite demo",
         "evaluate pruned --tasks arc_easy,hellaswag --output tasks.json",
     ),
-    "export": ("export scripts/demo/model --type q8_0", "export narrow --output narrow.gguf"),
     "generate": (
         'generate pruned --prompt "The market of Hazelbridge"',
         "generate packed --prompt - < question.txt",

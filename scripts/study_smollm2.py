@@ -156,20 +156,6 @@ ROWS = (
         "--method wanda --width-multiple 8 --refit",
         answers=20,
     ),
-    pruned(
-        "own-neurons-20",
-        UNITS,
-        "neurons, 20 % of the parameters, refit, `--per-layer`",
-        f"--structure neurons --parameters {int(WEIGHTS * 0.8)} --method emp-wanda "
-        "--width-multiple 8 --refit --per-layer",
-    ),
-    pruned(
-        "order1-neurons-20",
-        UNITS,
-        "neurons, 20 % of the parameters, refit, `--per-layer --order 1`",
-        f"--structure neurons --parameters {int(WEIGHTS * 0.8)} --method emp-wanda --order 1 "
-        "--width-multiple 8 --refit --per-layer",
-    ),
     *units("layers", (10, 20, 30), "layers, {} % of the parameters", "", answers=20),
     *units("heads", (5, 10), "heads, {} % of the parameters, refit", "--method wanda --refit"),
     *(
@@ -206,13 +192,6 @@ ROWS = (
         "neurons-20-healed",
         "neurons, 20 %, 60 steps",
         "neurons-20",
-        "--heal-steps 60",
-        answers=True,
-    ),
-    healed(
-        "order1-neurons-20-healed",
-        "neurons, 20 %, `--per-layer --order 1`, 60 steps",
-        "order1-neurons-20",
         "--heal-steps 60",
         answers=True,
     ),

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from bench_helpers import processor
 
-from emp_llm import calibrate, export, heal, pack, prune
+from emp_llm import calibrate, heal, pack, prune
 from emp_llm.calibration import passes
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError, disk_sentence
@@ -114,7 +114,6 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
             of_model | {"method": "wanda", "refit": True, "loss": "9%"},
             room=3,
         ),
-        Case("export", export, {"model": str(model)}),
         Case("pack", pack, {"folder": pruned}),
         Case("calibrate", calibrate, blocks),
         Case(
@@ -140,9 +139,6 @@ def make_runs_fine_grained() -> None:
     Matrix.row_chunks = lambda self, weights: row_chunks(self, min(weights, 20_000))  # type: ignore[method-assign]
     passes._SECONDS = 0.0
     passes._RATIO = 0
-    from emp_llm.runtime import gguf_file
-
-    gguf_file._NOTED = 1 << 18
 
 
 def snapshot(folder: Path) -> Bytes:

@@ -135,7 +135,6 @@ structures = st.one_of(
         units=st.sampled_from(["neurons", "both"]),
         group=st.sampled_from(["layer", "all"]),
         width_multiple=st.sampled_from([None, 8]),
-        per_layer=st.booleans(),
     ),
     st.builds(Structure, units=st.sampled_from(["heads", "experts"]), keep_shapes=st.booleans()),
 )

@@ -7,15 +7,13 @@ the shapes of weights that are offloaded to disk.
 
 import logging
 import re
-import sys
 import tempfile
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -102,50 +100,12 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
         raise NoModelClassError(f"{folder}: {problem}") from error
     if name is not None:
         auto = getattr(transformers, name)
-        if is_heterogeneous(config):
-            let_layers_differ(auto._model_mapping[type(config)])
-        elif raw.get("per_layer_config"):
-            raise NoModelClassError(
-                f"{folder}: its layers differ in width (per_layer_config), and transformers "
-                f"{version} does not read that. Install a version that does."
-            )
         return config, auto
     hint = _TRUST if remote and not trust_remote_code else ""
     what = next(
         iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}"
     )
     raise NoModelClassError(f"{folder}: transformers {version} has no {_CLASSES} for {what}.{hint}")
-
-
-def is_heterogeneous(config: Any) -> bool:
-    """Whether layers differ in their numbers of heads or neurons."""
-    return bool(getattr(config, "is_heterogeneous", False))
-
-
-def let_layers_differ(model_class: type[PreTrainedModel]) -> None:
-    """Let each decoder layer of a class of transformers take its widths from `per_layer_config`.
-
-    transformers 5.23 reads that field, but its older models hand the config as a whole to each
-    layer, which then refuses it.
-    """
-    module = sys.modules[model_class.__module__]
-    for name, layer in vars(module).items():
-        defined_here = getattr(layer, "__module__", None) == module.__name__
-        if defined_here and name.endswith("DecoderLayer") and not hasattr(layer, "may_differ"):
-            layer.__init__ = _with_layer_config(layer.__init__)
-            layer.may_differ = True
-
-
-def _with_layer_config(init: Callable[..., None]) -> Callable[..., None]:
-    """The `__init__` of a decoder layer, which gets the layer's own config."""
-
-    @wraps(init)
-    def init_layer(self: Any, config: Any, layer_idx: int, **more: Any) -> None:
-        if is_heterogeneous(config):
-            config = config.per_layer_config[layer_idx]
-        init(self, config, layer_idx, **more)
-
-    return init_layer
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """The names by which layers are known, of all families. Imports neither torch nor transformers.
 
-A leaf is the last component of a layer's name. Tables of a file format (GGUF) lie with the format,
-and those of fields of config.json with what reads the fields.
+A leaf is the last component of a layer's name. Tables of fields of config.json lie with what reads
+the fields.
 """
 
 import re

@@ -618,7 +618,6 @@ class Structure(Node):
             Else units are removed, and all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this. None:
             64, if neurons are removed.
-        per_layer: each layer keeps its own number of heads or neurons.
     """
 
     units: Annotated[
@@ -640,13 +639,6 @@ class Structure(Node):
         int | None,
         Opt("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1),
     ] = None
-    per_layer: Annotated[
-        bool,
-        Opt(
-            "Give each layer its own number of heads or neurons. emp-llm and llama.cpp run such a "
-            "model; transformers reads its config alone."
-        ),
-    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -673,15 +665,11 @@ class Structure(Node):
 
     def _check(self) -> None:
         """Raise UserError for fields that exclude each other."""
-        for name, units in (
-            ("width_multiple", ["neurons"]),
-            ("per_layer", ["heads", "neurons"]),
-        ):
-            if getattr(self, name) and not self.removed.keys() & units:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is for {' and '.join(units)}, and --structure "
-                    f"{self.units} removes none. Leave it out."
-                )
+        if self.width_multiple is not None and "neurons" not in self.removed:
+            raise UserError(
+                f"--width-multiple is for neurons, and --structure {self.units} removes none. "
+                "Leave it out."
+            )
         if self.units == "layers" and self.keep_shapes:
             raise UserError(
                 "--structure layers removes whole layers, and --keep-shapes keeps them. Leave out "
@@ -689,11 +677,6 @@ class Structure(Node):
             )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
-        if self.per_layer and self.keep_shapes:
-            raise UserError(
-                "--keep-shapes gives each layer its own number already, and keeps its width. Leave "
-                "out --per-layer."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

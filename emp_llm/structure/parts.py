@@ -23,7 +23,6 @@ from emp_llm.common.errors import RefusedError, UserError, shortened_list
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Purpose, Shape
-from emp_llm.models.loading import is_heterogeneous
 from emp_llm.structure.scores import taylor_sums
 from emp_llm.structure.units import Changes, Cuts, Indices, Scores, Squares, UnitModel, Units
 from emp_llm.update.update import Update
@@ -86,13 +85,11 @@ class Parts(Units):
                 "shapes of a decoder block. They would not fit config.json after --structure "
                 f"{structure.units}. Add --keep-shapes, or remove them first: {SAVE_AGAIN}."
             )
-        if is_heterogeneous(model.skeleton.config):
+        if getattr(model.skeleton.config, "is_heterogeneous", False):
             raise UserError(
                 f"{folder}: its layers differ in width already. --structure takes models whose "
                 "layers are alike; prune the dense model again, or give --structure layers."
             )
-        if structure.per_layer and architecture.experts:
-            raise UserError(f"{folder}: --per-layer is not for mixtures of experts. Leave it out.")
         stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
         # Of a block: its MLPs, then its experts.
         groups: dict[tuple[int, bool, str], list[Target]] = {}
@@ -177,8 +174,7 @@ class Parts(Units):
     @classmethod
     def config_changes(cls, model: UnitModel, kept: Sequence[Indices]) -> Changes:
         units = Parts.among(model.units)
-        widths = _width_of_each if model.structure.per_layer else _one_width
-        changes = widths(model, units, kept)
+        changes = _one_width(model, units, kept)
         shapes = model.shapes_with(changes)
         fewer = [parts for parts, stays in zip(units, kept, strict=True) if len(stays) < len(parts)]
         if shapes is None:
@@ -284,21 +280,6 @@ def _one_width(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]
     for role, parts in sorted(first.items(), key=lambda item: item[1].kind, reverse=True):
         for name, value in parts.fields(model.config, numbers[role]).items():
             put(name, value)
-    return changes
-
-
-def _width_of_each(model: UnitModel, units: Sequence[Parts], kept: Sequence[Indices]) -> Changes:
-    """`per_layer_config`, which transformers defines: number of a layer -> fields that differ."""
-    by_layer: dict[str, dict[str, int]] = {}
-    changes = Changes()
-    for parts, stays in zip(units, kept, strict=True):
-        fields = parts.fields(model.config, {parts.block: len(stays)})
-        if "head_dim" in fields:
-            changes[model.path("head_dim")] = fields.pop("head_dim")
-            # Else transformers' check of the number for all layers fails.
-            changes[model.path("allow_global_per_layer_attribute_access")] = True
-        by_layer.setdefault(str(parts.block), {}).update(fields)
-    changes[model.path("per_layer_config")] = by_layer
     return changes
 
 

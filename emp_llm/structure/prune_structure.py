@@ -76,10 +76,6 @@ from emp_llm.walk.moved import MovedWeights
 logger = logging.getLogger(__name__)
 _NEARLY = 0.9  # of the units that the rule removes
 Feature = Callable[[str], Tensor | None]
-WHO_LOADS = (
-    "its layers differ in width, and transformers' own classes do not load that yet: "
-    "emp_llm.runtime.load does, and llama.cpp, after emp-llm export."
-)
 
 
 @dataclass(frozen=True)
@@ -318,8 +314,6 @@ def _write(
     warnings = model.units[0].warnings(model.units, sums) if sums else []
     if run.judged is None:  # else --loss has found how many go
         warnings += _rounding(choices, model.structure)
-    if model.structure.per_layer:
-        warnings.append(WHO_LOADS)
     fits = {} if moved is None else moved.records()
     update = decision.recipe.update
     if update is not None:

@@ -27,7 +27,6 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.layers import Layer, Shape
-from emp_llm.models.loading import let_layers_differ
 from emp_llm.options.recipe import Recipe, Structure
 from emp_llm.records.run_report import UnitsRecord
 from emp_llm.update.update import Update
@@ -385,7 +384,7 @@ class UnitModel:
     @property
     def width_by_block(self) -> bool:
         """Whether each block may have a number of neurons or heads of its own."""
-        return self.structure.per_layer or self.units[0].differ_in_number(self.config)
+        return self.units[0].differ_in_number(self.config)
 
     @property
     def targets(self) -> list[Target]:
@@ -415,7 +414,6 @@ class UnitModel:
             write_json(
                 Path(folder) / "config.json", changed_config(self.checkpoint.config, changes)
             )
-            let_layers_differ(type(self.skeleton))
             try:
                 with torch.device("meta"):
                     config = type(self.skeleton.config).from_pretrained(folder)
