@@ -160,8 +160,8 @@ def calibrate(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
-            then, so that an interrupted run can resume.
+        resumable_calibration: By blocks, save sums and hidden states to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         ignore: Layers to leave out: as --targets.
         tower: Part of a multimodal model to prune: language, vision, or all.
@@ -456,8 +456,8 @@ def measure(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
-            then, so that an interrupted run can resume.
+        resumable_calibration: By blocks, save sums and hidden states to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -707,8 +707,8 @@ def prune(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
-            then, so that an interrupted run can resume.
+        resumable_calibration: By blocks, save sums and hidden states to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.
@@ -1053,8 +1053,8 @@ def sweep(
         batch_size: Sequences per calibration pass.
         execution: Run the whole model at once, or by blocks; auto: by blocks if offloaded.
         hidden_states: Where hidden states are kept between blocks.
-        resumable_calibration: Save the sums (by blocks, also the hidden states) to disk now and
-            then, so that an interrupted run can resume.
+        resumable_calibration: By blocks, save sums and hidden states to disk now and then, so that
+            an interrupted run can resume.
         seed: Random seed of shuffled or generated texts, of training and of searches.
         activations: Activations file; default: calibrate now.
         device_map: Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.

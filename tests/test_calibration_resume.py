@@ -1,5 +1,5 @@
-"""An interrupted calibration resumes after the last saved batch, or by blocks after the last
-saved block, from a single state on disk.
+"""An interrupted calibration by blocks resumes after the last saved block, from a single state on
+disk; that of a whole model starts over.
 """
 
 import errno
@@ -120,10 +120,6 @@ def end_in_batch(monkeypatch: pytest.MonkeyPatch, number: int, end: Callable[[],
             end()
 
     monkeypatch.setattr(passes, "_call", then_end)
-
-
-def _be_killed() -> None:
-    raise _Killed
 
 
 def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
@@ -431,48 +427,7 @@ def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    ("command", "family", "more"),
-    [
-        ("calibrate", "llama", {"statistics": "mean,variance,maximum"}),
-        ("calibrate", "mixtral", {}),
-        ("prune", "qwen3_moe", {"method": "relative"}),
-        ("prune", "llama", {"method": "wanda", "loss": "50%"}),
-    ],
-)
-def test_a_model_in_memory_resumes_after_its_last_saved_batch(
-    models: Callable[[str], Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    batches: list[int],
-    command: str,
-    family: str,
-    more: dict[str, Any],
-) -> None:
-    """Every statistic, and the tokens of experts. The sums of an unfinished batch do not count."""
-    options = {"samples": 7, "batch_size": 2, "execution": "auto"} | more
-    if command == "prune":
-        options["propagate"] = "dense"
-
-    def run(folder: str) -> bytes:
-        return calibrated(models(family), text, tmp_path / folder, command, **options)
-
-    expected = run("whole")
-    assert batches == [2, 2, 2, 1]
-    with monkeypatch.context() as patch:
-        end_in_batch(patch, 3, _be_killed)
-        with pytest.raises(_Killed):
-            run("killed")
-    batches.clear()
-    assert run("killed") == expected
-    assert batches == [2, 1]
-    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"], "no state is left"
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_signal_says_where_the_sums_are_kept(
+def test_a_signal_in_a_whole_model_says_that_it_starts_over(
     models: Callable[[str], Path],
     text: Path,
     tmp_path: Path,
@@ -486,105 +441,8 @@ def test_a_signal_says_where_the_sums_are_kept(
     with monkeypatch.context() as patch:
         end_in_batch(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         told = command(*line, code=143).stderr
-    kept = tmp_path / ".out.calibration"
-    assert f"kept in {kept}; the same command resumes from there" in told
-    assert told.count("--no-resumable-calibration") == 1
-    assert [path.name for path in kept.iterdir()] == ["batches-0.state.safetensors"]
+    assert "the norms are not finished; the same command starts them over." in told
+    assert not (tmp_path / ".out.calibration").exists()
     batches.clear()
-    assert "resumed after batch 2" in command(*line).stderr
-    assert len(batches) == SAMPLES - 2
-    assert not kept.exists()
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    "change", [{"batch_size": 2}, {"statistics": "mean"}, {"resumable_calibration": False}], ids=str
-)
-def test_another_calibration_does_not_take_the_sums(
-    models: Callable[[str], Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    batches: list[int],
-    change: dict[str, Any],
-) -> None:
-    def run(folder: str, **more: Any) -> bytes:
-        options = {"execution": "model", "batch_size": 1} | more
-        return calibrated(models("llama"), text, tmp_path / folder, **options)
-
-    expected = run("whole", **change)
-    with monkeypatch.context() as patch:
-        end_in_batch(patch, 3, _be_killed)
-        with pytest.raises(_Killed):
-            run("killed")
-    batches.clear()
-    assert run("killed", **change) == expected
-    assert sum(batches) == SAMPLES
-
-
-@pytest.mark.parametrize(("seconds", "saved"), [(10, [3, 6]), (31, [1, 2, 3, 4, 5])])
-def test_the_time_between_saves_of_sums(
-    models: Callable[[str], Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    batches: list[int],
-    seconds: int,
-    saved: list[int],
-) -> None:
-    """At least 30 since the last save, and on a full disk no further one."""
-    found: list[int] = []
-    write = passes.write_bytes
-
-    def full_after_five(path: Path, content: bytes) -> None:
-        found.append(len(batches))
-        if len(batches) == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, content)
-
-    monkeypatch.setattr(passes, "write_bytes", full_after_five)
-    monkeypatch.setattr(passes.time, "monotonic", lambda: 1000.0 + seconds * len(batches))
-    calibrated(models("llama"), text, tmp_path, execution="model", samples=7, batch_size=1)
-    assert len(batches) == 7
-    assert found == saved
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "no state is left"
-
-
-@pytest.mark.usefixtures("eager")
-def test_each_rank_resumes_its_own_sums(
-    deep: Path,
-    text: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second rank dies within its second batch, when the first may be anywhere."""
-    line = ["calibrate", deep, "--calibration", text, "--samples", 6, "--seqlen", LENGTH]
-    line += ["--batch-size", 1, "--device-map", "cpu"]
-
-    def run(*more: object, prepare: Callable[[], None] | None = None) -> Any:
-        logs = tmp_path_factory.mktemp("logs")
-        return launch(2, tmp_path, logs, *line, *more, prepare=prepare)
-
-    def die() -> None:
-        if os.environ["RANK"] == "1":
-            end_in_batch(monkeypatch, 2, lambda: os._exit(7))
-
-    def only_the_rest() -> Callable[[], None]:
-        begun: list[int] = []
-        call = passes._call
-        monkeypatch.setattr(passes, "_call", lambda *given: (begun.append(1), call(*given)))
-        return lambda: print(f"batches {len(begun)}")
-
-    assert run("--output", "whole").codes == [0, 0]
-    done = run("--output", "out", prepare=die)
-    assert done.codes == [75, 7], done.error
-    assert sorted(path.name for path in (tmp_path / ".out.progress").iterdir()) == [
-        "batches-0.state.safetensors",
-        "batches-1.state.safetensors",
-    ]
-    done = run("--output", "out", prepare=only_the_rest)
-    assert done.codes == [0, 0], done.error
-    assert ["batches 0" in done.outputs[0], "batches 2" in done.outputs[1]] == [True, True]
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert not (tmp_path / ".out.progress").exists()
+    command(*line)
+    assert len(batches) == SAMPLES

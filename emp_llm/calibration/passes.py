@@ -7,17 +7,14 @@ block's targets are masked once its norms are collected, and the batches pass th
 that the next block sees the pruned model's inputs (as in Sun et al., A Simple and Effective Pruning
 Approach for Large Language Models, 2023).
 
-A calibration saves its state in a folder now and then, so that an interrupted one resumes from
-there:
+A calibration by blocks saves its state in a folder now and then, so that an interrupted one resumes
+from there. A whole model takes minutes, and starts over.
 
-    batches-RANK.state.safetensors    the whole model: the sums over the first batches of a rank
-    hidden-BLOCKS-BATCH.safetensors   by blocks: the hidden states of a batch after so many blocks
-    state.safetensors                 by blocks: the sums after these blocks
+    hidden-BLOCKS-BATCH.safetensors   the hidden states of a batch after so many blocks
+    state.safetensors                 the sums after these blocks, replaced in one step
 
-Each file of sums says what they are of, and is replaced in one step. Those over batches need no
-other rank's, so each rank saves and resumes its own. By blocks, the ranks go from block to block
-together: each writes the hidden states of its batches; the first rank decides when, and writes
-`state.safetensors` once all of them are there.
+The ranks go from block to block together: each writes the hidden states of its batches; the first
+rank decides when, and writes `state.safetensors` once all of them are there.
 """
 
 import errno
@@ -121,8 +118,8 @@ def calibrated(
         masker: computes the masks of a pruned propagation; None: dense propagation.
         blocks: name of the list of decoder blocks; None: detected.
         resume: folder for the saved state, from which an interrupted run of the same calibration
-            resumes; None: it starts over. The caller deletes it with `delete_progress` when the
-            norms are saved. Several ranks must see one folder.
+            by blocks resumes; None: it starts over. The caller deletes it with `delete_progress`
+            when the norms are saved. Several ranks must see one folder.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
@@ -150,21 +147,19 @@ def calibrated(
             batch_size,
             "block by block" if by_blocks else "the whole model at once",
         )
-        progress = None
-        if resume is not None:
+        if runner is not None and by_blocks:
             made_of = {
                 "layers": [layer.name for layer in layers],
                 "config": model.config.to_json_string(),
                 "statistics": sorted(statistics),
             }
             signature = record.as_dict() | made_of | {"ids": data.signature}
-            progress = CalibrationProgress(resume, signature)
-        if runner is not None and by_blocks:
+            progress = None if resume is None else CalibrationProgress(resume, signature)
             norms = calibrate_blocks(
                 runner, layers, data.tokens, batch_size, masker, progress, statistics
             )
         else:
-            norms = calibrate_model(model, layers, data.tokens, batch_size, statistics, progress)
+            norms = calibrate_model(model, layers, data.tokens, batch_size, statistics)
     # The file names no folders.
     if record.pruned_by is not None and isinstance(record.pruned_by.counts, Match):
         counts = record.pruned_by.counts
@@ -286,7 +281,6 @@ def calibrate_model(
     tokens: Tensor,
     batch_size: int = 4,
     statistics: Collection[str] = (),
-    progress: "CalibrationProgress | None" = None,
 ) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
@@ -296,7 +290,6 @@ def calibrate_model(
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
         statistics: names of further statistics, beside the norms.
-        progress: saves the sums now and then, and restores them.
 
     Returns:
         Statistics over all tokens of all samples; `about` is empty.
@@ -310,16 +303,14 @@ def calibrate_model(
     )
     guard = partial(_explained, model, hint if find_towers(model).others else None)
     total = sum(batch.numel() for batch in batches), "tok"
-    return norms_of_batches(
-        model,
-        layers,
-        batches,
-        statistics=statistics,
-        shared=True,
-        guard=guard,
-        total=total,
-        progress=progress,
-    )[0]
+    try:
+        return norms_of_batches(
+            model, layers, batches, statistics=statistics, shared=True, guard=guard, total=total
+        )[0]
+    except BaseException as end:
+        if not isinstance(end, Exception):  # a signal
+            logger.info("calibrate: the norms are not finished; the same command starts them over.")
+        raise
 
 
 @contextmanager
@@ -350,7 +341,6 @@ def norms_of_batches(
     shared: bool = False,
     guard: Guard = nullcontext,
     total: tuple[int, str] | None = None,
-    progress: "CalibrationProgress | None" = None,
 ) -> tuple[Activations, int]:
     """The input norms of a model's layers over batches.
 
@@ -365,7 +355,6 @@ def norms_of_batches(
         guard: explains errors of the model.
         total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches,
             if it is known.
-        progress: saves the sums now and then, and restores them.
 
     Returns:
         The norms, without their origin, and the number of tokens (of rows, for a model without
@@ -386,24 +375,20 @@ def norms_of_batches(
     bar = progress_bar(total[0], "calibrate", total[1])
     hooks = input_hooks(model, layers, statistics)
     with hooks as collected, in_evaluation_mode(model), torch.no_grad(), bar:
-        done = progress.restore_sums(collected) if progress is not None else 0
-        for number, batch in enumerate(data, 1):
+        for batch in data:
             inputs = _inputs(batch)
             mask = inputs.get("attention_mask")
             first = next(iter(inputs.values()))
             padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
             collected.counted = mask.bool() if mask is not None and padded else None
-            if number > done:
-                with guard(first):
-                    _call(body, inputs, device)
+            with guard(first):
+                _call(body, inputs, device)
             if collected.counted is not None:
                 seen = int(collected.counted.sum())
             else:
                 seen = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
-            if progress is not None and number > done:
-                progress.save_sums(number, collected)
     if tokens == 0:
         raise UserError("data: it gives no batches.")
     if shared:
@@ -480,7 +465,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 _FORMAT = "emp-llm calibration state 6"
 _STATE = "state.safetensors"
-# By blocks, a large model's state takes gigabytes. It is saved when losing the work since the last
+# A large model's state takes gigabytes. It is saved when losing the work since the last
 # save would hurt, and saving is a small part of that work.
 _SECONDS = 30.0
 _RATIO = 10
@@ -511,7 +496,7 @@ class CalibrationProgress:
         Raises:
             UserError: the hidden states are damaged.
         """
-        state = ranks().first(lambda: self._read_sums(_STATE))
+        state = ranks().first(self._read_sums)
         if state is None:
             return 0
         done, totals, input_of, tokens = state
@@ -542,49 +527,18 @@ class CalibrationProgress:
         self._saved_at = time.monotonic()
         return int(done)
 
-    def restore_sums(self, collected: InputSums) -> int:
-        """Restore the sums over batches of this rank that an earlier run with this signature saved;
-        returns the number of these batches, its first ones.
-        """
-        state = self._read_sums(self._own_sums)
-        if state is None:
-            return 0
-        done, collected.totals, collected.input_of, collected.tokens = state
-        logger.info("resumed after batch %d (%s).", done, self.folder)
-        return done
-
-    def save_sums(self, done: int, collected: InputSums) -> None:
-        """Save the sums over the first `done` batches of this rank in place of the last ones,
-        unless too little time has passed since then.
-
-        On a full disk, the calibration continues and keeps the last saved sums.
-        """
-        began = time.monotonic()
-        if not self._is_due(began):
-            return
-        size = _unless_full(lambda: self._write_sums(self._own_sums, done, collected))
-        if size is None:
-            self._stop_saving()
-        else:
-            self._note_save(began, "the sums so far", size)
-
-    @property
-    def _own_sums(self) -> str:
-        """The name of this rank's file of sums over batches."""
-        return f"batches-{ranks().index}.{_STATE}"
-
     def _is_due(self, now: float) -> bool:
         wait = max(_SECONDS, _RATIO * (self._cost or 0.0))
         return not self._full and now - self._saved_at >= wait
 
-    def _note_save(self, began: float, what: str, size: int) -> None:
+    def _note_save(self, began: float, size: int) -> None:
         """Note the time of a save, and announce the first one."""
         if self._cost is None:
             told = (
-                "%s: %s are saved there for resuming (%s); --no-resumable-calibration turns this "
-                "off."
+                "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration "
+                "turns this off."
             )
-            logger.info(told, self.folder, what, format_bytes(size))
+            logger.info(told, self.folder, format_bytes(size))
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
 
@@ -598,12 +552,12 @@ class CalibrationProgress:
             self.folder,
         )
 
-    def _read_sums(self, name: str) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
-        """The number of finished blocks or batches, and the sums; None if no run with this
-        signature has saved them.
+    def _read_sums(self) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
+        """The number of finished blocks, and the sums; None if no run with this signature has
+        saved them.
         """
         try:
-            with safe_open(self.folder / name, framework="pt") as file:
+            with safe_open(self.folder / _STATE, framework="pt") as file:
                 metadata = file.metadata()
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
@@ -621,8 +575,8 @@ class CalibrationProgress:
         input_of = json.loads(metadata["input_of"])
         return int(metadata["done"]), totals, input_of, json.loads(metadata["tokens"])
 
-    def _write_sums(self, name: str, done: int, collected: InputSums) -> int:
-        """Replace a file of sums; returns its size in bytes."""
+    def _write_sums(self, done: int, collected: InputSums) -> int:
+        """Replace the file of sums; returns its size in bytes."""
         metadata = {
             "signature": self._signature,
             "done": str(done),
@@ -634,7 +588,7 @@ class CalibrationProgress:
             for (statistic, layer), total in collected.totals.items()
         }
         content = save(totals, metadata)
-        write_bytes(self.folder / name, content)
+        write_bytes(self.folder / _STATE, content)
         return len(content)
 
     def _path(self, done: int, number: int) -> Path:
@@ -660,7 +614,7 @@ class CalibrationProgress:
                     self._path(done, number).unlink(missing_ok=True)
             self._stop_saving()
         else:
-            self._note_save(began, "hidden states", sum(sizes))
+            self._note_save(began, sum(sizes))
 
     def _write_hidden(self, done: int, walk: Walk) -> int:
         """Write the hidden states of this rank's batches, one at a time; returns their size in
@@ -680,7 +634,7 @@ class CalibrationProgress:
         """Replace the state, and delete the hidden states of the one before; returns its size in
         bytes.
         """
-        size = self._write_sums(_STATE, done, collected)
+        size = self._write_sums(done, collected)
         for path in self.folder.glob("hidden-*"):
             if not path.name.startswith(f"hidden-{done}-"):
                 path.unlink()

@@ -20,7 +20,7 @@ class CalibrationOptions:
         execution: the whole model at once, or block by block; auto: block by block if any part of
             the model is offloaded.
         hidden_states: where they are stored between blocks.
-        resumable_calibration: keep the sums so far, and by blocks the hidden states, on disk, so
+        resumable_calibration: by blocks, keep the sums so far and the hidden states on disk, so
             that an interrupted calibration resumes.
     """
 
@@ -45,8 +45,8 @@ class CalibrationOptions:
     resumable_calibration: Annotated[
         bool,
         Opt(
-            "Save the sums (by blocks, also the hidden states) to disk now and then, so that an "
-            "interrupted run can resume.",
+            "By blocks, save sums and hidden states to disk now and then, so that an interrupted "
+            "run can resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
