@@ -286,8 +286,8 @@ def has_work(folder: Path) -> bool:
     """Whether a disturbed run left finished work."""
     notes = (
         ".out.partial/manifest.json",
-        ".out.calibration/*state.safetensors",
-        ".out.progress/*state.safetensors",
+        ".out.calibration/state.json",
+        ".out.progress/state.json",
         ".out.loss/curve.json",
         ".out.*.size.partial",
     )

@@ -182,12 +182,10 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
         kill_in(patch, 1)
         return
     write = passes.write_bytes
-    last = "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
+    last = "hidden-2-0.safetensors" if during == "hidden states" else "sums-2.safetensors"
 
     def end_before(path: Path, content: bytes) -> None:
-        if path.name == last and (
-            during == "hidden states" or list(path.parent.glob("hidden-2-*"))
-        ):
+        if path.name == last:
             raise _Killed
         write(path, content)
 
@@ -293,7 +291,10 @@ def test_one_state_is_kept_and_announced_once(
     monkeypatch.setattr(passes.CalibrationProgress, "save", look)
     calibrated(deep, text, tmp_path)
     assert saves == [1, 2, 3], "after the last block nothing is left to resume"
-    assert seen == [{"state.safetensors", f"hidden-{number}-0.safetensors"} for number in saves]
+    assert seen == [
+        {"state.json", f"sums-{number}.safetensors", f"hidden-{number}-0.safetensors"}
+        for number in saves
+    ]
     (told,) = (message for message in caplog.messages if "--no-resumable-calibration" in message)
     assert format_bytes(STATE).split()[1] in told
     assert ".out.progress" in told
@@ -384,7 +385,8 @@ def test_ranks_resume_together(
     progress = tmp_path / ".out.progress"
     assert sorted(path.name for path in progress.iterdir()) == [
         *(f"hidden-2-{number}.safetensors" for number in range(SAMPLES)),
-        "state.safetensors",
+        "state.json",
+        "sums-2.safetensors",
     ]
     if then == "a file is missing":
         (progress / "hidden-2-1.safetensors").unlink()
@@ -397,7 +399,7 @@ def test_ranks_resume_together(
     )
     assert done.codes == [0, 0], done.error
     assert ("resumed after block 2 of 4" in done.error) == (then != "a file is missing")
-    assert ("the files of some ranks are missing; the calibration starts over" in done.error) == (
+    assert ("files are missing or damaged; the calibration starts over" in done.error) == (
         then == "a file is missing"
     )
     assert done.error.count("the disk is full; the calibration continues") == 2 * (

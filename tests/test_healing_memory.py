@@ -1,6 +1,7 @@
 """The memory of a healing: arithmetic on the sizes of models that people have, and plans."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ def test_a_plan_by_the_free_memory(models: Models, monkeypatch: pytest.MonkeyPat
             plan(models("llama"), **how)  # type: ignore[arg-type]
     # What has begun goes on as it began, or not at all.
     with pytest.raises(UserError, match=r"whole model takes .* has begun .*--overwrite"):
-        plan(models("llama"), kept={"by": "model", "at_once": 1})
-    kept = {"by": "blocks", "at_once": 2}
+        plan(models("llama"), kept=replace(whole, at_once=1))
+    kept = replace(by_blocks, at_once=2)
     free = 10**12
     assert plan(models("llama"), kept=kept).at_once == 2
     assert plan(models("llama"), kept=kept).by == "blocks"

@@ -274,7 +274,7 @@ def test_links_in_the_place_of_work(models: Models, tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("name", [".out.partial", ".out.calibration"])
-@pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.safetensors"])
+@pytest.mark.parametrize("beside", ["", "manifest.json", "lock", "state.json"])
 def test_a_folder_of_the_user_with_a_name_of_ours(
     models: Models, tmp_path: Path, name: str, beside: str
 ) -> None:
@@ -474,7 +474,7 @@ def test_work_that_could_not_be_noted_is_not_kept(
 ) -> None:
     """What lies there without a note could not be told from a user's files."""
     with monkeypatch.context() as patch:
-        patch.setattr(output, "write_json", _failing)
+        patch.setattr(output, "write_own", _failing)
         with pytest.raises(UserError, match=r"--output") as caught:
             _complete(tmp_path / "out", "new")
     assert "resumes" not in str(caught.value)

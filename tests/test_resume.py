@@ -376,33 +376,3 @@ def test_unusual_paths_and_a_read_only_source(sharded: Path, text: Path, tmp_pat
     assert oracle.digest(source) == before
     assert all(os.access(path, os.W_OK) for path in out.iterdir())
     assert {path.name for path in folder.iterdir()} == {"in put", "öut put"}
-
-
-def test_damaged_progress_of_a_calibration(
-    sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {
-        "model": sharded,
-        "output": tmp_path / "out",
-        "calibration": str(text),
-    }
-    options |= {"samples": 2, "seqlen": 32, "execution": "blocks", "device_map": "cpu"}
-    run = Step.run
-
-    def second(self: Step, **more: Any) -> None:
-        if self.index:
-            raise _Killed
-        run(self, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "run", second)
-        with pytest.raises(_Killed):
-            calibrate(**options)
-    (hidden,) = (tmp_path / ".out.progress").glob("hidden-*")
-    hidden.write_bytes(hidden.read_bytes()[:100])
-    with pytest.raises(
-        UserError,
-        match=r"\.out\.progress: its progress cannot be read .*Delete "
-        r"the folder",
-    ):
-        calibrate(**options)

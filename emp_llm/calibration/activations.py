@@ -141,21 +141,15 @@ def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> N
     """Save norms in an unfinished output, as a part of it and for resuming an interrupted run."""
     if ranks().main:
         norms.save(out.files / ACTIVATIONS_NAME)
-    out.note(calibrated={"norms": norms.digest, "stages": dict(stopwatch.record)})
+    out.finish("calibrated", out.files / ACTIVATIONS_NAME, dict(stopwatch.record))
 
 
 def kept_norms(out: OutputFolder, stopwatch: Stopwatch) -> Activations | None:
     """The norms that an interrupted run of the same command collected; None if it did not finish
     its calibration. A collective call.
     """
-    noted = out.get("calibrated")
-    if noted is None:
+    stages = out.finished("calibrated", out.files / ACTIVATIONS_NAME)
+    if stages is None:
         return None
-    norms = ranks().first(partial(Activations.load, out.files / ACTIVATIONS_NAME))
-    if norms.digest != noted["norms"]:
-        raise UserError(
-            f"{out.files / ACTIVATIONS_NAME}: it has changed since it was written. "
-            f"Delete {out.work}."
-        )
-    stopwatch.record |= noted["stages"]
-    return norms
+    stopwatch.record |= stages
+    return ranks().first(partial(Activations.load, out.files / ACTIVATIONS_NAME))

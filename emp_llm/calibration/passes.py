@@ -11,10 +11,11 @@ A calibration by blocks saves its state in a folder now and then, so that an int
 from there. A whole model takes minutes, and starts over.
 
     hidden-BLOCKS-BATCH.safetensors   the hidden states of a batch after so many blocks
-    state.safetensors                 the sums after these blocks, replaced in one step
+    sums-BLOCKS.safetensors           the sums after these blocks
+    state.json                        which of these files count, with their hashes
 
 The ranks go from block to block together: each writes the hidden states of its batches; the first
-rank decides when, and writes `state.safetensors` once all of them are there.
+rank decides when, and replaces `state.json` in one step once all files are there.
 """
 
 import errno
@@ -33,16 +34,23 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from blake3 import blake3
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationText
-from emp_llm.calibration.input_sums import InputSums, Totals, input_hooks
+from emp_llm.calibration.input_sums import InputSums, input_hooks
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
-from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import (
+    is_intact,
+    keep_only,
+    read_own,
+    remove,
+    write_bytes,
+    write_own,
+)
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
@@ -463,12 +471,29 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 # The progress of a calibration.
 
 
-_FORMAT = "emp-llm calibration state 6"
-_STATE = "state.safetensors"
+_FORMAT = "emp-llm calibration state 7"
+_STATE = "state.json"
 # A large model's state takes gigabytes. It is saved when losing the work since the last
 # save would hurt, and saving is a small part of that work.
 _SECONDS = 30.0
 _RATIO = 10
+
+
+class _State(msgspec.Struct):
+    """A saved state.
+
+    Attributes:
+        signature: of the calibration.
+        done: finished blocks.
+        input_of, tokens: of `InputSums`.
+        files: BLAKE3 of those of the sums and of the hidden states, by name.
+    """
+
+    signature: str
+    done: int
+    input_of: dict[str, str]
+    tokens: dict[str, int]
+    files: dict[str, str]
 
 
 class CalibrationProgress:
@@ -492,40 +517,38 @@ class CalibrationProgress:
         its finished blocks.
 
         A collective call.
-
-        Raises:
-            UserError: the hidden states are damaged.
         """
-        state = ranks().first(self._read_sums)
+        state = ranks().first(self._read_state)
         if state is None:
             return 0
-        done, totals, input_of, tokens = state
-        paths = [self._path(done, number) for number in range(len(walk.batches))]
+        paths = [self._path(state.done, number) for number in range(len(walk.batches))]
+        sums = self._sums(state.done)
         # Those of another rank may be on another disk.
-        if not all(ranks().gather(all(path.is_file() for path in paths))):
-            logger.info(
-                "%s: the files of some ranks are missing; the calibration starts over.", self.folder
+        mine = [*paths, sums] if ranks().main else paths
+        intact = all(is_intact(path, state.files.get(path.name)) for path in mine)
+        if not all(ranks().gather(intact)):
+            logger.warning(
+                "warning: %s: files are missing or damaged; the calibration starts over.",
+                self.folder,
             )
             return 0
-        try:
-            for number, path in enumerate(paths):
-                tensors = {name: tensor.to(walk.device) for name, tensor in load_file(path).items()}
-                hidden = tensors.pop("hidden")
-                walk.hidden.hand_on(number, {int(place): tensors[place] for place in tensors})
-                walk.hidden.put(number, hidden)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder."
-            ) from error
-        collected.totals = totals
-        collected.input_of = input_of
-        collected.tokens = tokens
-        walk.bar.update(done)
+        for number, path in enumerate(paths):
+            tensors = {name: tensor.to(walk.device) for name, tensor in load_file(path).items()}
+            hidden = tensors.pop("hidden")
+            walk.hidden.hand_on(number, {int(place): tensors[place] for place in tensors})
+            walk.hidden.put(number, hidden)
+        collected.totals = {}
+        for name, total in ranks().first(partial(load_file, sums)).items():
+            layer, _, statistic = name.rpartition(".")
+            collected.totals[statistic, layer] = total
+        collected.input_of = state.input_of
+        collected.tokens = state.tokens
+        walk.bar.update(state.done)
         logger.info(
-            "resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder
+            "resumed after block %d of %d (%s).", state.done, len(walk.runner.blocks), self.folder
         )
         self._saved_at = time.monotonic()
-        return int(done)
+        return state.done
 
     def _is_due(self, now: float) -> bool:
         wait = max(_SECONDS, _RATIO * (self._cost or 0.0))
@@ -552,44 +575,20 @@ class CalibrationProgress:
             self.folder,
         )
 
-    def _read_sums(self) -> tuple[int, Totals, dict[str, str], dict[str, int]] | None:
-        """The number of finished blocks, and the sums; None if no run with this signature has
-        saved them.
-        """
-        try:
-            with safe_open(self.folder / _STATE, framework="pt") as file:
-                metadata = file.metadata()
-                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return None
-        if metadata["signature"] != self._signature:
+    def _read_state(self) -> _State | None:
+        """The state; None if no run with this signature has saved it."""
+        state = read_own(self.folder / _STATE, _State)
+        if state is not None and state.signature != self._signature:
             logger.info(
                 "%s: it holds the progress of another calibration; this one starts over.",
                 self.folder,
             )
             return None
-        totals = {}
-        for name, total in stored.items():
-            layer, _, statistic = name.rpartition(".")
-            totals[statistic, layer] = total
-        input_of = json.loads(metadata["input_of"])
-        return int(metadata["done"]), totals, input_of, json.loads(metadata["tokens"])
+        return state
 
-    def _write_sums(self, done: int, collected: InputSums) -> int:
-        """Replace the file of sums; returns its size in bytes."""
-        metadata = {
-            "signature": self._signature,
-            "done": str(done),
-            "input_of": json.dumps(collected.input_of),
-            "tokens": json.dumps(collected.tokens),
-        }
-        totals = {
-            f"{layer}.{statistic}": total.cpu()
-            for (statistic, layer), total in collected.totals.items()
-        }
-        content = save(totals, metadata)
-        write_bytes(self.folder / _STATE, content)
-        return len(content)
+    def _sums(self, done: int) -> Path:
+        """The file of the sums."""
+        return self.folder / f"sums-{done}.safetensors"
 
     def _path(self, done: int, number: int) -> Path:
         """The file of a batch of this rank; batches are numbered over all ranks."""
@@ -604,9 +603,13 @@ class CalibrationProgress:
         began = time.monotonic()
         if not ranks().broadcast(self._is_due(began)):
             return
-        sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk)))
+        own: dict[str, str] = {}
+        sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk, own)))
+        files = {
+            name: digest for of_rank in ranks().gather(own) for name, digest in of_rank.items()
+        }
         if None not in sizes and ranks().main:
-            sizes.append(_unless_full(lambda: self._write_state(done, collected)))
+            sizes.append(_unless_full(lambda: self._write_state(done, collected, files)))
         sizes = ranks().broadcast(sizes)
         if None in sizes:
             with suppress(OSError):
@@ -616,29 +619,40 @@ class CalibrationProgress:
         else:
             self._note_save(began, sum(sizes))
 
-    def _write_hidden(self, done: int, walk: Walk) -> int:
-        """Write the hidden states of this rank's batches, one at a time; returns their size in
-        bytes.
+    def _write_hidden(self, done: int, walk: Walk, hashes: dict[str, str]) -> int:
+        """Write the hidden states of this rank's batches, one at a time, and put the hash of each
+        file under its name; returns their size in bytes.
         """
         size = 0
         for number in range(len(walk.batches)):
             handed = walk.hidden.handed(number, torch.device("cpu"))
             tensors = {str(place): tensor.contiguous() for place, tensor in handed.items()}
             hidden = walk.hidden.get(number, torch.device("cpu")).contiguous()
-            content = save({"hidden": hidden} | tensors)
-            write_bytes(self._path(done, number), content)
-            size += len(content)
+            size += self._write(self._path(done, number), {"hidden": hidden} | tensors, hashes)
         return size
 
-    def _write_state(self, done: int, collected: InputSums) -> int:
-        """Replace the state, and delete the hidden states of the one before; returns its size in
-        bytes.
+    def _write_state(self, done: int, collected: InputSums, files: dict[str, str]) -> int:
+        """Replace the state, and delete the files of the one before; returns the size of the sums
+        in bytes.
         """
-        size = self._write_sums(done, collected)
-        for path in self.folder.glob("hidden-*"):
-            if not path.name.startswith(f"hidden-{done}-"):
-                path.unlink()
+        totals = {
+            f"{layer}.{statistic}": total.cpu()
+            for (statistic, layer), total in collected.totals.items()
+        }
+        size = self._write(self._sums(done), totals, files)
+        state = _State(self._signature, done, collected.input_of, collected.tokens, files)
+        write_own(self.folder / _STATE, msgspec.to_builtins(state))
+        keep_only(self.folder, {_STATE, *files})
         return size
+
+    @staticmethod
+    def _write(path: Path, tensors: dict[str, Tensor], hashes: dict[str, str]) -> int:
+        """Write a file, and put its hash under its name; returns its size in bytes."""
+        content = save(tensors)
+        remove(path)  # it may be a folder
+        write_bytes(path, content)
+        hashes[path.name] = str(blake3(content).hexdigest())
+        return len(content)
 
 
 def _unless_full(write: Callable[[], int]) -> int | None:

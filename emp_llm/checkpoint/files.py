@@ -6,14 +6,18 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
+import stat
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
 from blake3 import blake3
 
 from emp_llm.checkpoint.locks import open_own, same_file
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PIECE = 1 << 22  # bytes copied at a time
 JSON_LIMIT = 1 << 24
@@ -400,6 +405,81 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object.")
     return value
+
+
+def write_own(path: Path, values: dict[str, Any]) -> None:
+    """`write_json` of a record of our unfinished work, with its own hash."""
+    write_json(path, values | {"blake3": _hash_of(values)})
+
+
+def read_own(path: Path, kind: type[T]) -> T | None:
+    """A record of `write_own`, converted to a type of msgspec; None if there is none. One that is
+    damaged or of other types counts as none, with a warning, and is deleted.
+
+    Raises:
+        ReadError: the disk fails.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        if not is_plain(path):
+            raise ValueError("it is no plain file")
+        with reading(path):
+            if path.stat().st_size > INDEX_LIMIT:
+                raise ValueError("it is too large")
+            values = parse_json(path.read_bytes())
+        if not isinstance(values, dict) or values.pop("blake3", None) != _hash_of(values):
+            raise ValueError("its hash differs")
+        return msgspec.convert(values, kind)
+    except ReadError:
+        raise
+    except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        warn_of_damage(path, quotable(reason(error)))
+        remove(path)
+        return None
+
+
+def warn_of_damage(path: Path, why: str = "its hash differs") -> None:
+    """Say that the work in a file is done again."""
+    logger.warning("warning: %s is damaged (%s). This work is done again.", path, why)
+
+
+def _hash_of(values: dict[str, Any]) -> str:
+    return str(blake3(json.dumps(values).encode()).hexdigest())
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a path is a file: no folder, link, pipe or device."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_intact(path: Path, digest: str | None) -> bool:
+    """Whether a file of our unfinished work has this BLAKE3; ReadError if the disk fails."""
+    return digest is not None and is_plain(path) and file_hash(path) == digest
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
+    """Delete what a folder of our unfinished work holds beside these names, or a file in its
+    place.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        remove(folder)
+        return
+    for path in folder.iterdir():
+        if path.name not in names:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder of our unfinished work, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(NotADirectoryError):
+            path.unlink(missing_ok=True)
 
 
 def parse_json(raw: bytes, **hooks: Any) -> Any:

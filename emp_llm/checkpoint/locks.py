@@ -147,9 +147,9 @@ def open_own(path: Path) -> int:
     return file
 
 
-def link_sentence(path: Path) -> str:
+def link_sentence(path: Path, what: str = "a link") -> str:
     """Why a path of our work is not used."""
-    return f"{path} is a link. emp-llm makes none for its work and follows none; delete it."
+    return f"{path} is {what}. emp-llm makes none for its work and follows none; delete it."
 
 
 def holder_of(path: Path) -> str | None:

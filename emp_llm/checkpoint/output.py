@@ -18,23 +18,31 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+import msgspec
 
 from emp_llm.checkpoint.files import (
     INDEX_LIMIT,
     explain_disk_error,
+    file_hash,
     how_to_resume,
+    is_intact,
+    is_plain,
     read_json,
+    read_own,
+    remove,
     sync_path,
     sync_tree,
+    warn_of_damage,
     write_bytes,
-    write_json,
+    write_own,
 )
 from emp_llm.checkpoint.locks import FileLock, link_sentence, locked
 from emp_llm.common.errors import (
@@ -60,7 +68,8 @@ from emp_llm.common.paths import (
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
-_FORMAT = "emp-llm work 3"
+T = TypeVar("T")
+_FORMAT = "emp-llm work 4"
 _OLD = "replaced"
 _ANYBODY = 0o044  # may read
 # All names in a work folder; one of the first three is there unless it is empty.
@@ -76,7 +85,20 @@ _WORK_FILES = (
     "*.safetensors.npy",
 )
 # Finished blocks and batches of a calibration, whole or half written.
-CALIBRATION_FILES = ("*state.safetensors*", "*hidden-*.safetensors*")
+CALIBRATION_FILES = ("*state.json*", "*sums-*.safetensors*", "*hidden-*.safetensors*")
+
+
+class _Begun(msgspec.Struct):
+    """What the manifest of a work folder says of its run."""
+
+    signature: dict[str, Any] = {}
+
+
+class _Finished(msgspec.Struct):
+    """What the manifest says of a part with a file."""
+
+    hash: str | None
+    stages: dict[str, dict[str, float]]
 
 
 class OutputFolder:
@@ -246,9 +268,7 @@ class OutputFolder:
     @property
     def left(self) -> dict[str, Any]:
         """The signature of the work that an interrupted run has left; empty if there is none."""
-        with contextlib.suppress(UserError):
-            return read_json(self._manifest)["signature"] if self._manifest.is_file() else {}
-        return {}  # `begin` warns of it
+        return (read_own(self._manifest, _Begun) or _Begun()).signature
 
     def _unfinished(self, difference: str) -> UserError:
         return UserError(
@@ -265,16 +285,54 @@ class OutputFolder:
     def _holds_work(self) -> bool:
         return self.started and self.files.is_dir()
 
-    def get(self, part: str) -> Any:
-        """What is noted of a part of the work; None if it is not finished."""
-        return self._state.get(part)
+    def get(self, part: str, kind: type[T]) -> T | None:
+        """What is noted of a part of the work, of a type of msgspec; None if it is not finished, or
+        is noted otherwise.
+        """
+        with contextlib.suppress(msgspec.ValidationError, OverflowError):
+            return msgspec.convert(self._state.get(part), kind)
+        return None
 
     def note(self, **parts: Any) -> None:
         """Note finished parts of the work, as JSON. The work itself must already be on disk."""
         state = self._state | parts
         if ranks().main:
-            write_json(self._manifest, state)
+            write_own(self._manifest, state)
         self._state = state  # not before it is written: what is not noted is not kept
+
+    def intact(self, part: str, folder: Path, names: Iterable[str]) -> dict[str, str]:
+        """The hashes of the files of a part, by name, that are finished and as they were noted. The
+        others of these names are deleted.
+        """
+        noted = self.get(part, dict[str, str]) or {}
+        kept = {}
+        for name in names:
+            if is_intact(folder / name, noted.get(name)):
+                kept[name] = noted[name]
+                continue
+            if name in noted:
+                warn_of_damage(folder / name)
+            remove(folder / name)
+        return kept
+
+    def finish(self, part: str, file: Path, stages: dict[str, Any]) -> None:
+        """Note a finished part of the work, whose file is on disk, with the times of its stages."""
+        digest = file_hash(file) if ranks().main and is_plain(file) else None
+        self.note(**{part: {"hash": digest, "stages": stages}})
+
+    def finished(self, part: str, file: Path) -> dict[str, Any] | None:
+        """The stages of a finished part; None if it is not finished, or, with a warning, if its
+        file is not the one that was noted. A collective call.
+        """
+        noted = self.get(part, _Finished)
+        if noted is None:
+            return None
+        if ranks().first(partial(is_intact, file, noted.hash)):
+            return noted.stages
+        if ranks().main:
+            warn_of_damage(file)
+            remove(file)
+        return None
 
     def write(self, name: Path | str, content: bytes) -> None:
         """Write a file into the folder, atomically."""
@@ -330,10 +388,7 @@ class OutputFolder:
                 break
             except FileNotFoundError:  # another run has just deleted the folder
                 continue
-        try:
-            self._state = read_json(self._manifest) if self._manifest.is_file() else {}
-        except UserError as error:
-            logger.warning("warning: %s This run starts over.", error)
+        self._state = read_own(self._manifest, dict[str, Any]) or {}
 
     def _close(self) -> None:
         """Release the work folder. Delete it unless it holds finished work, or an older output
@@ -358,10 +413,8 @@ class OutputFolder:
         """Delete everything in the work folder but the lock; the manifest first."""
         self.forget()
         for entry in self.work.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry != self._lock.path:
-                entry.unlink(missing_ok=True)
+            if entry != self._lock.path:
+                remove(entry)
 
     def _restore_old(self) -> None:
         """Restore the older output, unless the new one is in its place."""
@@ -463,7 +516,8 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
         marks: those of which one lies in every such folder unless it is empty.
 
     Raises:
-        UserError: it is a link or holds one, holds another name, or none of the marks.
+        UserError: it is a link, pipe or device or holds one, holds another name, or none of the
+            marks.
     """
     if not os.path.lexists(folder):
         return
@@ -475,6 +529,8 @@ def check_own(folder: Path, ours: Sequence[str], marks: Sequence[str] = ("*",)) 
             about = path.lstat()
             if stat.S_ISLNK(about.st_mode) or (stat.S_ISREG(about.st_mode) and about.st_nlink > 1):
                 raise UserError(link_sentence(path))
+            if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+                raise UserError(link_sentence(path, "a pipe, socket or device"))
     if not folder.is_dir():
         raise UserError(
             f"{folder} is in the way: emp-llm works in a folder of this name. Move it away."

@@ -68,7 +68,6 @@ def heal(
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.checkpoint.agreement import check_agreement
     from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
-    from emp_llm.checkpoint.files import sync_tree
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
@@ -78,6 +77,7 @@ def heal(
         in_steps,
         sequences_for,
     )
+    from emp_llm.healing.memory import HealingPlan
     from emp_llm.healing.tracking import check_tracker
     from emp_llm.healing.training import healing_warnings
     from emp_llm.hub.local_model import find_model
@@ -171,24 +171,22 @@ def heal(
     with out:
         out.begin({"heals": pruned.states} | made_of, machine_name())
         samples, length = run.data.tokens.shape
-        kept = out.get("healing_plan")
+        kept = out.get("healing_plan", HealingPlan)
         plan = healing_plan(run, samples, length, kept, by_minutes=minutes is not None)
         if "batch_size" in given and plan.by == "model" and plan.device == "cpu":
             logger.warning(
                 "warning: --batch-size has no effect on a CPU: healing takes one sequence at a "
                 "time there."
             )
-        if out.get("copied") is None:
-            if ranks().main:
-                shards = [Path(shard.name) for shard in pruned.shards]
-                names = [*shards, *pruned.side_files(), *_extras(folder, manifest)]
-                for name in dict.fromkeys(names):
-                    copy = out.files / name
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(folder / name, copy)
-                keep_generated(out.files / SELF_NAME, run.text)
-                sync_tree(out.files)
-            out.note(copied=True)
+        if ranks().main:  # an interrupted run may have healed some of the shards
+            shards = [Path(shard.name) for shard in pruned.shards]
+            names = [*shards, *pruned.side_files(), *_extras(folder, manifest)]
+            for name in dict.fromkeys(names):
+                copy = out.files / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / name, copy)
+            keep_generated(out.files / SELF_NAME, run.text)
+        ranks().broadcast(None)  # all of them read the copy
         healing = healed(run, out, plan, options.report_to)
         with run.stopwatch("check"):
             report.check = _checked(run, out.files)

@@ -221,7 +221,7 @@ def _removed_by_cost(
     from emp_llm.runs.block_shares import removed_by_cost
     from emp_llm.runs.loss_budget import LossCurve
 
-    removed: dict[str, int] | None = out.get("shares")
+    removed = out.get("shares", dict[str, int])
     if removed is None:
         assert run.deciding is not None
         with stage("shares"), run.stopwatch("shares"):

@@ -195,6 +195,20 @@ class Adam:
         if part:
             yield part
 
+    def fits(self, parts: Iterable[dict[str, Tensor]], step: int) -> bool:
+        """Whether parts of a checkpoint after so many steps are of these weights."""
+        values = {name: tensor for part in parts for name, tensor in part.items()}
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, weight in self._weights.items():
+            kept = (int(self._kept(name, weight.parameter).sum()),)
+            expected[name] = (torch.float32, kept)
+            if f"{name}/steps" in values:
+                moments = dict.fromkeys((f"{name}/mean", f"{name}/square"), (torch.bfloat16, kept))
+                expected |= moments | {f"{name}/steps": (torch.int64, ())}
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()}
+        counts = (int(found_at) for name, found_at in values.items() if name.endswith("/steps"))
+        return found == expected and all(0 < count <= step for count in counts)
+
     def restore(self, part: dict[str, Tensor], with_states: bool) -> None:
         """Take weights of `parts`, and their moments."""
         for name, values in part.items():

@@ -98,22 +98,25 @@ def heal_blocks(
         walks as walk,
         closing(walk.second()) as pruned,
     ):
+
+        def pruned_weight(target: Target) -> Tensor:
+            stored = target.matrix.stored
+            words = target.matrix.read(files.reader(stored.shard), 0, target.matrix.rows)
+            return as_tensor(words, stored.dtype)
+
+        def removed_of(target: Target) -> Tensor:
+            return pruned_weight(target) == 0
+
         for step in walk.steps():
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = Block(model, step, members, walk, pruned)
-            done = bool(members) and ranks().first(partial(moved.has, step.index))
-            healed = ranks().first(partial(moved.block, step.index)) if done else {}
+            resumed = partial(moved.resumed, step.index, members, removed_of)
+            healed = ranks().first(resumed) if members else {}
             for target in members:
-                stored = target.matrix.stored
-                weight = healed[target.name].weight if done else None
-                if weight is None:
-                    weight = as_tensor(
-                        target.matrix.read(files.reader(stored.shard), 0, target.matrix.rows),
-                        stored.dtype,
-                    )
-                block.change(target, None, weight)
+                weight = None if healed is None else healed[target.name].weight
+                block.change(target, None, pruned_weight(target) if weight is None else weight)
             step.run()  # the dense outputs are now in walk.hidden
-            if members and not done:
+            if healed is None:
                 trained = _heal(block, fitting, measuring, steps, seed)
                 moved.put(step.index, trained)
                 if log is not None:

@@ -9,7 +9,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import msgspec
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable
@@ -209,16 +211,18 @@ class HealingPlan:
         hidden_states: where they are kept.
         parts: bytes that it takes, by what takes them.
         free: bytes that are free on the devices.
+        ran_out: of memory.
     """
 
     by: Literal["model", "blocks"]
     device_map: str
     device: str
-    at_once: int
+    at_once: Annotated[int, msgspec.Meta(ge=1, le=SEQUENCES)]
     checkpointing: bool
     hidden_states: Place
     parts: Parts
     free: int
+    ran_out: bool = False
 
     @property
     def needed(self) -> int:
@@ -249,7 +253,7 @@ def plan_healing(
     samples: int,
     batch_size: int = SEQUENCES,
     hidden_states: Place = "auto",
-    kept: Mapping[str, Any] | None = None,
+    kept: HealingPlan | None = None,
 ) -> HealingPlan:
     """How a checkpoint will heal. All ranks have the same answer: a collective call.
 
@@ -263,8 +267,8 @@ def plan_healing(
         batch_size: sequences at a time, at most. On a CPU the whole model takes one: more take more
             memory, and no less time.
         hidden_states: where the user wants them.
-        kept: the plan with which an interrupted run has begun to heal, on which its bytes depend;
-            with `ran_out`, if that plan ran out of memory: then the next smaller one is taken.
+        kept: the plan with which an interrupted run has begun to heal, on which its bytes depend.
+            If it ran out of memory, the next smaller one is taken.
 
     Raises:
         UserError: it fits neither whole nor block by block, cannot go block by block, or no longer
@@ -272,28 +276,28 @@ def plan_healing(
     """
     devices = _devices_of(device_map)
     free = {str(device): free_on(device) for device in devices}
-    if kept is not None and kept.get("ran_out"):
-        among = len(free) if kept["device_map"] == "balanced" else 1
-        below = sum(kept["parts"].values()) // among - 1
+    if kept is not None and kept.ran_out:
+        among = len(free) if kept.device_map == "balanced" else 1
+        below = sum(kept.parts.values()) // among - 1
         free = {device: min(size, below) for device, size in free.items()}
-        if kept["by"] == "blocks" and not _offloads(device_map):
+        if kept.by == "blocks" and not _offloads(device_map):
             device_map = "disk"
         kept = None
     in_bfloat16 = all(has_bfloat16(device) for device in devices)
     sizes = Sizes.of(checkpoint, targets, heal, length, samples, in_bfloat16)
     plan = None
-    if not _offloads(device_map) and (kept is None or kept["by"] == "model"):
+    if not _offloads(device_map) and (kept is None or kept.by == "model"):
         most = 1 if "cpu" in free else min(batch_size, SEQUENCES)
-        numbers = down_from(most) if kept is None else [kept["at_once"]]
+        numbers = down_from(most) if kept is None else [kept.at_once]
         plan = _whole(sizes, device_map, free, numbers, hidden_states)
     # What one rank cannot do whole, none does.
     if any(one is None for one in ranks().gather(plan)):
-        if kept is not None and kept["by"] == "model":
+        if kept is not None and kept.by == "model":
             raise UserError(
-                f"{_too_little(sizes, kept['at_once'], free)}; the interrupted run has begun to "
+                f"{_too_little(sizes, kept.at_once, free)}; the interrupted run has begun to "
                 "heal it whole. Free memory, or start over with --overwrite."
             )
-        numbers = down_from(min(batch_size, SEQUENCES)) if kept is None else [kept["at_once"]]
+        numbers = down_from(min(batch_size, SEQUENCES)) if kept is None else [kept.at_once]
         plan = _by_blocks(checkpoint, sizes, recipe, heal, device_map, free, numbers, hidden_states)
     assert plan is not None
     return replace(plan, at_once=min(ranks().gather(plan.at_once)))

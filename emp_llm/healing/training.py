@@ -68,7 +68,7 @@ from emp_llm.healing.memory import (
     ranks_here,
     ways,
 )
-from emp_llm.healing.progress import Measure, Progress
+from emp_llm.healing.progress import Measure, Progress, UnfitError
 from emp_llm.healing.tracking import Log, check_tracker, tracking
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.attention import fast_attention
@@ -175,7 +175,7 @@ def heal_model(
         _DenseLogits(dense, tokens) as dense_logits,
         tracking(report_to, "heal", {"steps": steps, "seed": seed}) as log,
     ):
-        progress = Progress(Path(folder))
+        progress = Progress(Path(folder), steps)
         dense_logits.prepare(tokens, steps, seed, progress)
         healed = copy.deepcopy(model).float()
         record = train(
@@ -302,10 +302,11 @@ def heal_folder(
     if not by_blocks:
         logger.info("healing %s.", how_often(len(tokens), heal.steps))
     dtype = _dtype_on(plan.device, dtype)
-    tracked = tracking(report_to, out.path.name, {"steps": heal.steps, "seed": seed, "by": plan.by})
+    settings = {"steps": heal.steps, "seed": seed, "by": plan.by}
+    tracked = partial(tracking, report_to, out.path.name, settings)
     if by_blocks:
         moved = MovedWeights(out.work / "healing")
-        with stage("heal"), _less_the_next_time(out, plan), tracked as log:
+        with stage("heal"), _less_the_next_time(out, plan), tracked() as log:
             record = heal_blocks(
                 load_model(dense, plan.device_map, dtype, trust, device=torch.device(plan.device)),
                 targets,
@@ -319,50 +320,57 @@ def heal_folder(
                 seed=seed,
                 log=log,
             )
+        _to_be_written_again(out)
         for target in targets if ranks().main else ():
             weight = moved.rows(target, 0, target.matrix.rows)
             if weight is not None:
                 _overwrite(target.matrix, weight)
     else:
-        progress = Progress(out.work / "healing")
-        if out.get("healed") and not progress.measured:
-            raise UserError(
-                f"{out.work}: some weights are healed, and the training that healed "
-                "them is lost. Delete it."
-            )
-        with (
-            stage("heal"),
-            _less_the_next_time(out, plan),
-            _DenseLogits(
-                _teacher(dense, architecture, plan, dtype, trust),
-                tokens,
-                plan.hidden_states,
-                expendable=True,
-            ) as logits,
-            tracked as log,
-        ):
-            logits.prepare(tokens, heal.steps, seed, progress)
-            model, masks, moving, norms = _to_train(architecture, recipe, heal, plan, trust)
-            record = train(
-                model,
-                logits,
-                tokens,
-                masks,
-                moving,
-                progress,
-                heal.steps,
-                at_once=plan.at_once,
-                checkpointing=plan.checkpointing,
-                seed=seed,
-                log=log,
-            )
+        while True:
+            progress = Progress(out.work / "healing", heal.steps)
+            try:
+                with (
+                    stage("heal"),
+                    _less_the_next_time(out, plan),
+                    _DenseLogits(
+                        _teacher(dense, architecture, plan, dtype, trust),
+                        tokens,
+                        plan.hidden_states,
+                        expendable=True,
+                    ) as logits,
+                    tracked() as log,
+                ):
+                    logits.prepare(tokens, heal.steps, seed, progress)
+                    model, masks, moving, norms = _to_train(architecture, recipe, heal, plan, trust)
+                    record = train(
+                        model,
+                        logits,
+                        tokens,
+                        masks,
+                        moving,
+                        progress,
+                        heal.steps,
+                        at_once=plan.at_once,
+                        checkpointing=plan.checkpointing,
+                        seed=seed,
+                        log=log,
+                    )
+                break
+            except UnfitError:  # its checkpoints are deleted
+                logger.info("healing begins again.")
         if ranks().main and record.best:
-            # From here on, the weights are no longer those that the training began with.
-            out.note(healed=True)
+            _to_be_written_again(out)
             _write_weights(checkpoint, architecture, model, targets, norms)
     record.origin = fit_origin(data, batch_size, about, record.by)
     record.origin.seed = seed  # of the order of the sequences
     return record
+
+
+def _to_be_written_again(out: OutputFolder) -> None:
+    """Note that an interrupted run writes the pruned shards again: from here on, they hold other
+    weights than those that the training began with.
+    """
+    out.note(shards={})
 
 
 def steps_of_minutes(
@@ -458,7 +466,7 @@ def _less_the_next_time(out: OutputFolder, plan: HealingPlan) -> Iterator[None]:
     except OutOfMemory as error:
         if plan.by == "blocks" and plan.at_once == 1:  # there is no smaller one
             raise
-        out.note(healing_plan=asdict(plan) | {"ran_out": True})
+        out.note(healing_plan=asdict(replace(plan, ran_out=True)))
         raise OutOfMemory(
             f"healing: out of memory, with {count_of(plan.at_once, 'sequence')} at a time. The "
             "same command goes on in a way that takes less."
@@ -559,10 +567,10 @@ def train(
             _check_dense(progress.measured[0])
             _log_measure(log, progress)
             progress.save()
-        elif not progress.has_ended(steps):
+        elif not progress.has_ended():
             progress.load(progress.step)
         bar.update(progress.step)
-        while not progress.has_ended(steps):
+        while not progress.has_ended():
             step = progress.step
             dense_logits.look_ahead(order, step)
             adam.share = share_of_rate(step, steps) / progress.cut
@@ -840,7 +848,7 @@ class _DenseLogits(AbstractContextManager["_DenseLogits"]):
         """Run the blocks for the held-out sequences and for the first steps of a training. They are
         done before its model takes memory.
         """
-        if not progress.has_ended(steps):
+        if not progress.has_ended():
             sequences = len(tokens)
             held = set_aside(sequences)
             own = ranks().assigned(range(sequences - held, sequences))

@@ -131,12 +131,18 @@ def _write_shards(
 ) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
     """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
     outcomes: dict[str, Outcome] = {}
-    hashes: dict[str, str] = dict((output and output.get("shards")) or {})
+    hashes: dict[str, str] = {}
+    of_rows: dict[str, str] = {}
+    if output is not None:
+        names = [shard.name for shard in pruner.checkpoint.shards]
+        hashes = output.intact("shards", output.files, names)
+        of_rows = output.intact("rows", output.work, [f"{name}.npy" for name in names])
     for shard in pruner.checkpoint.shards:
         targets = targets_in(pruner.targets, shard)
         size = shard.stat().st_size
-        if output is not None and shard.name in hashes:
-            statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
+        table = f"{shard.name}.npy"
+        if output is not None and shard.name in hashes and table in of_rows:
+            statistics = _saved_statistics(output.work / table, targets)
             for done, rows in zip(targets, statistics, strict=True):
                 outcomes[done.name] = outcome_of(done, rows, pruner.counts, None)
             bar.update(size)
@@ -159,8 +165,9 @@ def _write_shards(
         hashes[shard.name] = digest.finish()
         pruner.checkpoint.check_unchanged()
         if output is not None:
-            _save_statistics(output.work / f"{shard.name}.npy", statistics)
-            output.note(shards=dict(hashes))
+            _save_statistics(output.work / table, statistics)
+            of_rows[table] = file_hash(output.work / table)
+            output.note(shards=dict(hashes), rows=dict(of_rows))
     return outcomes, None, hashes
 
 

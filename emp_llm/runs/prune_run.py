@@ -413,7 +413,7 @@ def _corpora(options: PruneOptions, config: Any) -> list[Corpus]:
     return calibration_corpora(options.text_name, context, options.samples, options.seqlen)
 
 
-def planned_healing(run: PruneRun, kept: dict[str, Any] | None = None) -> HealingPlan | None:
+def planned_healing(run: PruneRun, kept: HealingPlan | None = None) -> HealingPlan | None:
     """How the model heals on the text of the run; None if it does not. `kept` and the errors are
     those of `healing_plan`.
     """
@@ -446,7 +446,7 @@ def begin(run: PruneRun, out: OutputFolder) -> HealingPlan | None:
         UserError: the healing will not find the memory or the disk that it needs.
     """
     out.begin(run.signature, machine_name() if run.needs_text else "")
-    plan = planned_healing(run, out.get("healing_plan"))
+    plan = planned_healing(run, out.get("healing_plan", HealingPlan))
     if plan is not None:
         out.check_space(run.checkpoint.output_bytes + work_bytes(run, plan))
     if run.needs_text:
@@ -494,14 +494,14 @@ def moved_weights(
 
     with stage(name):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-        times = out.get("refitted")
-        if times is not None:
+        times = out.finished("refitted", moved.record)
+        if times is not None and ranks().first(moved.are_intact):
             run.stopwatch.record |= times
             return moved
         dense = dense_model(run, by_blocks=True)
         with run.stopwatch(name):
             update(dense, moved=moved)
-        out.note(refitted=dict(run.stopwatch.record))
+        out.finish("refitted", moved.record, dict(run.stopwatch.record))
     return moved
 
 

@@ -198,7 +198,7 @@ def healing_plan(
     run: Run,
     samples: int,
     length: int,
-    kept: dict[str, Any] | None = None,
+    kept: HealingPlan | None = None,
     by_minutes: bool = False,
 ) -> HealingPlan:
     """How the model heals: `samples` sequences of `length` tokens.

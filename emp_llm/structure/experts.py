@@ -705,8 +705,8 @@ def refit_experts(
             with ExitStack() as hooks:
                 if experts is not None:
                     hooks.enter_context(closed_router(model, experts, kept[experts]))
-                if ranks().broadcast(moved.has(step.index)):
-                    results = ranks().first(partial(moved.block, step.index))
+                results = ranks().first(partial(moved.resumed, step.index, targets))
+                if results is not None:
                     for target in targets:
                         block.change(target, None, results[target.name].weight)
                 elif experts is not None:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
@@ -206,7 +205,7 @@ def _matched(recipe: Recipe) -> Removed | None:
 def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tensor]:
     """The sums over the text that score units, or those of an interrupted run."""
     with stage("score"):
-        times = out.get("sums")
+        times = out.finished("sums", out.files / SUMS_NAME)
         if times is not None:
             run.stopwatch.record |= times
             kept: dict[str, Tensor] = ranks().first(partial(load_file, out.files / SUMS_NAME))
@@ -216,7 +215,7 @@ def _sums(run: PruneRun, model: UnitModel, out: OutputFolder) -> dict[str, Tenso
         with run.stopwatch("score"):
             sums = model.units[0].sums(runner, model.units, run.data.tokens, run.options.batch_size)
         out.write(SUMS_NAME, save(sums))
-        out.note(sums=dict(run.stopwatch.record))
+        out.finish("sums", out.files / SUMS_NAME, dict(run.stopwatch.record))
     return sums
 
 
@@ -307,10 +306,11 @@ def _write(
                 choice.units.add_losses(choice.record, choice.kept, sums)
         for name, content in model.units[0].side_files(decision.kept).items():
             write_json(out.files / name, content)
-        if out.get("compared") is None:
+        compared = out.get("compared", StructureRecord)
+        if compared is None:
             _compare(run, decision, moved, out.files, record)
             out.note(compared=record.as_dict())
-        record = msgspec.convert(out.get("compared"), StructureRecord)
+        record = compared or record
     warnings = model.units[0].warnings(model.units, sums) if sums else []
     if run.judged is None:  # else --loss has found how many go
         warnings += _rounding(choices, model.structure)

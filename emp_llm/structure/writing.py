@@ -124,11 +124,11 @@ def write_smaller_checkpoint(
             write_json(path, _smaller_index(source, cuts, size_of(model, choices)))
         else:
             shutil.copyfile(source, path)
-    hashes: dict[str, str] = dict(out.get("shards") or {})
+    hashes = out.intact("shards", folder, [shard.name for shard in checkpoint.shards])
     total = sum(shard.stat().st_size for shard in checkpoint.shards)
     with progress_bar(total, "write", "B") as bar:
         for shard in checkpoint.shards:
-            if shard.name not in hashes or not (folder / shard.name).is_file():
+            if shard.name not in hashes:
                 tensors = [
                     tensor
                     for tensor in checkpoint.tensors.values()

@@ -2,22 +2,32 @@
 rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import (
+    is_intact,
+    keep_only,
+    read_own,
+    remove,
+    warn_of_damage,
+    write_bytes,
+    write_own,
+)
 from emp_llm.checkpoint.matrices import Words, torch_dtype
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import ReadError, UserError, quotable, reason
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
@@ -25,6 +35,9 @@ from emp_llm.selection.rows import words_of
 from emp_llm.selection.rule import RowFigures
 
 _KEY = "emp_llm"
+_DAMAGE = (SafetensorError, OSError, LookupError, TypeError, ValueError, msgspec.MsgspecError)
+_RECORD = "blocks.json"  # the hashes of the files of the blocks
+_File = Annotated[str, msgspec.Meta(pattern=r"^block-[0-9]{5}\.safetensors\Z")]
 
 
 @dataclass
@@ -75,15 +88,71 @@ class MovedWeights:
         self, folder: Path | None = None, on_put: Callable[[int], None] | None = None
     ) -> None:
         self.folder = folder
+        self._hashes: dict[str, str] = {}  # of the files
+        if folder is not None and ranks().main:
+            self._hashes = read_own(self.record, dict[_File, str]) or {}
+            keep_only(folder, {_RECORD, *self._hashes})
         self._on_put = on_put
         # In memory: all of them, or the one whose file was read last.
         self._blocks: dict[int, dict[str, Moved]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # of the last block
 
-    def has(self, block: int) -> bool:
-        """Whether a block is finished."""
-        return block in self._blocks or (self.folder is not None and self._path(block).is_file())
+    @property
+    def record(self) -> Path:
+        """The file with the hashes of the others."""
+        assert self.folder is not None
+        return self.folder / _RECORD
+
+    def are_intact(self) -> bool:
+        """Whether all files are as they were written; those that are not are deleted, with a
+        warning.
+        """
+        for name, digest in list(self._hashes.items()):
+            if not is_intact(self.record.with_name(name), digest):
+                warn_of_damage(self.record.with_name(name))
+                self._drop(name)
+                return False
+        return True
+
+    def resumed(
+        self,
+        block: int,
+        targets: Sequence[Target],
+        removed_of: Callable[[Target], Tensor] | None = None,
+    ) -> dict[str, Moved] | None:
+        """What an interrupted run made of the targets of a block, by name; None if it did not
+        finish them, or, with a warning, if the file is damaged or of other targets.
+
+        Args:
+            removed_of: returns which weights of a target are zero, bool, shape (outputs, inputs);
+                None: a search chose them.
+        """
+        name = _name(block)
+        if name not in self._hashes:
+            return None
+        try:
+            moved = self._read(block)
+            for target in targets:
+                weight = moved[target.name].weight
+                if weight is not None:
+                    _check_fit(target, weight)
+                    removed = removed_of and removed_of(target).cpu()
+                    if removed is not None and bool(weight.float()[removed].any()):
+                        raise ValueError(f"{target.name} has other zeros")
+        except ReadError:
+            raise
+        except _DAMAGE as error:
+            warn_of_damage(self.record.with_name(name), quotable(reason(error)))
+            self._drop(name)
+            return None
+        return moved
+
+    def _drop(self, name: str) -> None:
+        """Delete the file of a block, which is computed again."""
+        self._blocks = {}
+        del self._hashes[name]
+        remove(self.record.with_name(name))
 
     def put(self, block: int, moved: dict[str, Moved]) -> None:
         """Keep what became of the targets of a block, by name; the first rank does."""
@@ -124,7 +193,10 @@ class MovedWeights:
         about = {
             name: _About(of_target.record, of_target.kept_mass) for name, of_target in moved.items()
         }
-        write_bytes(self._path(block), save(weights, {_KEY: msgspec.json.encode(about).decode()}))
+        content = save(weights, {_KEY: msgspec.json.encode(about).decode()})
+        write_bytes(self.record.with_name(_name(block)), content)
+        self._hashes[_name(block)] = str(blake3(content).hexdigest())
+        write_own(self.record, dict(self._hashes))
         if self._on_put is not None:
             self._on_put(block)
 
@@ -135,17 +207,25 @@ class MovedWeights:
         Raises:
             UserError: its file cannot be read.
         """
+        try:
+            return self._read(block)
+        except ReadError:
+            raise
+        except _DAMAGE as error:
+            raise UserError(
+                f"{self.record.with_name(_name(block))} is damaged ({quotable(reason(error))}). "
+                "The same command computes these weights again."
+            ) from error
+
+    def _read(self, block: int) -> dict[str, Moved]:
+        """`block`, with the errors of `_DAMAGE`."""
         if block not in self._blocks:
-            path = self._path(block)
-            try:
-                with safe_open(path, framework="pt") as file:
-                    about = msgspec.json.decode(file.metadata()[_KEY], type=dict[str, _About])
-                    weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
-                raise UserError(
-                    f"{path}: the fitted weights cannot be read ({reason(error)}). Delete "
-                    f"{path.parents[1]}."
-                ) from error
+            path = self.record.with_name(_name(block))
+            if not is_intact(path, self._hashes.get(path.name)):
+                raise ValueError("its hash differs")
+            with safe_open(path, framework="pt") as file:
+                about = msgspec.json.decode(file.metadata()[_KEY], type=dict[str, _About])
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             moved = {
                 name: Moved(weights.get(name), of_target.record, of_target.kept_mass)
                 for name, of_target in about.items()
@@ -157,10 +237,7 @@ class MovedWeights:
         """The records of all targets, by name, in the order of the blocks."""
         blocks = list(self._blocks)
         if self.folder is not None:
-            blocks = [
-                int(path.stem.partition("-")[2])
-                for path in sorted(self.folder.glob("block-*.safetensors"))
-            ]
+            blocks = [int(name[6:11]) for name in sorted(self._hashes)]
         return {name: moved.record for block in blocks for name, moved in self.block(block).items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -179,7 +256,7 @@ class MovedWeights:
         kept weights did not move.
         """
         block = target.layer.block
-        if block is None or not self.has(block):
+        if block is None or (block not in self._blocks and _name(block) not in self._hashes):
             return None
         moved = self.block(block).get(target.name)
         return None if moved is None or moved.weight is None else moved.weight[first:last]
@@ -208,6 +285,14 @@ class MovedWeights:
             return figures
         return figures._replace(kept=kept, kept_mass=share * figures.mass)
 
-    def _path(self, block: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"block-{block:05d}.safetensors"
+
+def _name(block: int) -> str:
+    """The file of a block."""
+    return f"block-{block:05d}.safetensors"
+
+
+def _check_fit(target: Target, weight: Tensor) -> None:
+    """Raise ValueError unless a weight has the shape and the dtype of a target."""
+    dtype = torch_dtype(target.matrix.stored.dtype)
+    if weight.shape != (target.matrix.rows, target.matrix.columns) or weight.dtype != dtype:
+        raise ValueError(f"{target.name} has another shape or dtype")

@@ -111,6 +111,7 @@ def update_model(
             return Allowed(pattern=pattern)
         return Allowed(counts=counts_of(target))
 
+    removed_of = None if update.searches else (lambda target: ~mask_of(target))
     remedy = (
         f"{update.name}: out of memory. Keep less on the device (--device-map disk, "
         "--hidden-states cpu), or use --device-map cpu."
@@ -129,13 +130,14 @@ def update_model(
             if step.index == 0 and execution_device(step.block).type == "cuda":
                 # On a CPU, the memory of a second block is dearer than the time.
                 stack.enter_context(moved.behind())
-            if members and not ranks().broadcast(moved.has(step.index)):
+            resumed = partial(moved.resumed, step.index, members, removed_of)
+            updated = ranks().first(resumed) if members else {}
+            if updated is None:
                 updated = _update_block(
                     block, update, fitting, measuring, mask_of, allowed_of, min_expert_tokens
                 )
                 moved.put(step.index, updated)
             else:
-                updated = ranks().first(partial(moved.block, step.index)) if members else {}
                 for target in members:
                     weight = updated[target.name].weight
                     block.change(target, mask_of(target) if weight is None else None, weight)
