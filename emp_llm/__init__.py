@@ -69,7 +69,8 @@ _MODULES = {
     "records.run_report": ("RunReport",),
     "records.base": ("read_record",),
     "models.masks": ("Masks",),
-    "models.reapply": ("SparsityCallback", "reapply_mask"),
+    "models.callback": ("SparsityCallback",),
+    "models.reapply": ("reapply_mask",),
     "selection.criteria": ("InputStatistics", "exponential", "shift"),
     "selection.effective": (
         "effective_mask",

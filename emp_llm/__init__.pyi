@@ -24,8 +24,8 @@ from emp_llm.healing.training import heal_model as heal_model
 from emp_llm.in_memory.model_report import ModelReport as ModelReport
 from emp_llm.in_memory.prune_model import masks_of as masks_of
 from emp_llm.in_memory.prune_model import prune_model as prune_model
+from emp_llm.models.callback import SparsityCallback as SparsityCallback
 from emp_llm.models.masks import Masks as Masks
-from emp_llm.models.reapply import SparsityCallback as SparsityCallback
 from emp_llm.models.reapply import reapply_mask as reapply_mask
 from emp_llm.options.flat import recipe_of as recipe_of
 from emp_llm.options.recipe import ByCost as ByCost
@@ -847,7 +847,7 @@ def push(
             repeatable.
         base_model: Hub id of the dense model, if it was pruned from a folder.
         overwrite: Replace other weights on the branch.
-        dry_run: Print the files to push, and push nothing.
+        dry_run: Print the card and the files, and push nothing.
         verbose: Also log each step with its size, time and memory.
         quiet: No progress and no log: only the result, warnings and errors.
     """
@@ -1172,6 +1172,7 @@ def verify(
     *,
     criterion: Any | None = ...,
     scores: Any | None = ...,
+    masks: Path | str | None = ...,
     source: str | Path | None = ...,
     activations: Path | str | None = ...,
     blocks: str | None = ...,
@@ -1183,6 +1184,9 @@ def verify(
 ) -> Findings:
     """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and
     every mask. It only reads.
+
+    Of a checkpoint that was trained after it was pruned, --source compares the masks alone; --masks
+    does so without the dense model.
 
     The exit code is 1 if anything differs.
 
@@ -1196,6 +1200,7 @@ def verify(
         folder: Output folder of a finished prune.
         criterion: Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.
         scores: Your scores that decided the masks: a safetensors file.
+        masks: Pruned folder, whose zeros this one must have; then it needs no manifest.
         source: Folder or Hub id of the dense model, to compare bytes and masks as well.
         activations: Activations file of the run; default: the one in the folder.
         blocks: Name of the list of decoder blocks; default: the run's.

@@ -27,6 +27,7 @@ from emp_llm.models.sharded import (
     place_of,
     reshard,
 )
+from emp_llm.models.zeros import kept_in_folder
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
@@ -112,17 +113,31 @@ class Masks(Mapping[str, Tensor]):
         )
 
     @classmethod
-    def load(cls, path: Path | str) -> "Masks":
-        """Read a file of `save`.
+    def load(
+        cls,
+        path: Path | str,
+        targets: str | list[str] | None = None,
+        blocks: str | None = None,
+    ) -> "Masks":
+        """Read a file of `save`, or the zeros of a pruned checkpoint or its packed folder.
+
+        Args:
+            path: of the file or folder.
+            targets, blocks: of a folder, as `reapply_mask` takes them.
 
         Raises:
-            UserError: the file is missing or damaged, or holds no masks.
+            UserError: the file is missing or damaged, or holds no masks; the folder is no
+                checkpoint, or its targets are unknown.
         """
         check_type("path", path, str, Path)
         path = Path(path)
         masks = cls()
+        if path.is_dir():
+            for name, kept in kept_in_folder(path, targets, blocks).items():
+                masks.put(name, kept)
+            return masks
         if not path.is_file():
-            raise UserError(f"{path}: no such file of masks.")
+            raise UserError(f"{path}: no such file of masks, and no pruned folder.")
         try:
             with safe_open(path, framework="pt") as file:
                 info: Any = json.loads((file.metadata() or {}).get(_KEY, "{}"))
