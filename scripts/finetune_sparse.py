@@ -7,8 +7,8 @@ which keeps it sparse.
 The script prunes the model (emp-magnitude, beta times N_eff weights kept) and trains it on the text
 twice, with and without the callback. It prints the loss on the last tenth of the text, which is
 held out, and the number of removed weights that are no longer zero. --output writes the model that
-was trained with the callback, in the dtype of the pruned model, with its tokenizer. By default
-model and text are the demo's, and no network is needed.
+was trained with the callback, in the dtype of the pruned model, with its tokenizer and records, for
+`emp-llm verify` and `push`. By default model and text are the demo's, and no network is needed.
 
 With LoRA, train as usual and call `reapply_mask(model.merge_and_unload(), "pruned")` at the end.
 """
@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from emp_llm import SparsityCallback, prune
+from emp_llm import ModelReport, SparsityCallback, prune
 from emp_llm.models.reapply import masks_in
 from emp_llm.records.run_report import RunReport
 
@@ -92,6 +92,7 @@ def main(line: list[str] | None = None) -> None:
             if callbacks and arguments.output is not None:
                 model.to(AutoConfig.from_pretrained(pruned).dtype).save_pretrained(arguments.output)
                 tokenizer.save_pretrained(arguments.output)
+                ModelReport.load(pruned).save(arguments.output)
     print(f"{100 * report.targets.sparsity_of_targets:.1f} % of the targets removed")
     print(f"{'':26} {'loss':>6}  removed weights that are not zero")
     for name, value, broken in rows:

@@ -161,6 +161,103 @@ def test_a_card_shows_texts_of_records_as_they_are(checkpoint: Path, written: st
     assert hostile == harmless
 
 
+PERPLEXITY = {"perplexity": 10.0, "tokens": 64, "blocks": 2, "block_length": 32}
+HEALING = {
+    "steps": 30,
+    "tokens": 9,
+    "best": 30,
+    "curve": [[0, 0.5], [30, 0.25]],
+    "origin": {"text": {"file": "lamps.txt"}},
+    "command": "emp-llm heal pruned",
+}
+FIT = {"model.layers.0.mlp.up_proj": {"tokens": 9, "error_after": 0.5}}
+ADMM = {"admm": {"refit": {}, "penalty": 0.15, "stages": 6}}
+STRUCTURE: dict[str, Any] = {
+    "layers": {},
+    "dense": {"parameters": 9, "bytes": 9},
+    "pruned": {"parameters": 8, "bytes": 8},
+    "difference": 0.0,
+    "config": {"intermediate_size": 8},
+}
+# What a report holds, how its card begins, and what the card says of the other weights.
+MADE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "pruned": ({}, "without retraining, by Effective", "zero. All other weights are those of"),
+    "refitted": (
+        {"fits": FIT, "update": {"refit": {}}},
+        " by Effective .*, with a refit of the kept weights.",
+        "The kept weights of 1 matrix were fitted .* All other weights are those of",
+    ),
+    "healed": (
+        {"fits": FIT, "update": ADMM, "heal": {"steps": 30}, "healing": HEALING},
+        "with a refit of the kept weights. Then it was trained: healed by self-distillation from "
+        "the dense model, 30 steps on lamps.txt.",
+        "The kept weights of the pruned matrices were trained by the healing. All other weights",
+    ),
+    "all healed": (
+        {"heal": {"steps": 30, "weights": "all"}, "healing": HEALING},
+        "Then it was trained: healed by self-distillation",
+        "The kept weights of all linear layers in the blocks, and their norms, were trained",
+    ),
+    "healed in vain": (
+        {"heal": {"steps": 30}, "healing": HEALING | {"best": 0}},
+        "Then it was trained: .* so its weights are those before the healing",
+        "zero. All other weights are those of",
+    ),
+    "fine-tuned": (
+        {"trained": True},
+        "Then it was fine-tuned. The removed weights are still zero.",
+        "Its other weights may differ from those of the base model",
+    ),
+    "narrow": (
+        {"structure": STRUCTURE, "structured": True},
+        "without retraining, by EMP of whole MLP neurons",
+        "All kept weights are those of the base model",
+    ),
+    "narrow and healed": (
+        {
+            "structure": STRUCTURE,
+            "structured": True,
+            "heal": {"steps": 30},
+            "healing": HEALING,
+        },
+        "of whole MLP neurons .*Then it was trained",
+        "were trained by the healing. All other weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("case", MADE)
+def test_a_card_says_how_the_weights_were_made(checkpoint: Path, case: str, checked: bool) -> None:
+    """And what was measured of them."""
+    changes, summary, others = MADE[case]
+    values = json.loads((checkpoint / "emp_report.json").read_text()) | {"evaluation": None}
+    nodes = ("update", "heal")
+    recipe = values["recipe"]
+    if "structured" in changes:
+        recipe |= recipe_of("emp-magnitude", structure="neurons").as_dict()
+    recipe |= {name: changes[name] for name in nodes if name in changes}
+    both = {"text": "lamps.txt", "dense": PERPLEXITY, "pruned": PERPLEXITY | {"perplexity": 11.0}}
+    values |= {name: value for name, value in changes.items() if name not in nodes}
+    values.pop("structured", None)
+    values |= {"recipe": recipe, "check": both if checked else None}
+    report = converted(values, RunReport, "a report")
+    card = card_text("me/name", None, report, Origin("me/dense", None, {}), [], None, [], [])
+    card = card.replace("\\", "")
+    assert re.search(rf"huggingface.co/me/dense\), pruned after training.*{summary}", card)
+    assert re.search(others, card)
+    assert ("without retraining" in card) == (case in ("pruned", "narrow"))
+    assert ("emp-llm heal pruned" in card) == ("healing" in changes)
+    since = " since it was fine-tuned" if case == "fine-tuned" else ""
+    if checked:
+        assert "Perplexity on text of lamps.txt that was held out, 2 x 32 tokens: 10 of" in card
+        assert f"has not been evaluated on any other text or benchmark{since}." in card
+    else:
+        assert f"has not been evaluated on a text or benchmark{since}." in card
+    if "structured" in changes:
+        assert ("checked before it was trained: the logits" in card) == ("healing" in changes)
+
+
 def test_a_command_with_an_open_quote() -> None:
     shown = _public("emp-llm prune 'open --output /home/me/out", "command", ())
     assert shlex.split(shown) == ["emp-llm", "prune", "'open", "--output", "out"]

@@ -359,7 +359,7 @@ def test_the_command_makes_the_bytes_of_prune(
     for weight in (matrix for name, matrix in weights_of(healed).items() if "mlp" in name):
         assert int((weight.reshape(-1, 4) != 0).sum(1).max()) <= 2
     assert "healed" in again.recipe.words
-    with pytest.raises(UserError, match="fitted or healed"):
+    with pytest.raises(UserError, match="fitted, healed or trained"):
         pack(healed, tmp_path / "mask", mask_only=True)
     pack(healed, tmp_path / "packed")
     from emp_llm import unpack

@@ -248,7 +248,7 @@ def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Pat
     assert "result" in done, done
     _, body = card_of(hub, "user/refitted")
     assert (
-        "The kept weights of 14 matrices were fitted to the calibration text; all other bytes "
+        "The kept weights of 14 matrices were fitted to the calibration text. All other weights "
         "are those"
     ) in body
     assert '| update | `{"refit": {}}` |' in body
@@ -273,3 +273,4 @@ def test_a_card_for_scores_of_ones_own(
     body = card_of(hub, "user/own-scores")[1]
     assert '| score | `{"own": {"function": "mine:size",' in body
     assert '"source": "' in body
+    assert "emp-llm verify pruned --source BASE_MODEL --criterion FILE.py:size\n" in body

@@ -91,6 +91,11 @@ class CalibrationText:
     training: tuple[Tensor, ...] | None = None
 
     @property
+    def name(self) -> str:
+        """The names of its sources, as --calibration names them."""
+        return ", ".join(corpus.record().name for corpus in self.corpora)
+
+    @property
     def number(self) -> int:
         """The number of tokens."""
         return self.tokens.numel()

@@ -74,8 +74,8 @@ def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
     folder = checkpoint.folder
     if layout.mask_only and _is_updated(folder):
         raise UserError(
-            f"{folder}: its kept weights were fitted or healed, so the dense model and a mask do "
-            "not make it. Leave out --mask-only."
+            f"{folder}: its kept weights were fitted, healed or trained, so the dense model and a "
+            "mask do not make it. Leave out --mask-only."
         )
     files = []
     for path in sorted(folder.rglob("*")):
@@ -162,8 +162,10 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def _is_updated(folder: Path) -> bool:
-    """Whether a run moved kept weights of a checkpoint."""
+    """Whether a run, or a training after it, moved kept weights of a checkpoint."""
     report = _report(folder)
+    if report.get("trained"):
+        return True
     fits = report.get("fits")
     updates = [report.get("healing"), *(fits.values() if isinstance(fits, dict) else ())]
     return any(

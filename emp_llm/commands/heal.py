@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, SELF_NAME, is_hidden
+from emp_llm.common.paths import SELF_NAME
 from emp_llm.common.progress import load_packages
 from emp_llm.options.base import GivenOptions, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ReportTo, TrustRemoteCode
 from emp_llm.options.recipe import Heal
 from emp_llm.records.evaluation import CheckRecord
-from emp_llm.records.manifest import Manifest
 from emp_llm.records.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def heal(
     from emp_llm.models.placement import max_context
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
-    from emp_llm.pruning.writing import are_as_written, read_manifest
+    from emp_llm.pruning.writing import check_as_written, files_beside, read_manifest
     from emp_llm.records.corpus import samples_of
     from emp_llm.records.run_report import read_report
     from emp_llm.records.source import stage_records
@@ -121,11 +120,7 @@ def heal(
             f"--dense {options.dense}: its weights are not those that were pruned. "
             f"Give {report.source.model}."
         )
-    if not are_as_written(folder, identity_of(pruned)):
-        raise UserError(
-            f"{folder}: its weights are not those of its {MANIFEST_NAME}, which says how they were "
-            f"pruned. To see what differs: emp-llm verify {folder}"
-        )
+    check_as_written(pruned)
     models = OneModel(options.device_map, options.dtype, options.trust_remote_code)
     architecture = Architecture.of_checkpoint(
         dense, recipe.targets.blocks, options.trust_remote_code
@@ -180,7 +175,7 @@ def heal(
             )
         if ranks().main:  # an interrupted run may have healed some of the shards
             shards = [Path(shard.name) for shard in pruned.shards]
-            names = [*shards, *pruned.side_files(), *_extras(folder, manifest)]
+            names = [*shards, *pruned.side_files(), *files_beside(folder, manifest)]
             for name in dict.fromkeys(names):
                 copy = out.files / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -218,19 +213,9 @@ def _checked(run: "Run", healed: Path) -> CheckRecord | None:
         records.append(held_out_perplexity(run, folder, run.data.held_out))
         run.models.free()
     before, after = records
-    return CheckRecord(dense=before, pruned=after) if before and after else None
-
-
-def _extras(folder: Path, manifest: Manifest) -> list[Path]:
-    """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
-    paths = [Path(name) for name in manifest.files if not is_hidden(Path(name))]
-    return [
-        path
-        for path in paths
-        if path.parts[0] == EXTRAS
-        and path.suffix in (".safetensors", ".json", ".jsonl", ".py")
-        and (folder / path).is_file()
-    ]
+    if before is None or after is None:
+        return None
+    return CheckRecord(text=run.data.name, dense=before, pruned=after)
 
 
 def show(report: RunReport) -> None:

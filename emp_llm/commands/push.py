@@ -31,7 +31,7 @@ def push(
         str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")
     ] = None,
     overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False,
-    dry_run: Annotated[bool, Opt("Print the files to push, and push nothing.")] = False,
+    dry_run: Annotated[bool, Opt("Print the card and the files, and push nothing.")] = False,
 ) -> "Pushed":
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as
     README.md.
@@ -54,7 +54,7 @@ def push(
 
 
 def show(pushed: "Pushed") -> None:
-    """Print the result of a push, or of a dry run."""
+    """Print the result of a push; of a dry run, the card and the files."""
     from emp_llm.reporting.push import pushed_words
 
     print(pushed_words(pushed))

@@ -11,7 +11,13 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, MANIFEST_NAME, SUMS_NAME
+from emp_llm.common.paths import (
+    ACTIVATIONS_NAME,
+    CRITERION_NAME,
+    MANIFEST_NAME,
+    REPORT_NAME,
+    SUMS_NAME,
+)
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.model import TrustRemoteCode
@@ -37,6 +43,10 @@ class VerifyOptions:
         Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")
     ] = None
     scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
+    masks: Annotated[
+        Path | None,
+        Opt("Pruned folder, whose zeros this one must have; then it needs no manifest."),
+    ] = None
     source: Annotated[
         str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")
     ] = None
@@ -62,6 +72,9 @@ def verify(options: VerifyOptions) -> "Findings":
     """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and
     every mask. It only reads.
 
+    Of a checkpoint that was trained after it was pruned, --source compares the masks alone; --masks
+    does so without the dense model.
+
     The exit code is 1 if anything differs.
 
     Returns the differences, one sentence each, and the number of checked things.
@@ -82,17 +95,61 @@ def verify(options: VerifyOptions) -> "Findings":
     if options.criterion is not None and options.scores is not None:
         raise UserError("--criterion and --scores both define the scores; give only one.")
     findings = Findings()
-    manifest = read_manifest(options.folder)
-    check_files(options.folder, manifest, findings)
+    manifest = None
+    if (
+        options.masks is None
+        or options.source is not None
+        or (options.folder / MANIFEST_NAME).is_file()
+    ):
+        manifest = read_manifest(options.folder)
+        check_files(options.folder, manifest, findings)
+        if _is_trained(options.folder):
+            logger.info(
+                "%s: its kept weights were trained after it was pruned, so they may differ from "
+                "the dense model's; a comparison checks its zeros.",
+                options.folder,
+            )
     try:
         pruned = Checkpoint(options.folder)
     except UserError as error:
         findings.differences.append(str(error))
         return findings
     findings.checked["tensors"] += len(pruned.tensors)
-    if options.source is not None:
+    if options.masks is not None:
+        _check_masks_of(options.masks, pruned, findings)
+    if options.source is not None and manifest is not None:
         _check_against(options.source, options, pruned, manifest, findings)
     return findings
+
+
+def _is_trained(folder: Path) -> bool:
+    """Whether the report of a folder says that it was trained after it was pruned."""
+    from emp_llm.records.run_report import read_report
+
+    return (folder / REPORT_NAME).is_file() and read_report(folder).trained
+
+
+def _check_masks_of(masks: Path, pruned: Checkpoint, findings: "Findings") -> None:
+    """Check that every zero in the targets of a pruned folder is zero."""
+    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.masks import Masks
+    from emp_llm.pruning.trained import check_zeros
+    from emp_llm.records.run_report import read_report
+
+    report = read_report(masks)
+    units = report.recipe.structure
+    if units is not None and not units.keep_shapes:
+        raise UserError(
+            f"--masks {masks}: it lacks whole {units.units}, and has no zeros. "
+            "Compare with the dense model: --source"
+        )
+    scope = report.recipe.targets
+    try:
+        targets = Architecture.of_checkpoint(pruned, scope.blocks).targets_of(scope)
+    except UserError as error:
+        findings.differences.append(str(error))
+        return
+    check_zeros(pruned, targets, Masks.load(masks), findings)
 
 
 def _check_against(
@@ -109,15 +166,18 @@ def _check_against(
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     asked = manifest.recipe
-    if asked.moves:
-        state = "refitted" if asked.heal is None else "healed"
+    trained = _is_trained(pruned.folder)
+    if asked.moves and not trained:
+        state = "refitted" if asked.update is not None and asked.update.refit else "updated"
+        state = state if asked.heal is None else "healed"
         logger.info(
             "%s is %s: its kept weights may differ from the source, and its zeros are checked.",
             pruned.folder,
             state,
         )
     if asked.structure is not None:
-        check.check_source(dense, manifest)
+        if manifest.source.identity is not None:
+            check.check_source(dense, manifest)
         _check_units(dense, options, pruned, manifest, findings)
         return
     norms = _norms(options, manifest)
@@ -137,7 +197,8 @@ def _check_against(
             names = check.names_in_saved(
                 model, architecture, Architecture.of_model(pruned, model, blocks)
             )
-            check.check_config(dense.folder, pruned.folder, options.trust_remote_code, findings)
+            if not trained:
+                check.check_config(dense.folder, pruned.folder, options.trust_remote_code, findings)
         except UserError as error:
             findings.differences.append(str(error))
             return
@@ -150,7 +211,7 @@ def _check_against(
         check.check_headers(dense, pruned, findings)
     targets = architecture.targets_of(recipe.targets)
     healed = healed_tensors(architecture, recipe)
-    tensors = check.check_tensors(dense, pruned, names, targets, findings, healed)
+    tensors = check.check_tensors(dense, pruned, names, targets, findings, healed, trained)
     if any(target.matrix.stored.name not in tensors for target in targets):
         return
     try:
@@ -162,7 +223,7 @@ def _check_against(
                     "activations, and it names none."
                 )
             scores = scores.with_activations(norms)
-        check.check_masks(tensors, scores, findings, options.all_rows)
+        check.check_masks(tensors, scores, findings, options.all_rows, trained)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:
@@ -188,7 +249,8 @@ def _check_units(
 
     recipe = manifest.recipe
     blocks = options.blocks or recipe.targets.blocks
-    record = read_report(options.folder).structure
+    report = read_report(options.folder)
+    record = report.structure
     if recipe.structure is None or record is None:
         raise UserError(
             f"{options.folder}: its report names no heads or neurons. Download it again."
@@ -199,7 +261,7 @@ def _check_units(
     else:
         norms = _norms(options, manifest)
         feature = None if norms is None else norms.of
-    check_units(model, pruned, recipe, record, feature, findings)
+    check_units(model, pruned, recipe, record, feature, findings, report.trained)
     try:
         skeleton = build_skeleton(pruned.folder, options.trust_remote_code)
         check_shapes(Architecture.of_model(pruned, skeleton, blocks), findings)

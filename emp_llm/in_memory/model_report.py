@@ -2,23 +2,31 @@
 finished checkpoint.
 """
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from numpy.typing import NDArray
 from torch import nn
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
-from emp_llm.models.architecture import Architecture, Target
+from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, REPORT_NAME
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.loading import build_skeleton
 from emp_llm.models.masks import Masks
-from emp_llm.models.modules import rows_in
-from emp_llm.pruning.writing import keep_criterion, write_manifest
-from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+from emp_llm.pruning.trained import check_zeros, digests
+from emp_llm.pruning.verification import Findings
+from emp_llm.pruning.writing import (
+    check_as_written,
+    files_beside,
+    keep_criterion,
+    read_manifest,
+    write_manifest,
+)
+from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord, read_report
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class ModelReport:
         activations: the norms that decided them; None for methods without.
         model: the model.
         criterion_source: the source file of a criterion of the user's own; None if there is none.
+        weights: digests of the pruned weights, which tell whether they are trained later.
+        folder: from which the report was loaded; None: the model was pruned in memory.
     """
 
     record: RunReport
@@ -38,6 +48,8 @@ class ModelReport:
     activations: Activations | None
     model: nn.Module
     criterion_source: bytes | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
     def __repr__(self) -> str:
         """A short table."""
@@ -57,12 +69,40 @@ class ModelReport:
     def warnings(self) -> list[str]:
         return self.record.warnings
 
+    @classmethod
+    def load(cls, folder: Path | str) -> "ModelReport":
+        """The report of a pruned folder, with its masks and norms, and a model without weights.
+        After a training, `ModelReport.load("pruned").save("trained")` completes the trained folder.
+
+        Raises:
+            UserError: the folder is no finished checkpoint, or its weights have changed since.
+        """
+        folder = Path(folder)
+        record = read_report(folder)
+        read_manifest(folder)
+        checkpoint = Checkpoint(folder)
+        check_as_written(checkpoint)
+        architecture = Architecture.of_checkpoint(checkpoint, record.recipe.targets.blocks)
+        norms = folder / ACTIVATIONS_NAME
+        criterion = folder / CRITERION_NAME
+        return cls(
+            record,
+            Masks.load(folder),
+            Activations.load(norms) if norms.is_file() else None,
+            build_skeleton(folder, trust_remote_code=False),
+            criterion.read_bytes() if criterion.is_file() else None,
+            digests(architecture),
+            folder,
+        )
+
     def save(self, folder: Path | str) -> None:
         """Complete the folder of the saved model: add the report, the norms and the manifest.
 
         Save the pruned model and its tokenizer first: `model.save_pretrained(folder)`. Then
         `report`, `verify`, `reapply_mask`, `pack` and `push` take the folder. The manifest does not
-        identify the dense model; `verify --source` compares tensors.
+        identify the dense model; `verify --source` compares tensors. If weights have changed since
+        the pruning, the report says that the model was trained, and leaves out the perplexities
+        that were measured before.
 
         Raises:
             UserError: the folder holds no model, another one, or one whose removed weights are not
@@ -73,44 +113,46 @@ class ModelReport:
         scope = self.record.recipe.targets
         architecture = Architecture.of_checkpoint(checkpoint, scope.blocks, names_suffice=True)
         targets = architecture.targets_of(scope)
-        self._check_zeros(checkpoint, targets)
+        findings = Findings()
+        check_zeros(checkpoint, targets, self.masks, findings)
+        if findings.differences:
+            raise UserError(
+                f"{folder}: {findings.differences[0]} Save the pruned model there first, with "
+                "model.save_pretrained; after a training, reapply_mask sets its removed weights to "
+                "zero again."
+            )
         stored = {target.name: target.matrix.stored.name for target in targets}
         matrices = {
             name: msgspec.structs.replace(entry, tensor=stored.get(name, entry.tensor))
             for name, entry in self.record.matrices.items()
         }
         record = msgspec.structs.replace(self.record, matrices=matrices)
-        if self.activations is not None:
+        now = digests(architecture)
+        if any(now.get(name, digest) != digest for name, digest in self.weights.items()):
+            record = _trained(record)
+        norms = None if self.activations is None else self.activations.digest
+        if self.folder is not None:
+            manifest = read_manifest(self.folder)
+            norms = None if manifest.activations is None else manifest.activations.norms
+            for path in files_beside(self.folder, manifest):
+                (folder / path.parent).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / path, folder / path)
+        elif self.activations is not None:
             (folder / ACTIVATIONS_NAME).parent.mkdir(exist_ok=True)
             self.activations.save(folder / ACTIVATIONS_NAME)
         record.save(folder / REPORT_NAME)
         keep_criterion(folder, self.criterion_source)
-        digest = None if self.activations is None else self.activations.digest
-        write_manifest(folder, checkpoint, None, record.recipe, digest, {})
+        write_manifest(folder, checkpoint, None, record.recipe, norms, {})
 
-    def _check_zeros(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
-        """Raise UserError unless every removed weight is zero in a checkpoint."""
-        masks: dict[str, NDArray[Any]] = {}
-        with checkpoint.open_files() as files:
-            for target in targets:
-                name = target.layer.parameter
-                matrix = target.matrix
-                if name not in self.masks:
-                    raise UserError(
-                        f"{checkpoint.folder}: its layer {target.name} was not pruned; save the "
-                        "pruned model there."
-                    )
-                if name not in masks:
-                    masks = {name: self.masks[name].numpy()}  # one at a time
-                kept = rows_in(masks[name], target.layer)
-                if kept.shape != (matrix.rows, matrix.columns):
-                    raise UserError(
-                        f"{checkpoint.folder}: {target.name} has another shape; save "
-                        "the pruned model there."
-                    )
-                words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
-                if bool(words[~kept].any()):
-                    raise UserError(
-                        f"{checkpoint.folder}: {target.name} has weights that the masks remove; "
-                        "save the pruned model there first, with model.save_pretrained."
-                    )
+
+def _trained(record: RunReport) -> RunReport:
+    """The report of a model that was trained since: without what holds no more."""
+    sizes = None if record.sizes is None else msgspec.structs.replace(record.sizes, mask=0)
+    return msgspec.structs.replace(
+        record,
+        trained=True,
+        check=None,
+        unchecked="it was trained since; use emp-llm evaluate",
+        evaluation=None,
+        sizes=sizes,
+    )

@@ -23,7 +23,7 @@ from emp_llm.common.ranks import alone, device_alone
 from emp_llm.evaluation.perplexity import perplexity
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
-from emp_llm.models.architecture import Target, check_calibrated
+from emp_llm.models.architecture import Architecture, Target, check_calibrated
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
 from emp_llm.models.masks import Masks, plain_model
@@ -42,6 +42,7 @@ from emp_llm.pruning.outcome import Outcomes
 from emp_llm.pruning.report import pruned_before, report_of
 from emp_llm.pruning.scores import Scores, recorded
 from emp_llm.pruning.starving import starving_rows
+from emp_llm.pruning.trained import digests
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import criterion_source
 from emp_llm.records.evaluation import CheckRecord, PerplexityRecord
@@ -107,8 +108,9 @@ def prune_model(
     recipe = _recipe_of(recipe, options)
     with alone():
         plain, calibration = _opened(model, _calibration_of(recipe, data, tokenizer, **options))
-        report, moved = _decide(plain, recipe, calibration)
-        held_out = _held_out(plain, calibration)
+        report, moved, architecture = _decide(plain, recipe, calibration)
+        text = _held_out(plain, calibration)
+        held_out = None if text is None else text.held_out
         before = _perplexity(plain, held_out)
     heal = recipe.heal
     dense = None if heal is None else copy.deepcopy(plain)
@@ -121,7 +123,7 @@ def prune_model(
     if heal is not None and dense is not None:
         from emp_llm.healing.training import heal_model, healing_warnings
 
-        text = calibration.text
+        options_of_text = calibration.text
         healing = heal_model(
             plain,
             dense,
@@ -130,19 +132,22 @@ def prune_model(
             masks=report.masks,
             weights=heal.weights,
             steps=heal.steps,
-            samples=text.samples,
-            seqlen=text.seqlen,
-            batch_size=text.batch_size,
-            seed=text.seed,
+            samples=options_of_text.samples,
+            seqlen=options_of_text.seqlen,
+            batch_size=options_of_text.batch_size,
+            seed=options_of_text.seed,
         )
         report.record.healing = healing
         report.record.warnings += healing_warnings(healing)
-    if before is None:
+    report = replace(report, weights=digests(architecture))
+    if text is None or before is None:
         report.record.unchecked = "give data= of more sequences than samples="
         return report
     with alone():
         after = _perplexity(plain, held_out)
-    report.record.check = None if after is None else CheckRecord(dense=before, pruned=after)
+    if after is not None:
+        name = None if text.name == IN_MEMORY else text.name
+        report.record.check = CheckRecord(text=name, dense=before, pruned=after)
     return report
 
 
@@ -266,9 +271,9 @@ def _opened(
 
 def _decide(
     model: nn.Module, recipe: Recipe, calibration: _Calibration
-) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
+) -> tuple[ModelReport, list[tuple[Target, Tensor]], Architecture]:
     """Decide the masks of a model, and the weights that move, by target; the model stays
-    unchanged.
+    unchanged. Its architecture reads the weights, also after they have changed.
     """
     stopwatch = Stopwatch(peaks=False)
     chosen, scores = _choose(model, recipe, calibration)
@@ -308,7 +313,7 @@ def _decide(
     values = {} if moved is None else moved.weights()
     moves = [(target, values[target.name]) for target in chosen.targets if target.name in values]
     source = criterion_source(pruner.scores.recipe)
-    return ModelReport(record, masks, norms, model, source), moves
+    return ModelReport(record, masks, norms, model, source), moves, chosen.architecture
 
 
 def _choose(model: nn.Module, recipe: Recipe, calibration: _Calibration) -> tuple[Chosen, Scores]:
@@ -413,16 +418,16 @@ def _norms(
     return replace(norms, about=about)
 
 
-def _held_out(model: nn.Module, calibration: _Calibration) -> Tensor | None:
-    """The sequences of the data that follow those of the calibration; None if there are none, or
-    the model predicts no next token.
+def _held_out(model: nn.Module, calibration: _Calibration) -> CalibrationText | None:
+    """The data, with the sequences that follow those of the calibration; None if there are none,
+    or the model predicts no next token.
     """
     if not isinstance(model, PreTrainedModel) or is_encoder_decoder(model):
         return None
     if calibration.data is None or model.get_output_embeddings() is None:
         return None
     sequences = calibration.sequences(model)
-    return None if sequences is None else sequences.held_out
+    return None if sequences is None or sequences.held_out is None else sequences
 
 
 def _perplexity(model: nn.Module, tokens: Tensor | None) -> PerplexityRecord | None:

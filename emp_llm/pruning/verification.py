@@ -176,19 +176,26 @@ def check_tensors(
     targets: list[Target],
     findings: Findings,
     healed: Collection[str] = (),
+    trained: bool = False,
 ) -> dict[str, StoredTensor]:
     """Compare dtypes and shapes of all tensors with the source, and every byte outside of the
     targets.
+
+    Of a model that was trained since, only the shapes of the targets are compared.
 
     Args:
         source, pruned: the checkpoints.
         names: name of a tensor in the source -> in the pruned checkpoint.
         targets: of the source.
         healed: names of tensors in the source that healing may have changed.
+        trained: whether it was trained after it was pruned.
 
     Returns:
         Name of a tensor in the source -> the pruned one, if it has the same dtype and shape.
     """
+    if trained:
+        healed = {target.matrix.stored.name for target in targets}
+        names = {name: names[name] for name in healed}
     matching: dict[str, StoredTensor] = {}
     inside: dict[str, list[Target]] = {}
     for target in sorted(targets, key=lambda target: target.matrix.start):
@@ -201,7 +208,7 @@ def check_tensors(
             if ours is None:
                 findings.differences.append(f"{saved_name}: it is missing.")
                 continue
-            if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not trained):
                 findings.differences.append(
                     f"{saved_name}: {ours.dtype} {list(ours.shape)}; the source has "
                     f"{theirs.dtype} {list(theirs.shape)}."
@@ -223,6 +230,8 @@ def check_tensors(
             if different:
                 where = f"{count_of(different, 'byte')} outside of the targets"
                 findings.differences.append(f"{saved_name}: differs from the source in {where}.")
+    if trained:
+        return matching
     known = set(names.values())
     findings.differences += [
         f"{name}: the source has no such tensor." for name in pruned.tensors if name not in known
@@ -231,19 +240,24 @@ def check_tensors(
 
 
 def check_masks(
-    pruned: dict[str, StoredTensor], scores: Scores, findings: Findings, all_rows: bool = True
+    pruned: dict[str, StoredTensor],
+    scores: Scores,
+    findings: Findings,
+    all_rows: bool = True,
+    trained: bool = False,
 ) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's,
     every other one zero.
 
-    After a refit or healing, a kept weight may have any finite value. The masks of a search are not
-    decided again; only the numbers of its kept weights are checked.
+    After a refit, healing or training, a kept weight may have any finite value. The masks of a
+    search are not decided again; only the numbers of its kept weights are checked.
 
     Args:
         pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
         scores: of the source, by the recipe and the norms of the run.
         all_rows: the reference decides all rows. Else, of the first chunk of a target's rows and of
             one in sixteen; the compiled kernel decides the others, in a tenth of the time.
+        trained: whether it was trained after it was pruned.
     """
     recipe = scores.recipe
     by_reference = rows = 0
@@ -268,7 +282,7 @@ def check_masks(
         of_target.finite = of_target.finite and bool(is_finite.all())
         wrong = (
             np.where(chunk.words == 0, written != 0, ~is_finite)
-            if recipe.moves
+            if recipe.moves or trained
             else chunk.words != written
         )
         of_target.wrong += int(np.count_nonzero(wrong))

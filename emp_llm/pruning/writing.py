@@ -22,6 +22,7 @@ from emp_llm.checkpoint.checkpoint import (
     Checkpoint,
     identity_from_files,
     identity_from_hashes,
+    identity_of,
     known_hashes,
     remember_hashes,
 )
@@ -364,9 +365,33 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise UserError(
-            f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune."
+            f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune. A "
+            "folder that was trained from one gets it by ModelReport.load(PRUNED).save(FOLDER) in "
+            "Python."
         )
     return read_record(path, Manifest, INDEX_LIMIT)
+
+
+def files_beside(folder: Path, manifest: Manifest) -> list[Path]:
+    """What a run wrote beside the model: statistics and kept units, no code and no pickle."""
+    paths = [Path(name) for name in manifest.files if not is_hidden(Path(name))]
+    return [
+        path
+        for path in paths
+        if path.parts[0] == EXTRAS
+        and path.suffix in (".safetensors", ".json", ".jsonl", ".py")
+        and (folder / path).is_file()
+    ]
+
+
+def check_as_written(checkpoint: Checkpoint) -> None:
+    """Raise UserError if the weights of a folder are not those of its manifest."""
+    folder = checkpoint.folder
+    if not are_as_written(folder, identity_of(checkpoint)):
+        raise UserError(
+            f"{folder}: its weights are not those of its {MANIFEST_NAME}, which says how they were "
+            f"pruned. To see what differs: emp-llm verify {folder}"
+        )
 
 
 def are_as_written(folder: Path, identity: str | None) -> bool:

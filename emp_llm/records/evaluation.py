@@ -56,8 +56,12 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
 class CheckRecord(Part, kw_only=True):
     """The dense and the pruned model on sequences of the calibration's text that the calibration
     did not see.
+
+    Attributes:
+        text: its name, as --calibration names it; null in older reports.
     """
 
+    text: str | None = None
     dense: PerplexityRecord
     pruned: PerplexityRecord
 

@@ -39,12 +39,13 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
 
 class PrunedBy(Part, kw_only=True):
     """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the
-    sparsity of the targets.
+    sparsity of the targets, and whether it was trained since.
     """
 
     of: str = ""
     recipe: Recipe
     sparsity_of_targets: Share = 0.0
+    trained: bool = False
 
 
 class Results(FileRecord, kw_only=True, omit_defaults=False):
@@ -90,4 +91,5 @@ def pruned_by(report: RunReport) -> PrunedBy:
         of=report.source.model,
         recipe=report.recipe,
         sparsity_of_targets=report.targets.sparsity_of_targets,
+        trained=report.trained,
     )

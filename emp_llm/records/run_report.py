@@ -320,6 +320,8 @@ class RunReport(FileRecord, kw_only=True):
         check: the perplexity of held-out text before and after; null without a text, or where the
             run does not measure it.
         unchecked: what a check would have needed, of a run that has none.
+        trained: whether weights were trained after the run, by other programs; then `check` and
+            `evaluation` are left out, which were measured before.
         loss: how --loss chose the sparsity.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
@@ -345,6 +347,7 @@ class RunReport(FileRecord, kw_only=True):
     healing: HealingRecord | None = None
     check: CheckRecord | None = None
     unchecked: str | None = None
+    trained: bool = False
     loss: LossRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None

@@ -19,8 +19,9 @@ from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_MARK, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_code, markdown_table, markdown_text, printable_text
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import results_of_report
-from emp_llm.options.recipe import ByCost, Match, Share
+from emp_llm.options.recipe import ByCost, Given, Match, Own, Share
 from emp_llm.records.bench import Bench
+from emp_llm.records.manifest import Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
@@ -98,6 +99,7 @@ def card_text(
     this: str | None,
     benches: Sequence[Bench],
     files: Collection[str],
+    manifest: Manifest | None = None,
 ) -> str:
     """The model card by the template card.md.j2, metadata first.
 
@@ -109,6 +111,7 @@ def card_text(
             them.
         benches: outputs of `bench` for this checkpoint.
         files: the other files of the repository.
+        manifest: of the checkpoint; None: of one that emp-llm wrote, without norms.
     """
     measured = results_of_report(report)
     suites = by_suite(evaluated, this)
@@ -118,7 +121,6 @@ def card_text(
     of_this += [
         results for suite in suites for results in suite if results.made_by.model.identity == this
     ]
-    fitted = sum(fit.error_after is not None for fit in report.fits.values())
     if structure is None:
         lines = run_tables.pruning_lines(report)
         removed = run_tables.pruning_rows(report)
@@ -127,6 +129,7 @@ def card_text(
         removed = run_tables.structure_rows(structure)
     if report.loss is not None:
         lines.append(f"{report.loss.flag}: {run_tables.chosen_line(report.loss)}")
+    lines += run_tables.healing_lines(report)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -147,20 +150,92 @@ def card_text(
         report=report,
         origin=origin,
         base=_base(report, origin),
-        method=report.recipe.words,
+        summary=_summary(report),
         lines=lines,
-        fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
+        same=_same(report),
+        # Then save_pretrained wrote the checkpoint.
+        saved=manifest is not None and manifest.source.identity is None,
+        check=_check(report),
         removed=markdown_table(removed),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
         speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
         speed_note=run_tables.SPEED_NOTE,
         reproduction=markdown_table(_reproduction_rows(report, origin)),
         norms=ACTIVATIONS_NAME if str(ACTIVATIONS_NAME) in files else "",
+        to_verify=_to_verify(report, manifest, files),
         licence=origin.metadata.get("license_name") or origin.metadata.get("license"),
         texts=sorted(
             file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         ),
     )
+
+
+def _summary(report: RunReport) -> str:
+    """How the model was made, in sentences that begin with the dense model."""
+    recipe = report.recipe
+    healing = report.healing
+    moved = recipe.moves or report.trained
+    how = "pruned after training" if moved else "pruned after training, without retraining,"
+    text = f"{how} by {recipe.but(heal=None).words}."
+    if healing is not None:
+        texts = [] if healing.origin is None else [each.name for each in healing.origin.all_texts]
+        text += " Then it was trained: healed by self-distillation from the dense model, "
+        text += count_of(healing.steps, "step")
+        text += f" on {', '.join(texts)}." if texts else "."
+        if not healing.best:
+            text += " No step improved it, so its weights are those before the healing."
+    if report.trained:
+        text += " Then it was fine-tuned."
+        text += " The removed weights are still zero." if report.structure is None else ""
+    return text
+
+
+def _check(report: RunReport) -> str:
+    """The perplexity of held-out text, in a sentence; empty if it was not measured."""
+    check = report.check
+    if check is None:
+        return ""
+    dense, pruned, change, tokens = run_tables.checked_words(check)
+    text = "held-out text" if check.text is None else f"text of {check.text} that was held out"
+    perplexities = f"{dense} of the base model, {pruned} of this one ({change})"
+    return f"Perplexity on {text}, {tokens}: {perplexities}."
+
+
+def _same(report: RunReport) -> str:
+    """Which weights are those of the dense model, in sentences."""
+    if report.trained:
+        return (
+            "Its other weights may differ from those of the base model, because they were trained."
+        )
+    moved = []
+    fitted = sum(fit.error_after is not None for fit in report.fits.values())
+    if fitted:
+        matrices = count_of(fitted, "matrix", "matrices")
+        moved.append(f"The kept weights of {matrices} were fitted to the calibration text.")
+    healing = report.healing
+    if healing is not None and healing.best and report.recipe.heal is not None:
+        trained = (
+            "the pruned matrices"
+            if report.recipe.heal.weights == "targets"
+            else "all linear layers in the blocks, and their norms,"
+        )
+        moved.append(f"The kept weights of {trained} were trained by the healing.")
+    others = "other" if moved or report.structure is None else "kept"
+    return " ".join([*moved, f"All {others} weights are those of the base model."])
+
+
+def _to_verify(report: RunReport, manifest: Manifest | None, files: Collection[str]) -> str:
+    """The options of `verify` for what the repository does not hold, from a space on."""
+    score = report.recipe.score
+    options = ""
+    if isinstance(score, Own):
+        options += f" --criterion FILE.py:{shlex.quote(score.method)}"
+    if isinstance(score, Given):
+        options += " --scores FILE"
+    needs_norms = manifest is not None and manifest.activations is not None
+    if needs_norms and str(ACTIVATIONS_NAME) not in files:
+        options += " --activations FILE"
+    return options
 
 
 def _base(report: RunReport, origin: Origin) -> str:
@@ -189,9 +264,12 @@ def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
 def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Results]) -> str:
     """The metadata as YAML; `evaluated` are the measurements of this checkpoint."""
     carried = dict(origin.metadata)
-    sparsity_tags = (
-        ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
-    )
+    if report.structure is not None:
+        sparsity_tags = ["structured-pruning"]
+    elif report.recipe.n_of_m is not None:
+        sparsity_tags = ["sparse", "semi-structured-sparsity"]
+    else:
+        sparsity_tags = ["sparse", "unstructured-sparsity"]
     results = {
         (result.dataset_type, result.dataset_config, result.metric_name): result
         for measured in evaluated
@@ -264,8 +342,11 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
         [name, f"`{markdown_code(json.dumps(value))}`"] for name, value in recipe.as_dict().items()
     ]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
-        if name in ("text", "texts", "tokens", "dtype", "propagate"):
+        if name in ("text", "texts", "tokens", "dtype", "quantization", "propagate"):
             rows.append([f"calibration: {name}", f"`{markdown_code(json.dumps(value))}`"])
+    origin_of_healing = None if report.healing is None else report.healing.origin
+    for text in [] if origin_of_healing is None else origin_of_healing.all_texts:
+        rows.append(["healing: text", f"`{markdown_code(json.dumps(text.as_dict()))}`"])
     return rows + [[package, version] for package, version in report.versions.items()]
 
 

@@ -169,16 +169,18 @@ class Pushed:
         url: the repository's address at the branch.
         files: bytes of each file by its path in the repository.
         commit: the branch's commit that holds the files; None for a dry run, which changes nothing.
+        card: the model card; None for one of the user's own.
     """
 
     folder: Path
     url: str
     files: dict[str, int]
     commit: str | None = None
+    card: str | None = None
 
 
 def pushed_words(pushed: Pushed) -> str:
-    """One line about a push; for a dry run, a table of the files."""
+    """One line about a push; for a dry run, the model card and a table of the files."""
     total = f"{count_of(len(pushed.files), 'file')}, {format_bytes(sum(pushed.files.values()))}"
     if pushed.commit is not None:
         return f"{pushed.url} holds {pushed.folder}: {total} (commit {pushed.commit[:10]})"
@@ -186,7 +188,8 @@ def pushed_words(pushed: Pushed) -> str:
         ["file", "size"],
         *([path, format_bytes(size)] for path, size in sorted(pushed.files.items())),
     ]
-    return f"{table(rows)}\n{total}, would be pushed to {pushed.url}"
+    card = "" if pushed.card is None else f"{pushed.card}\n"
+    return f"{card}{table(rows)}\n{total}, would be pushed to {pushed.url}"
 
 
 def check_login(to: Destination) -> None:
@@ -252,7 +255,8 @@ def push_checkpoint(
         results: results files of `evaluate`, of this checkpoint and of models to compare with; and
             outputs of `bench`.
         base_model: Hub id of the dense model, if the report names a folder.
-        dry_run: check everything and list the files; neither the folder nor the Hub is changed.
+        dry_run: check everything, make the card and list the files; neither the folder nor the Hub
+            is changed.
 
     Raises:
         UserError: the folder is no finished checkpoint, it differs from its manifest, or a results
@@ -344,11 +348,12 @@ def push_checkpoint(
                 this,
                 benches,
                 list(files),
+                manifest,
             )
         sizes = {name: file.stat().st_size for name, file in files.items()}
         sizes[CARD_NAME] = len(text.encode()) if text else card.stat().st_size
         if dry_run:
-            return Pushed(folder, to.url, sizes)
+            return Pushed(folder, to.url, sizes, card=text or None)
         try:
             if text:
                 write_text(card, text)
@@ -358,9 +363,10 @@ def push_checkpoint(
             ) from error
         files[CARD_NAME] = card
         message = f"{report.source.model} pruned by {report.recipe.method} with emp-llm"
+        message += ", and trained since" if report.trained else ""
         with hub_errors_explained(to.name):
             commit = with_retries(lambda: _commit(files, to, message))
-    return Pushed(folder, to.url, sizes, commit)
+    return Pushed(folder, to.url, sizes, commit, text or None)
 
 
 def _check_evidence(

@@ -258,13 +258,14 @@ def healing_lines(report: RunReport) -> list[str]:
         return []
     curve = {step: math.inf if loss is None else loss for step, loss in healing.curve}
     by_model = healing.by == "model"
-    minutes = report.stages["heal"].seconds / 60
+    stage = report.stages.get("heal")  # none of a model in memory
+    time = "" if stage is None else f" in {stage.seconds / 60:.1f} min"
     steps = count_of(healing.steps, "step") + ("" if by_model else " for each block")
     what, unit = (
         ("divergence", " nats per token") if by_model else ("mean error of a block's outputs", "")
     )
     return [
-        f"healed: {steps}, {healing.tokens:,} tokens in {minutes:.1f} min; {what} "
+        f"healed: {steps}, {healing.tokens:,} tokens{time}; {what} "
         f"{curve[0]:.4f} to {curve[healing.best]:.4f}{unit} on the sequences that chose step "
         f"{healing.best}"
     ]
@@ -274,15 +275,21 @@ def check_lines(report: RunReport) -> list[str]:
     """One line: the perplexity of held-out text, dense and pruned, or what a check needs."""
     if report.check is None:
         return [] if report.unchecked is None else [f"damage not measured: {report.unchecked}"]
+    dense, pruned, change, tokens = checked_words(report.check)
+    return [f"held-out text, {tokens}: perplexity {dense} to {pruned} ({change})"]
+
+
+def checked_words(check: CheckRecord) -> tuple[str, str, str, str]:
+    """The perplexities of the dense and the pruned model on held-out text, the change, and the
+    extent of the text.
+    """
     dense, pruned = (
         Value(perplexity.value, losses=losses_of(perplexity))
-        for perplexity in (report.check.dense, report.check.pruned)
+        for perplexity in (check.dense, check.pruned)
     )
     change = change_text("perplexity", change_of("perplexity", pruned, dense))
-    blocks = f"{report.check.dense.blocks} x {report.check.dense.block_length} tokens"
-    return [
-        f"held-out text, {blocks}: perplexity {dense.value:.4g} to {pruned.value:.4g} ({change})"
-    ]
+    tokens = f"{check.dense.blocks} x {check.dense.block_length} tokens"
+    return f"{dense.value:.4g}", f"{pruned.value:.4g}", change, tokens
 
 
 _LARGE = 1.5  # times the dense perplexity
@@ -470,8 +477,11 @@ def structure_lines(report: RunReport, structure: StructureRecord) -> list[str]:
     if any(entry.kind == "layers" for entry in structure.layers.values()):
         lines.append("layers: their removal costs more in long generations than a perplexity shows")
     if structure.difference is not None:
+        trained = report.healing is not None or report.trained
+        fitted = any(fit.error_after is not None for fit in report.fits.values())
         lines.append(
-            "checked: the logits are those of the dense model without these parts (difference "
+            f"checked{' before it was trained' * trained}: the logits are those of the dense model "
+            f"without these parts{' and with the fitted weights' * fitted} (difference "
             f"{structure.difference:.1e})"
         )
     if structure.config:

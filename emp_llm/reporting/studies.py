@@ -260,14 +260,16 @@ def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord)
     if isinstance(record, RunReport) and record.healing is not None:
         facts["healed"] = healing_lines(record)[0].removeprefix("healed: ")
     known = {name: fact for name, fact in facts.items() if fact}
-    return point | {"variant": _variant(recipe, record.calibration), "facts": known}
+    trained = isinstance(record, RunReport) and record.trained
+    return point | {"variant": _variant(recipe, record.calibration, trained), "facts": known}
 
 
-def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
+def _variant(recipe: Recipe, calibration: CalibrationRecord | None, trained: bool) -> str:
     """Everything that sets a recipe apart from others of the same method."""
     words = recipe.variant
     if calibration is not None and calibration.propagate == "pruned":
         words.append("propagate pruned")
+    words += ["trained since"] * trained
     return printable(", ".join(words))
 
 
@@ -287,7 +289,7 @@ def _results(results: Results, path: Path) -> MeasuredPoint:
         model=printable(pruned.of),
         identity=pruned.of,
         recipe=pruned.recipe,
-        variant=_variant(pruned.recipe, None),
+        variant=_variant(pruned.recipe, None, pruned.trained),
         match=_match_of(pruned.recipe),
         sparsity=pruned.sparsity_of_targets,
         results=(result,),

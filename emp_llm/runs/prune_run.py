@@ -548,7 +548,9 @@ def finish(
     if dense is not None:
         pruned = checked(run, out.files)
         run.models.free()
-        report.check = None if pruned is None else CheckRecord(dense=dense, pruned=pruned)
+        report.check = (
+            None if pruned is None else CheckRecord(text=run.data.name, dense=dense, pruned=pruned)
+        )
     if run.checks and run.held_out is None:
         report.unchecked = why_unchecked(run)
     if norms is not None:

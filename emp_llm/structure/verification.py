@@ -35,6 +35,7 @@ def check_units(
     record: StructureRecord,
     feature: Callable[[str], Tensor | None] | None,
     findings: Findings,
+    trained: bool = False,
 ) -> None:
     """Compare a structured checkpoint with the dense model.
 
@@ -43,6 +44,8 @@ def check_units(
         pruned: the checkpoint.
         recipe, record: of its run.
         feature: of `unit_scores`.
+        trained: whether it was trained after it was pruned. Then of its tensors, only the zeros of
+            removed units are compared.
 
     Raises:
         UserError: the file of kept units is missing or unreadable.
@@ -80,12 +83,17 @@ def check_units(
                 "scores."
             )
     findings.checked["choices"] += len(choices)
-    _check_tensors(model, pruned, recipe, choices, findings)
-    _check_side_files(model.checkpoint, pruned, record, findings)
+    _check_tensors(model, pruned, recipe, choices, findings, trained)
+    _check_side_files(model.checkpoint, pruned, record, findings, trained)
 
 
 def _check_tensors(
-    model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices: list[Choice], findings: Findings
+    model: UnitModel,
+    pruned: Checkpoint,
+    recipe: Recipe,
+    choices: list[Choice],
+    findings: Findings,
+    trained: bool,
 ) -> None:
     """Compare every tensor with the rows and columns of the dense model. Refitted and healed
     weights may differ.
@@ -103,8 +111,10 @@ def _check_tensors(
                 if name is None:
                     continue
                 theirs = pruned.tensors.get(name)
+                if trained and (remove or theirs is None):
+                    continue
                 findings.checked["tensors of the source"] += 1
-                if theirs is None or theirs.dtype != tensor.dtype:
+                if theirs is None or (theirs.dtype != tensor.dtype and not trained):
                     say(f"{name}: it is missing, or has another dtype.")
                     continue
                 stored = source.get_tensor(tensor.name)
@@ -118,14 +128,14 @@ def _check_tensors(
                         f"{name}: it has the shape {list(written.shape)}; {list(wanted.shape)} are "
                         "kept."
                     )
-                elif tensor.name in refitted:
+                elif trained or tensor.name in refitted:
                     if not remove and bool((written[wanted == 0] != 0).any()):
                         say(f"{name}: weights of removed units are not zero.")
                 elif not torch.equal(
                     *(values.contiguous().view(torch.uint8) for values in (wanted, written))
                 ):
                     say(f"{name}: its values are not those of the source.")
-    for name in pruned.tensors.keys() - set(expected.values()):
+    for name in () if trained else pruned.tensors.keys() - set(expected.values()):
         say(f"{name}: the source has no such tensor.")
 
 
@@ -156,10 +166,21 @@ def check_shapes(architecture: Architecture, findings: Findings) -> None:
 
 
 def _check_side_files(
-    dense: Checkpoint, pruned: Checkpoint, record: StructureRecord, findings: Findings
+    dense: Checkpoint,
+    pruned: Checkpoint,
+    record: StructureRecord,
+    findings: Findings,
+    trained: bool,
 ) -> None:
-    """Compare the other files with those of the dense model."""
+    """Compare the other files with those of the dense model; of a model that was trained since, the
+    changed fields of config.json alone.
+    """
     changes = {tuple(name.split(".")): value for name, value in record.config.items()}
+    if trained:
+        findings.checked["config.json"] += 1
+        if changed_config(pruned.config, changes) != pruned.config:
+            findings.differences.append("config.json: it has not the sizes that the run records.")
+        return
     for relative in dense.side_files():
         ours = pruned.folder / relative
         theirs = dense.folder / relative
