@@ -552,9 +552,9 @@ def test_invalid_norms(
         (None, r"run: that run had 4096 target weights, this one has \d+; .*--targets"),
         ("{", r"run/emp_report\.json: cannot be read as JSON"),
         ("{}", r"run/emp_report\.json: this is not a run file of emp-llm"),
-        ('{"format": "emp-llm run 2"}', r"run/emp_report\.json: missing field source"),
+        ('{"format": "emp-llm run 3"}', r"run/emp_report\.json: missing field source"),
         (
-            '{"format": "emp-llm run 2", "targets": {"weights": 15360, "kept": "all"}}',
+            '{"format": "emp-llm run 3", "targets": {"weights": 15360, "kept": "all"}}',
             r"run/emp_report\.json: targets\.kept",
         ),
     ],

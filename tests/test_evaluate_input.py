@@ -77,7 +77,7 @@ def test_wrong_options(
         "tasks": {"sums": {"results": {}, "answers": answers}},
     }
     Path("wrong.json").write_text(json.dumps(held | {"format": "emp-llm results 4"}))
-    Path("sweep.json").write_text('{"format": "emp-llm sweep 2"}')
+    Path("sweep.json").write_text('{"format": "emp-llm sweep 3"}')
     Path("list.json").write_text("[]")
     shutil.copytree(evaluable("llama"), "bare", ignore=shutil.ignore_patterns("*token*"))
     refused(says, **{"model": evaluable("llama"), "suite": task_suite} | options)

@@ -169,17 +169,6 @@ def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
     assert "--samples 4" in jobs[1].command
 
 
-def test_plans_of_version_0_2_are_read(tmp_path: Path) -> None:
-    """Their estimates are numbers of the plan; nodes and processes have no meaning now."""
-    study_of(tmp_path, job("a"))
-    line = json.loads((tmp_path / "plan.jsonl").read_text())
-    line["needs"] = {"nodes": 2, "processes": 2, "gpus": 2, "gpu_gb": 80.0}
-    line["needs"] |= {"memory_gb": 4.0, "disk_gb": 1.0, "hours": 0.1}
-    (tmp_path / "plan.jsonl").write_text(json.dumps(line))
-    (read,) = read_plan(tmp_path)
-    assert read.needs == Needs(gpus=2, memory_gb=4.0, hours=0.1)
-
-
 def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
     """They are planned as prunes; a sweep refuses them."""
     how = {"patterns": "2:4", "calibration": "demo", "prune_options": "--propagate pruned"}

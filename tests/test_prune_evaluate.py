@@ -246,7 +246,7 @@ def test_a_baseline_replaces_the_dense_evaluation(
             {"change": {"format": "emp-llm results 99"}},
             "it has format version 99 of a results file",
         ),
-        ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),
+        ({"change": {"format": "emp-llm sweep 3"}}, "this is not a results file"),
         ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
         ({"baseline": "nope.json"}, "cannot be read"),
         ({"baseline": "run"}, "holds no evaluation of the dense model"),

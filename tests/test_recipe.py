@@ -40,8 +40,6 @@ from emp_llm.records.base import record_of
 from emp_llm.records.manifest import Manifest
 from emp_llm.update.update import Search
 
-DATA = Path(__file__).parent / "data"
-
 
 def row_share(weight: Any, inputs: Any) -> Any:
     """A criterion."""
@@ -265,19 +263,6 @@ def test_the_tree_is_what_is_written() -> None:
         "targets": {"layers": "mlp", "min_expert_tokens": 32},
     }
     assert recipe_of("wanda", sparsity=0.5).as_dict()["counts"] == {"share": {"sparsity": 0.5}}
-
-
-@pytest.mark.parametrize(
-    "case", json.loads((DATA / "flat_recipes.json").read_text()), ids=lambda case: case["name"]
-)
-def test_flat_recipes_of_old_records_are_read(case: dict[str, Any]) -> None:
-    """Those of version 0.2, and of the weeks after it."""
-    read = record_of(
-        {"format": "emp-llm manifest 2", "source": {}, "recipe": case["flat"], "files": {}},
-        Manifest,
-        "a manifest",
-    )
-    assert read.recipe.as_dict() == case["tree"]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,6 @@ from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm import (
-    Effective,
-    Magnitude,
-    Pattern,
-    Recipe,
-    Refit,
     bench,
     collect,
     evaluate,
@@ -31,8 +26,7 @@ from emp_llm.calibration.activations import METADATA_KEY
 from emp_llm.cluster.jobs import JobState, read_plan
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
-from emp_llm.records.base import FileRecord, converted, read_record, record_of
-from emp_llm.records.manifest import Manifest
+from emp_llm.records.base import FileRecord, converted, read_record
 
 Models = Callable[[str], Path]
 
@@ -137,46 +131,6 @@ def test_files_of_real_runs_are_read(written: dict[str, list[dict[str, Any]]], n
             assert record.as_dict() == values
     with pytest.raises(UserError):
         converted(values | dict.fromkeys(values, object), kind, name)
-
-
-def test_a_recipe_with_what_is_no_more_is_refused(
-    written: dict[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    path = tmp_path / "emp_manifest.json"
-
-    def read_again(**recipe: Any) -> Any:
-        path.write_text(json.dumps(written["manifest"][0] | {"recipe": recipe}))
-        return read_record(path, Manifest).recipe.as_dict()
-
-    with pytest.raises(UserError, match=r"recipe\.shares: 'owl' was removed after version 0\.2"):
-        read_again(method="wanda", shares="owl")
-    heads = {"structure": "heads", "group": "layer"}
-    with pytest.raises(UserError, match=r"structure\.head_unit: 'query' was removed after"):
-        read_again(method="wanda", structure=heads | {"head_unit": "query"})
-    found = read_again(method="wanda", structure=heads | {"head_unit": "group"})
-    assert found == read_again(method="wanda", structure=heads)
-
-
-def test_records_with_flat_recipes_are_read() -> None:
-    """Those of version 0.2, and of the weeks after it."""
-    held = json.loads((Path(__file__).parent / "data" / "flat_records.json").read_text())
-    read = {name: record_of(values, FORMATS[name][0], name) for name, values in held.items()}
-    half = Recipe(counts=Effective(sparsity=0.5, found=read["manifest"].recipe.counts.found))
-    assert read["manifest"].recipe == read["results"].pruned.recipe == half
-    assert 0 < half.counts.in_force < 1
-    refitted = Recipe(counts=Pattern(2, 4), update=Refit())
-    assert read["run"].recipe == refitted
-    assert read["run"].point.recipe.counts == Pattern(2, 4)
-    assert [point.recipe.counts for point in read["sweep"].points] == [
-        Effective(),
-        Effective(sparsity=0.5),
-        Pattern(2, 4),
-    ]
-    assert read["measure"].recipe.score == Magnitude()
-    for name, record in read.items():
-        again = json.loads(record.encoded())
-        assert again["format"] == f"emp-llm {record.KIND} {record.VERSION}"
-        assert record_of(again, type(record), name) == record
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import torch
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of
 from tiny import weights_of
 
-from emp_llm import effective_mass, effective_number, prune
+from emp_llm import Own, Recipe, effective_mass, effective_number, prune
 from emp_llm.evaluation.comparison import Value
 from emp_llm.options.flat import recipe_of
-from emp_llm.records.flat import recipe_of_flat
 from emp_llm.reporting.page import difference_rows, role_rows
 from emp_llm.reporting.run_tables import pruning_table
 from emp_llm.reporting.studies import (
@@ -209,28 +208,25 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
     ("recipe", "label"),
     [
         (
-            {"method": "emp-wanda", "refit": True, "refit_weighting": "relative"},
+            recipe_of("emp-wanda", refit=True, refit_weighting="relative"),
             "EMP-Wanda, refit, refit weighting relative",
         ),
+        (recipe_of("ria", shares="cost"), "RIA, uniform rows, shares cost"),
         (
-            {"method": "ria", "shares": "cost"},
-            "RIA, uniform rows, shares cost",
-        ),
-        (
-            {"method": "magnitude", "pattern": "2:4", "targets": "all-linear"},
+            recipe_of("magnitude", pattern="2:4", targets="all-linear"),
             "magnitude, uniform rows, pattern 2:4",
         ),
         (
-            {"method": "emp-mine", "criterion": "m.py", "criterion_source": "12345678"},
+            Recipe(score=Own("m.py:f", named="mine", source="12345678")),
             "EMP-mine, version 123456",
         ),
     ],
 )
 def test_the_label_of_a_point_names_what_sets_its_recipe_apart(
-    runs: Path, tmp_path: Path, recipe: dict[str, Any], label: str
+    runs: Path, tmp_path: Path, recipe: Recipe, label: str
 ) -> None:
     (point,) = read_points(
-        [save_run(tmp_path, report_of(runs / "emp") | {"recipe": recipe_of_flat(recipe).as_dict()})]
+        [save_run(tmp_path, report_of(runs / "emp") | {"recipe": recipe.as_dict()})]
     )
     assert label_of(point) == label
 

@@ -33,7 +33,6 @@ from emp_llm.records.base import FileRecord, Part, read_record, record_of
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
-_FORMER_NEEDS = ("nodes", "processes", "gpu_gb", "disk_gb")  # in plans of version 0.2
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 
 Number = Annotated[int, Meta(ge=1)]
@@ -152,7 +151,7 @@ def _job(line: str, where: str) -> Job:
 def _check_keys(values: dict[str, Any], kind: type[Part], where: str) -> None:
     """Raise UserError for a key that has no meaning: a misspelt one would be without effect."""
     known = kind.__struct_fields__
-    unknown = next((key for key in values if key not in (*known, *_FORMER_NEEDS)), None)
+    unknown = next((key for key in values if key not in known), None)
     if unknown is not None:
         raise UserError(
             f"{where}: unknown field {quotable(unknown)}; there are {', '.join(known)}."

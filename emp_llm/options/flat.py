@@ -120,7 +120,7 @@ class RecipeWords(dict[str, Any]):
         for left in given:
             if left not in unused:
                 _refuse(left, method, self)
-        if isinstance(score, Own) and score.source is None:
+        if isinstance(score, Own):
             calibrated = score.criterion.calibrated
             if "score" in self and not calibrated and "score" not in unused:
                 _refuse("score", method, self)
@@ -215,7 +215,7 @@ def _score_kind(method: str, given: dict[str, Any], of_units: bool, flag: str) -
         return Given
     if "criterion" in given:
         own = custom_name(given["criterion"])
-        if own is None or ("source" in given and own != name):  # a record knows the name
+        if own is None:
             given["named"] = name
         if own == name or "named" in given:
             return Own

@@ -14,13 +14,9 @@ from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
 from emp_llm.common.declared import node_in
 from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.flat import recipe_of_flat, with_trees
 
 R = TypeVar("R", bound="FileRecord")
 T = TypeVar("T")
-
-# Values in recipes of earlier records, and the last version that had them.
-_REMOVED = {"owl": "0.2", "query": "0.2"}
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -49,11 +45,9 @@ def _written(value: Any) -> Any:
 
 
 def _read(kind: type[Any], values: Any) -> Any:
-    """The recipe of a record: a tree, or the flat options of an old record."""
+    """The recipe of a record."""
     if kind is not Recipe:
         raise NotImplementedError
-    if isinstance(values, dict) and "method" in values:
-        return recipe_of_flat(values)
     return node_in(Recipe, values)
 
 
@@ -66,7 +60,6 @@ class FileRecord(Part, kw_only=True):
 
     KIND: ClassVar[str] = ""
     VERSION: ClassVar[int] = 1
-    FLAT: ClassVar[int | None] = None  # the version with flat recipes, which is still read
     format: str = ""
 
     def __post_init__(self) -> None:
@@ -100,9 +93,7 @@ def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     version = version_of(values, kind)
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
-    if version == kind.FLAT:
-        values = with_trees(values) | {"format": f"emp-llm {kind.KIND} {kind.VERSION}"}
-    elif version != kind.VERSION:
+    if version != kind.VERSION:
         remedy = (
             "Update emp-llm: git pull in its clone."
             if version > kind.VERSION
@@ -161,9 +152,6 @@ def _sentence(error: BaseException) -> str:
         field += inside
     else:
         words = quotable(text[:1].lower() + text[1:])
-    for value, version in _REMOVED.items():
-        if words == f"unknown value '{value}'":
-            return f"{field}: {value!r} was removed after version {version}. Use that version."
     words = words if words.endswith("?") else f"{words}."
     return f"{field}: {words}" if field else words
 

@@ -44,7 +44,6 @@ class Manifest(FileRecord, kw_only=True, omit_defaults=False):
 
     KIND: ClassVar[str] = "manifest"
     VERSION: ClassVar[int] = 3
-    FLAT: ClassVar[int | None] = 2
 
     emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
     source: ManifestSource

@@ -91,7 +91,6 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
 
     KIND: ClassVar[str] = "measure"
     VERSION: ClassVar[int] = 3
-    FLAT: ClassVar[int | None] = 2
 
     source: ModelSource
     command: str = ""

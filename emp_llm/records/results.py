@@ -62,7 +62,6 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
 
     KIND: ClassVar[str] = "results"
     VERSION: ClassVar[int] = 4
-    FLAT: ClassVar[int | None] = 3
 
     model: str
     revision: str | None = None

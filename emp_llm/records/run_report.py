@@ -330,7 +330,6 @@ class RunReport(FileRecord, kw_only=True):
 
     KIND: ClassVar[str] = "run"
     VERSION: ClassVar[int] = 3
-    FLAT: ClassVar[int | None] = 2
 
     source: ModelSource
     command: str

@@ -37,7 +37,6 @@ class Sweep(FileRecord, kw_only=True, omit_defaults=False):
 
     KIND: ClassVar[str] = "sweep"
     VERSION: ClassVar[int] = 3
-    FLAT: ClassVar[int | None] = 2
 
     command: str = ""
     source: ModelSource | None = None
