@@ -244,11 +244,13 @@ class Node:
         name: in records, after the field that holds the node; "" if the field holds one class.
         kinds: of a class without a name: its classes, by name.
         switch: the option that asks for a node that may be left out.
+        mark: the field that a node of a record must have, and the user's own has not; "": none.
     """
 
     name: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
     switch: ClassVar[Opt | None] = None
+    mark: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
@@ -432,7 +434,9 @@ def node_in(kind: type[Any], tree: Any, where: str = "") -> Any:
         return node_in(kind.kinds[name], tree[name], f"{where}.{name}")
     known = {field.name: field.node for field in declared(kind)}
     required = [field.name for field in declared(kind) if field.value.required]
-    missing = next((name for name in required if name not in tree), None)
+    if _is_node(kind) and kind.mark:
+        required.append(kind.mark)
+    missing = next((name for name in required if tree.get(name) is None), None)
     if missing is not None:
         raise ValueError(f"{where}: missing field {missing}")
     values = {}

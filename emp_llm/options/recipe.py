@@ -153,10 +153,12 @@ class Own(Score):
         score_map: how signed scores become non-negative; None: they must not be negative.
         named: the name of the function, if `function` is a module or file alone; in records, if it
             has another there.
-        source: in records: the SHA-256 of the file. A recipe with it cannot score.
+        source: in records: the SHA-256 of the file; "" without one. A recipe with it never looks
+            for the function, and cannot score.
     """
 
     name = "own"
+    mark = "source"
     function: Annotated[
         Any,
         Opt(
@@ -172,7 +174,8 @@ class Own(Score):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.function, str) and not callable(self.function):
-            raise UserError(f"--criterion must be a function or its name, got {self.function!r}.")
+            given = quotable(repr(self.function))
+            raise UserError(f"--criterion must be a function or its name, got {given}.")
         known = custom_name(self.function)
         if self.named is not None and known is not None and self.source is None:
             raise UserError(
@@ -206,11 +209,12 @@ class Given(Score):
         scores: a safetensors file, or a folder of such files, with a score for each weight, under
             the weight's name and with its shape; or a mapping from names to tensors.
         score_map: how signed scores become non-negative; None: they must not be negative.
-        digest: in records: a hash of the scores.
+        digest: in records: a hash of the scores. A recipe with it never looks for the file, and
+            cannot score.
     """
 
     name = "scores"
-    criterion = GIVEN
+    mark = "digest"
     scores: Annotated[
         Any, Opt("Scores of your own: a safetensors file with a score for each weight.")
     ]
@@ -224,12 +228,20 @@ class Given(Score):
                 "--scores must be a file, a folder, or a mapping from names to tensors, got "
                 f"{type(self.scores).__name__}."
             )
-        missing = isinstance(self.scores, str | Path) and not Path(self.scores).exists()
-        if missing and self.digest is None:
+        given = self.scores if self.digest is None else None
+        if isinstance(given, str | Path) and not Path(given).exists():
             raise UserError(
-                f"--scores {self.scores}: no such file. Give a safetensors file "
-                "with a tensor for each weight."
+                f"--scores {given}: no such file. Give a safetensors file with a tensor for each "
+                "weight."
             )
+
+    @property
+    def criterion(self) -> Criterion:
+        if self.digest is not None:
+            raise UserError(
+                f"given scores ({self.scores}) decided the masks; give them with --scores."
+            )
+        return GIVEN
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,7 @@ def files_beside(folder: Path, manifest: Manifest) -> list[Path]:
         path
         for path in paths
         if path.parts[0] == EXTRAS
-        and path.suffix in (".safetensors", ".json", ".jsonl", ".py")
+        and path.suffix in (".safetensors", ".json", ".jsonl")
         and (folder / path).is_file()
     ]
 
