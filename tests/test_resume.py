@@ -6,15 +6,18 @@ resumes to the same bytes.
 
 import errno
 import fcntl
+import importlib
 import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -27,7 +30,9 @@ from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.models.blockwise import Step
+from emp_llm.options.recipe import Score
 from emp_llm.pruning import writing
+from emp_llm.update.update import Update
 
 Models = Callable[[str], Path]
 CASES = [
@@ -207,6 +212,103 @@ def unfinished(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run_killed(monkeypatch, 5, options)
     assert (tmp_path / ".out.partial" / "manifest.json").is_file()
     return options
+
+
+OWN = """
+from dataclasses import dataclass
+
+import numpy as np
+from emp_llm.options.recipe import Score
+from emp_llm.selection.criteria import own_criterion
+from emp_llm.update.admm import Admm
+
+
+def tabled(weight):
+    return weight.double().abs() ** float(np.load("table.npy"))
+
+
+tabled.reads = ["table.npy"]
+
+
+class Squared:
+    def __call__(self, weight):
+        return weight.double() ** 2
+
+
+squared = Squared()
+
+
+@dataclass(frozen=True)
+class Powers(Score):
+    name = "powers"
+    table: str = "table.npy"
+
+    @property
+    def reads(self):
+        return [self.table]
+
+    @property
+    def criterion(self):
+        return own_criterion(tabled, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved(Admm):
+    name = "moved"
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        *((what, "own_code.py") for what in ("tabled", "squared", "powers", "moved")),
+        *((what, "table.npy") for what in ("tabled", "powers")),
+    ],
+)
+def test_a_run_by_other_code_of_the_user_is_refused(
+    sharded: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    changed: str,
+) -> None:
+    """Or by other files that a score says that it reads; the same code resumes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(Score, "kinds", dict(Score.kinds))
+    monkeypatch.setattr(Update, "kinds", dict(Update.kinds))
+    code = Path("own_code.py")
+    code.write_text(OWN)
+    np.save("table.npy", 1.0)
+
+    def options() -> dict[str, Any]:
+        """Those of a new process."""
+        sys.modules.pop("own_code", None)
+        module = importlib.import_module("own_code")
+        common: dict[str, Any] = {"model": sharded, "output": tmp_path / "out", "check": False}
+        if what == "moved":
+            common |= {"calibration": str(text), "samples": 2, "seqlen": 32, "device_map": "cpu"}
+        if what in ("powers", "moved"):
+            return common | {"method": f"emp-{what}"}
+        return common | {"criterion": getattr(module, what)}
+
+    run_killed(monkeypatch, 5, options())
+    before = Path(changed).read_bytes()
+    if changed == "table.npy":
+        np.save(changed, 2.0)
+    else:
+        code.write_text(OWN + "# changed")
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.(score|source of)"):
+        prune(**options())
+    Path(changed).write_bytes(before)
+    prune(**options())
+    if changed == "table.npy":
+        Path(changed).unlink()
+        with pytest.raises(UserError, match=r"reads table.npy: no such file"):
+            prune(**options() | {"output": tmp_path / "other"})
+    sys.modules.pop("own_code", None)
 
 
 @pytest.mark.parametrize(

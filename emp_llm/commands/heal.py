@@ -85,6 +85,7 @@ def heal(
     from emp_llm.models.placement import max_context
     from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.report import log_warnings
+    from emp_llm.pruning.scores import signed
     from emp_llm.pruning.writing import check_as_written, files_beside, read_manifest
     from emp_llm.records.corpus import samples_of
     from emp_llm.records.run_report import read_report
@@ -151,7 +152,7 @@ def heal(
     models.free()
     of_text = signature_of_text(replace(run, text=run.data.for_training))
     made_of = (
-        {"recipe": recipe.as_dict()}
+        {"recipe": signed(recipe)}
         | of_text
         | {
             "dtype": options.dtype,

@@ -278,10 +278,11 @@ def _with_given_scores(score: Score, options: VerifyOptions) -> Score:
     if isinstance(score, Own):
         if options.criterion is None:
             raise UserError(_how_to_give(score, options.folder))
-        given = replace(score, function=options.criterion, source=None)
+        given = replace(score, function=options.criterion, named=None, source=None)
         if criterion_origin(given.criterion)[1] != score.source:
             logger.warning(
-                "warning: the file of the criterion %s has changed since the masks were decided.",
+                "warning: the file of the criterion %s, or one that it reads, has changed since "
+                "the masks were decided.",
                 score.function,
             )
         return given

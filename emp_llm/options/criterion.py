@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +57,57 @@ def find_criterion(name: str, criterion: str | Callable[..., Any]) -> Criterion:
         raise UserError(f"--criterion {shown}: {error}.") from error
 
 
-def criterion_origin(criterion: Criterion) -> tuple[str, str | None]:
-    """(module and function, SHA-256 of the source file) of a criterion, for records. No path is
-    included.
-    """
+def criterion_origin(criterion: Criterion) -> tuple[str, str]:
+    """(module and function, `source_hash`) of a criterion, for records. No path is included."""
     function = criterion.score
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    file = criterion_file(criterion)
+    file = source_file(function)
     if module == "__main__" and file is not None:  # a script
         module = file.name
-    digest = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-    return f"{module.removeprefix(_PREFIX)}:{name}", digest
+    return f"{module.removeprefix(_PREFIX)}:{name}", source_hash(function)
 
 
-def criterion_file(criterion: Criterion) -> Path | None:
-    """The source file of a criterion; None if it has none that can be read."""
+def source_file(thing: Any) -> Path | None:
+    """The source file of a function, of a class, or of the class of another object; None if it has
+    none that can be read.
+    """
+    while isinstance(thing, partial):
+        thing = thing.func
+    thing = inspect.unwrap(thing)
+    if not inspect.isroutine(thing) and not inspect.isclass(thing):
+        thing = type(thing).__call__ if callable(thing) else type(thing)
     try:
-        source = inspect.getsourcefile(inspect.unwrap(criterion.score))
-    except TypeError:  # a built-in
+        source = inspect.getsourcefile(thing)
+    except (TypeError, OSError):  # a built-in, or a class of a shell
         return None
     # What is typed into a shell or a notebook has the name of a file that is not there.
     is_there = source is not None and os.path.isfile(source) and os.access(source, os.R_OK)
     return Path(source) if source is not None and is_there else None
+
+
+def source_hash(thing: Any) -> str:
+    """The SHA-256 of the source file of a function or an object, or of it and the files that its
+    attribute `reads` names; "" without any. UserError if one of these is missing.
+    """
+    reads = getattr(thing, "reads", ())
+    files = [source_file(thing)]
+    for name in [reads] if isinstance(reads, str | Path) else reads:
+        if not Path(name).is_file():
+            shown = getattr(thing, "__name__", type(thing).__name__)
+            raise UserError(f"{shown} reads {name}: no such file. Correct its attribute reads.")
+        files.append(Path(name))
+    hashes = [_hash_of(file, file_state(file)) for file in files if file is not None]
+    if len(hashes) > 1:
+        hashes = [hashlib.sha256(b"".join(hashes)).digest()]
+    return hashes[0].hex() if hashes else ""
+
+
+@cache
+def _hash_of(file: Path, state: tuple[int, ...] | None) -> bytes:
+    """The SHA-256 of a file in this state, computed once."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
 
 
 def _names_in(module: str, criterion: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.paths import file_state
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.options.criterion import criterion_origin, custom_name
+from emp_llm.options.criterion import criterion_origin, custom_name, source_hash
 from emp_llm.options.recipe import Given, Own, Recipe
 from emp_llm.selection.criteria import MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
@@ -406,9 +406,22 @@ def recorded(recipe: Recipe) -> Recipe:
     if isinstance(score, Own) and score.source is None:
         label, source = criterion_origin(score.criterion)
         named = None if custom_name(label) == score.method else score.method
-        score = replace(score, function=label, named=named, source=source or "")
-        return recipe.but(score=score)
+        return recipe.but(score=replace(score, function=label, named=named, source=source))
     return recipe
+
+
+def signed(recipe: Recipe) -> dict[str, Any]:
+    """`recorded` as JSON, for signatures of runs: with the sources of classes of the user's own."""
+    return recorded(recipe).as_dict() | own_sources(recipe)
+
+
+def own_sources(recipe: Recipe) -> dict[str, str]:
+    """Hashes of the sources of a recipe's scores and updates whose classes are the user's own."""
+    return {
+        f"source of {node.name}": source_hash(node)
+        for node in (recipe.score, recipe.update)
+        if node is not None and type(node).__module__.partition(".")[0] != "emp_llm"
+    }
 
 
 @contextmanager

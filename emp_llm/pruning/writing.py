@@ -44,11 +44,11 @@ from emp_llm.common.machine import versions
 from emp_llm.common.paths import CRITERION_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME, is_hidden
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.options.criterion import criterion_file
+from emp_llm.options.criterion import source_file
 from emp_llm.options.recipe import Own, Recipe
 from emp_llm.pruning.masks import Chunk, Pruner, outcome_of, whole_of
 from emp_llm.pruning.outcome import Outcome, Outcomes, no_figures, put_figures
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import signed
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
 from emp_llm.records.run_report import RunReport, read_report
@@ -303,7 +303,7 @@ def run_signature(
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
         "source": {"files": checkpoint.states},
-        "recipe": recorded(recipe).as_dict(),
+        "recipe": signed(recipe),
         "activations": activations,
     }
 
@@ -350,7 +350,7 @@ def criterion_source(recipe: Recipe) -> bytes | None:
     score = recipe.score
     if not isinstance(score, Own) or score.source is not None:
         return None
-    file = criterion_file(score.criterion)
+    file = source_file(score.criterion.score)
     return None if file is None else file.read_bytes()
 
 

@@ -28,7 +28,7 @@ from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Heal, Recipe
 from emp_llm.pruning.chosen import Chosen
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import recorded, signed
 from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
 from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.run_report import RunReport
@@ -261,7 +261,7 @@ def in_minutes(
         kept = replace(heal, steps=int(work["recipe"]["heal"]["steps"]), minutes=None)
         work["seqlen"] = (work.get("texts") or [work["text"]])[0].get("seqlen")
         same = {
-            "recipe": recorded(run.recipe.but(heal=kept)).as_dict(),
+            "recipe": signed(run.recipe.but(heal=kept)),
             "seqlen": length,
             "dtype": run.models.dtype,
             "device_map": run.models.device_map,

@@ -43,7 +43,7 @@ from emp_llm.pruning.counts import Numbers, counts_of
 from emp_llm.pruning.masks import Pruner, check_device
 from emp_llm.pruning.outcome import ALL_KEPT, Outcomes, masks_digest
 from emp_llm.pruning.report import report_of
-from emp_llm.pruning.scores import recorded
+from emp_llm.pruning.scores import own_sources, recorded
 from emp_llm.pruning.updates import move_weights
 from emp_llm.pruning.writing import run_signature, write_checkpoint
 from emp_llm.records.evaluation import Measures
@@ -210,6 +210,7 @@ def _begin(run: SweepRun, shared: RecipeWords, dense: Results) -> None:
         if isinstance(recipe.score, Own | Given):
             name = "criterion" if isinstance(recipe.score, Own) else "scores"
             words[name] = as_tree(recorded(recipe).score)
+        words |= own_sources(recipe)
     made_by = SweepMadeBy(
         **msgspec.structs.asdict(dense.made_by),
         shared=words,
