@@ -309,7 +309,7 @@ def test_json_on_a_failing_disk_may_be_intact(
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(files, "_open_now", fail)
     with pytest.raises(ReadError, match=r"cannot be read .* Run the command again"):
         files.read_json(path)
 

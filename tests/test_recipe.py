@@ -1,6 +1,7 @@
 """The recipe: a tree, its words, and what cannot be meant."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,10 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Effective(beta=0), "beta must be a number above 0"),
         (lambda: Effective(beta="1"), "beta must be a number, got '1'"),
         (lambda: Effective(order=-1), "order must be"),
+        (lambda: Effective(order=math.inf), "order must be a finite number, got inf"),
+        (lambda: Heal(tokens=math.nan), "tokens must be a finite number, got nan"),
+        (lambda: recipe_of("wanda", pattern=f"2:{'9' * 5000}"), r"must be N:M.*got '2:9+\.\.\."),
+        (lambda: recipe_of("wanda", pattern="9" * 5000), "must be N:M"),
         (lambda: Share(50), "did you mean 0.5"),
         (lambda: Share(True), "sparsity must be a number, got True"),
         (lambda: Pattern(4, 4), "1 <= N < M; got '4:4'"),

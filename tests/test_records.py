@@ -3,13 +3,16 @@ refused, and wrong fields.
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm import (
@@ -22,11 +25,12 @@ from emp_llm import (
     report,
     sweep,
 )
-from emp_llm.calibration.activations import METADATA_KEY
+from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.cluster.jobs import JobState, read_plan
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import FileRecord, converted, read_record
+from emp_llm.records.run_report import RunReport
 
 Models = Callable[[str], Path]
 
@@ -131,6 +135,57 @@ def test_files_of_real_runs_are_read(written: dict[str, list[dict[str, Any]]], n
             assert record.as_dict() == values
     with pytest.raises(UserError):
         converted(values | dict.fromkeys(values, object), kind, name)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("NaN", "NaN is not a finite number"),
+        ("-Infinity", "-Infinity is not a finite number"),
+        ("1e400", "1e400 is not a finite number"),
+        ("1" + "0" * 400, r"10+\.\.\. has more than 64 bits"),
+        ("9" * 5000, r"9+\.\.\. has more than 64 bits"),
+        ('1, "command": ""', "command occurs twice"),
+    ],
+    ids=["nan", "infinity", "float", "400 digits", "5000 digits", "twice"],
+)
+def test_numbers_that_are_no_json_are_refused(
+    written: dict[str, list[dict[str, Any]]], tmp_path: Path, number: str, said: str
+) -> None:
+    """In every reader of records: of files, of pages, and of activations."""
+    values = written["run"][0] | {"extra": "here"}
+    path = tmp_path / "emp_report.json"
+    path.write_text(json.dumps(values).replace('"here"', number))
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps(written["bench"][0] | {"extra": "here"}).replace('"here"', number))
+    norms = tmp_path / "norms.safetensors"
+    held = json.dumps(written["activations"][0] | {"extra": "here", "command": ""})
+    save_file({"a": torch.zeros(1)}, norms, {METADATA_KEY: held.replace('"here"', number)})
+    plan = json.dumps(written["job"][0] | {"extra": "here"}).replace('"here"', number)
+    (tmp_path / "plan.jsonl").write_text(plan)
+    for read_it in (
+        lambda: read_record(path, RunReport),
+        lambda: report([tmp_path], output=tmp_path / "page", no_plots=True),
+        lambda: report([bench], output=tmp_path / "page", no_plots=True),
+        lambda: Activations.load(norms),
+        lambda: read_plan(tmp_path),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_it()
+
+
+def test_a_record_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
+    """A pipe has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    for name, said in (
+        ("pipe", "no plain file"),
+        ("link", "no plain file"),
+        ("folder", "is a directory"),
+    ):
+        with pytest.raises(UserError, match=f"{name}: cannot be read as JSON .*{said}"):
+            read_record(tmp_path / name, RunReport)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.checkpoint.files import parse_json, tensor_bytes, write_bytes
+from emp_llm.checkpoint.files import STRICT, parse_json, tensor_bytes, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import Stopwatch
@@ -112,7 +112,8 @@ class Activations:
             raise UserError(f"{path}: no such activations file. {_REMEDY}")
         try:
             with safe_open(path, framework="pt") as file:
-                metadata: Any = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}").encode())
+                text = (file.metadata() or {}).get(METADATA_KEY, "{}")
+                metadata: Any = parse_json(text.encode(), **STRICT)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(

@@ -140,7 +140,7 @@ class Checkpoint:
         path = self.folder / INDEX_NAME
         if (self.folder / SINGLE_NAME).is_file() or not path.is_file():
             return {}
-        weight_map = read_json(path, unique=True, limit=INDEX_LIMIT).get("weight_map")
+        weight_map = read_json(path, strict=True, limit=INDEX_LIMIT).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(file, str) for file in weight_map.values()
         ):

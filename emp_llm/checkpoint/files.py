@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import stat
@@ -378,11 +379,11 @@ def sync_tree(folder: Path) -> None:
     sync_path(folder)
 
 
-def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
+def read_json(path: Path, strict: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """A JSON object from a file.
 
     Args:
-        unique: refuse objects that hold a key twice.
+        strict: as records are read: with the hooks `STRICT`.
         limit: largest size of the file in bytes.
 
     Raises:
@@ -390,11 +391,14 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
         ReadError: the disk fails.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", opener=_open_now) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no plain file")
+            size = status.st_size
             if size > limit:
                 raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
-            value = parse_json(file.read(size), object_pairs_hook=unique_keys if unique else None)
+            value = parse_json(file.read(size), **STRICT if strict else {})
     except (OSError, ValueError) as error:
         if is_of_disk(error):
             with reading(path):
@@ -405,6 +409,11 @@ def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object.")
     return value
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open a file; a pipe without waiting for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_own(path: Path, values: dict[str, Any]) -> None:
@@ -505,6 +514,27 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{quotable(twice)} occurs twice in it")
     return content
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or int(text).bit_length() > 64:
+        raise ValueError(f"{quotable(text)} has more than 64 bits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{quotable(text)} is not a finite number")
+    return float(text)
+
+
+# Hooks for `parse_json`: no key twice, and numbers that other programs can read.
+STRICT: dict[str, Any] = {
+    "object_pairs_hook": unique_keys,
+    "parse_int": _whole,
+    "parse_float": _finite,
+    "parse_constant": _finite,
+}
 
 
 def how_to_resume(kept: Sequence[Path]) -> str:

@@ -361,7 +361,7 @@ class PackedFolder:
                 f"{folder}: no {PACK_NAME} in it. Give a folder that emp-llm pack wrote."
             )
         check_links(folder)
-        index = read_json(path, unique=True, limit=INDEX_LIMIT)
+        index = read_json(path, strict=True, limit=INDEX_LIMIT)
         _check_format(path, index.get("format"))
         try:
             content = msgspec.convert(index, PackIndex)

@@ -24,12 +24,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import STRICT, parse_json, read_json, write_bytes
 from emp_llm.checkpoint.locks import FileLock, holder_of
-from emp_llm.common.errors import UserError, did_you_mean, quotable
+from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.ranks import LOST_CODE, RESUMES
-from emp_llm.records.base import FileRecord, Part, read_record, record_of
+from emp_llm.records.base import FileRecord, Part, converted, read_record, record_of
+from emp_llm.records.run_report import REPORT_LIMIT
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
@@ -121,9 +122,9 @@ def read_plan(folder: Path) -> list[Job]:
 
 def _job(line: str, where: str) -> Job:
     try:
-        values: Any = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UserError(f"{where}: this line is not JSON ({error}).") from error
+        values: Any = parse_json(line.encode(), **STRICT)
+    except ValueError as error:
+        raise UserError(f"{where}: this line is not JSON ({reason(error)}).") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: a line must be a JSON object with the fields of a job.")
     job = record_of(values, Job, where)
@@ -308,8 +309,9 @@ class JobFiles:
         if self.job.kind != "calibrate":  # its output does not tell the command
             name = {"prune": REPORT_NAME, "sweep": SWEEP_NAME}.get(self.job.kind, "")
             try:
-                made = msgspec.json.decode((self.output / name).read_bytes(), type=_Made)
-            except (OSError, msgspec.DecodeError, RecursionError):
+                held = read_json(self.output / name, limit=REPORT_LIMIT)
+                made = converted(held, _Made, str(self.output))
+            except UserError:
                 return False
         other = made.command if made.command != self.job.command else None
         # The program may differ.

@@ -3,6 +3,7 @@ flat options, and written as JSON.
 """
 
 import inspect
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -63,6 +64,8 @@ class Opt:
             (f"below {self.below}", self.below is None or value < self.below),
         ]
         if all(kept for _, kept in rules):
+            if not math.isfinite(value):
+                raise UserError(f"{flag} must be a finite number, got {value:g}.")
             return
         limits = (self.minimum, self.above, self.maximum, self.below)
         rule = " and ".join(

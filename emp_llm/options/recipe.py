@@ -781,7 +781,7 @@ class Recipe:
         if self.structure is not None:
             rule = "EMP" if self.adaptive else "a fixed share"
             units = " and ".join(kind.title for kind in self.structure.removed.values())
-            words = f"{rule} of whole {units} scored by {UNIT_SCORES[self.name]}"
+            words = f"{rule} of whole {units} scored by {UNIT_SCORES.get(self.name, self.name)}"
         else:
             words = self.score.title or self.name
             if self.update is not None and self.searches:
@@ -1012,7 +1012,7 @@ def _check_search(recipe: Recipe) -> None:
 
 def parse_pattern(text: str) -> Pattern:
     """ "2:4" as a pattern; UserError if the text is not of this form."""
-    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", str(text))
+    numbers = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", str(text))
     if numbers is None:
-        raise UserError(_NO_PATTERN.format(repr(text)))
+        raise UserError(_NO_PATTERN.format(quotable(repr(text))))
     return Pattern(int(numbers[1]), int(numbers[2]))

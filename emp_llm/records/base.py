@@ -85,7 +85,7 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
         UserError: the file cannot be read as JSON, holds another kind of record or another version
             of it, or a field is missing or wrong.
     """
-    return record_of(read_json(path, unique=True, limit=limit), kind, str(path))
+    return record_of(read_json(path, strict=True, limit=limit), kind, str(path))
 
 
 def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:

@@ -655,7 +655,7 @@ def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
     benches = []
     for path in paths:
         try:
-            values = read_json(path, limit=REPORT_LIMIT) if path.is_file() else {}
+            values = read_json(path, True, REPORT_LIMIT) if path.is_file() else {}
         except UserError:  # the reader of the others says it with the name of its option
             values = {}
         if version_of(values, Bench) is None:

@@ -148,7 +148,7 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
         path = file
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
-    values = read_json(path, limit=REPORT_LIMIT)
+    values = read_json(path, strict=True, limit=REPORT_LIMIT)
     record_type = next(
         (
             record_type
