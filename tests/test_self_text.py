@@ -305,3 +305,12 @@ def test_logits_that_are_not_finite(
     line = ["generate", folder, "--prompt", "The lamp", "--max-new-tokens", 3]
     for how in ("0", "0.8"):
         assert told in command(*line, "--temperature", how, code=2).stderr
+
+
+@pytest.mark.parametrize("held", [b"", b"{", b"{}", b'[["a"]]', b"[1]", b"[[NaN]]", b"[[1e999]]"])
+def test_a_damaged_file_of_the_cache_is_written_again(tmp_path: Path, held: bytes) -> None:
+    path = tmp_path / "text.json"
+    path.write_bytes(b"[[1, 2], [3]]")
+    assert data._written_before(path) == [[1, 2], [3]]
+    path.write_bytes(held)
+    assert data._written_before(path) == data._written_before(tmp_path / "none") == []

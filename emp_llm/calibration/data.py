@@ -500,7 +500,7 @@ def written_ids(
         [_WRITING, identity, models.dtype, writer.quantization, prompts, new, seed]
     )
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-    documents = ranks().first(lambda: json.loads(path.read_bytes()) if path.is_file() else [])
+    documents = ranks().first(lambda: _written_before(path))
     missing = wanted - sum(map(len, documents))
     one_writer = locked(path, str(path)) if missing > 0 else nullcontext()
     with one_writer, progress_bar(missing, "write text", "tok") as bar:
@@ -517,6 +517,15 @@ def written_ids(
             missing -= sum(map(len, written))
     ids = torch.tensor([token for document in documents for token in document])
     return _whole_sequences(ids, seqlen, begin_token(corpus.bos, tokenizer))[:samples]
+
+
+def _written_before(path: Path) -> list[list[int]]:
+    """The token ids of the documents in a file of the cache; none if it is missing or damaged."""
+    raw = path.read_bytes() if path.is_file() else b"[]"
+    try:
+        return msgspec.json.decode(raw, type=list[list[int]])
+    except msgspec.DecodeError:
+        return []
 
 
 def keep_generated(path: Path, data: CalibrationText | None) -> None:
