@@ -231,7 +231,6 @@ DOORS = {
     "push --results": "push st me/st --dry-run --results results.json",
     "pack": "pack st packed",
     "unpack": "unpack packed unpacked",
-    "export": "export st --output st.gguf",
     "generate": "generate st --prompt The --max-new-tokens 1",
     "measure": "measure --model st --criteria magnitude --orders 2 --output new-measure.json",
     "status": "status .",
@@ -239,7 +238,7 @@ DOORS = {
     "run": "run .",
 }
 READ_NONE = {"prune again", "evaluate", "pack", "unpack", "generate", "measure", "status", "run"}
-READ_ALL = {"heal", "report", "prune --match", "prune --activations", "push", "export", "collect"}
+READ_ALL = {"heal", "report", "prune --match", "prune --activations", "push", "collect"}
 READ_ALL |= {"verify"}
 
 
