@@ -13,7 +13,7 @@ from torch import nn
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import ACTIVATIONS_NAME, CRITERION_NAME, REPORT_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.loading import build_skeleton
 from emp_llm.models.masks import Masks
@@ -84,15 +84,13 @@ class ModelReport:
         check_as_written(checkpoint)
         architecture = Architecture.of_checkpoint(checkpoint, record.recipe.targets.blocks)
         norms = folder / ACTIVATIONS_NAME
-        criterion = folder / CRITERION_NAME
         return cls(
             record,
             Masks.load(folder),
             Activations.load(norms) if norms.is_file() else None,
             build_skeleton(folder, trust_remote_code=False),
-            criterion.read_bytes() if criterion.is_file() else None,
-            digests(architecture),
-            folder,
+            weights=digests(architecture),
+            folder=folder,
         )
 
     def save(self, folder: Path | str) -> None:
