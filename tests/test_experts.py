@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from emp_llm import calibrate, prune, verify
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
+from emp_llm.calibration.passes import calibrate_blocks, calibrate_model, norms_of_batches
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
@@ -27,6 +27,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
+from emp_llm.models.model_weights import ModelWeights, architecture_of
 from emp_llm.models.modules import weight_of
 from emp_llm.pruning.masks import Pruner
 
@@ -432,3 +433,85 @@ def test_an_unknown_use_of_experts(make: Make, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match="no product of its experts"):
         calibrate_blocks(BlockwiseModel(model), layers, tokens(), 2)
     assert model.config._experts_implementation != "eager", "as it was before"
+
+
+PADDED: dict[str, dict[str, Any]] = {family: sizes for family, (sizes, _) in STRUCTURES.items()} | {
+    "qwen3_next": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "jetmoe": {"kv_channels": 8},  # experts in the attention too
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_no_module_counts_the_padding_of_a_batch(family: str) -> None:
+    """Experts, shared experts and all others see what they see of each sequence alone."""
+    sizes = SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | PADDED[family]
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = tiny.random_model(transformers.AutoModelForCausalLM, config, torch.float32).eval()
+    for parameter in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+        parameter.data.normal_(0, 0.1)
+    chosen = architecture_of(model, ModelWeights(model)).select("all-linear")
+    layers = [target.layer for target in chosen]
+    rows = [ids[:length] for ids, length in zip(tokens(), (24, 9, 17, 13), strict=True)]
+    alone, count = norms_of_batches(
+        model, layers, [{"input_ids": row[None]} for row in rows], statistics=["relative"]
+    )
+    assert count == 63
+    for left in (False, True):
+        batches = []
+        for pair in (rows[:2], rows[2:]):
+            ids, mask = torch.zeros(2, 2, 24, dtype=torch.int64)
+            for number, row in enumerate(pair):
+                place = slice(24 - len(row), 24) if left else slice(len(row))
+                ids[number, place] = row
+                mask[number, place] = 1
+            batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+        padded, count = norms_of_batches(model, layers, batches, statistics=["relative"])
+        assert count == 63
+        assert padded.tokens == alone.tokens
+        for statistic, values in alone.statistics.items():
+            for layer, value in values.items():
+                found = padded.statistics[statistic][layer]
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_of_a_decoder_and_of_batches_that_cannot_be_divided() -> None:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=64, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    layers = [
+        target.layer for target in architecture_of(model, ModelWeights(model)).select("all-linear")
+    ]
+    ids, answers = torch.randint(1, 64, (2, 2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    of_answers = torch.tensor([[1] * 3 + [0] * 3, [1] * 6])
+    batch = {"input_ids": ids, "attention_mask": mask}
+    batch |= {"decoder_input_ids": answers, "decoder_attention_mask": of_answers}
+    found, _ = norms_of_batches(model, layers, [batch])
+    alone = [
+        {"input_ids": ids[:1], "decoder_input_ids": answers[:1, :3]},
+        {"input_ids": ids[1:, :4], "decoder_input_ids": answers[1:]},
+    ]
+    wanted, _ = norms_of_batches(model, layers, alone)
+    assert found.tokens == wanted.tokens
+    for layer, value in wanted.statistics["norm"].items():
+        torch.testing.assert_close(found.statistics["norm"][layer], value, rtol=1e-4, atol=1e-6)
+    with pytest.raises(
+        UserError, match=r"padding, and its pixel_values of shape \[5, 3\].*batches"
+    ):
+        norms_of_batches(model, layers, [batch | {"pixel_values": torch.zeros(5, 3)}])

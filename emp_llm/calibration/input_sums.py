@@ -33,7 +33,7 @@ class _Seen:
     Attributes:
         inputs, version: the tensor, and the number of changes made to it in place.
         leader: the first layer that it feeds.
-        squares: x_tj^2 of the tokens that count, float32, shape (tokens, inputs), in a list that is
+        squares: x_tj^2, float32, shape (tokens, inputs), in a list that is
             emptied with the input.
     """
 
@@ -55,8 +55,6 @@ class InputSums:
         input_of: layer -> the first layer of its input.
         tokens: number of tokens, by the first layer of each distinct input.
         paused: while true, nothing is added.
-        counted: the tokens that count, bool, shape (sequences, length), if some are padding; None:
-            all.
     """
 
     def __init__(self, statistics: Iterable[str] = ()) -> None:
@@ -66,7 +64,6 @@ class InputSums:
         self.input_of: dict[str, str] = {}
         self.tokens: dict[str, int] = {}
         self.paused = False
-        self.counted: Tensor | None = None
         self._last: _Seen | None = None
         self._room = torch.empty(0, dtype=torch.float64)
 
@@ -123,28 +120,22 @@ class InputSums:
             last = None
         leader = self.input_of.setdefault(layer, layer if last is None else last.leader)
         if last is None:
-            squares = [_squares(self._that_count(inputs))]
+            squares = [_squares(_by_token(inputs))]
             # The list is emptied when the input is no longer used, so that a model's memory does
             # not grow with it.
             gone = weakref.ref(inputs, lambda _, held=squares: held.clear())  # type: ignore[misc]
             last = self._last = _Seen(gone, inputs._version, leader, squares)
         with_outputs = isinstance(outputs, Tensor) and outputs.shape[:-1] == inputs.shape[:-1]
         batch = LayerCall(
-            self._that_count(inputs),
+            _by_token(inputs),
             last.squares[0],
-            self._that_count(outputs if with_outputs else inputs),
+            _by_token(outputs if with_outputs else inputs),
         )
         if leader == layer:
             self.tokens[layer] = self.tokens.get(layer, 0) + len(batch.squares)
         for statistic in self.statistics:
             if with_outputs if statistic.by_outputs else leader == layer:
                 self._add(statistic, layer, batch)
-
-    def _that_count(self, features: Tensor) -> Tensor:
-        """The features of the tokens that count, shape (tokens, features)."""
-        if self.counted is not None and self.counted.shape == features.shape[:-1]:
-            return features.detach()[self.counted.to(features.device)]
-        return features.detach().reshape(-1, features.shape[-1])
 
     def _add(self, statistic: Statistic, layer: str, batch: LayerCall) -> None:
         total = statistic.total(batch)
@@ -226,6 +217,11 @@ class InputSums:
             }
         tokens = {leader: self.tokens[leader] for leader in dict.fromkeys(input_of.values())}
         return Activations(statistics, input_of, tokens=tokens)
+
+
+def _by_token(features: Tensor) -> Tensor:
+    """Features of shape (tokens, features)."""
+    return features.detach().reshape(-1, features.shape[-1])
 
 
 def _squares(features: Tensor) -> Tensor:

@@ -357,7 +357,8 @@ def norms_of_batches(
         layers: linear layers, and matrices of experts.
         data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments
             of the model, tensors, or lists and tuples that begin with a tensor. Labels are left
-            out, and the tokens that `attention_mask` leaves out do not count.
+            out. The sequences of a batch with padding run one by one, without the tokens that
+            `attention_mask` leaves out.
         statistics: names of further statistics, beside the norms.
         shared: the data is this rank's share; the sums of all ranks are added.
         guard: explains errors of the model.
@@ -384,17 +385,12 @@ def norms_of_batches(
     hooks = input_hooks(model, layers, statistics)
     with hooks as collected, in_evaluation_mode(model), torch.no_grad(), bar:
         for batch in data:
-            inputs = _inputs(batch)
-            mask = inputs.get("attention_mask")
-            first = next(iter(inputs.values()))
-            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
-            collected.counted = mask.bool() if mask is not None and padded else None
-            with guard(first):
-                _call(body, inputs, device)
-            if collected.counted is not None:
-                seen = int(collected.counted.sum())
-            else:
-                seen = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
+            seen = 0
+            for inputs in _without_padding(_inputs(batch)):
+                first = next(iter(inputs.values()))
+                with guard(first):
+                    _call(body, inputs, device)
+                seen += first.shape[:-1].numel() if first.is_floating_point() else first.numel()
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
     if tokens == 0:
@@ -426,6 +422,50 @@ def _inputs(batch: Any) -> dict[str, Any]:
             f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids."
         )
     return {"": first}
+
+
+def _without_padding(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of a model for each sequence of a batch, without its padding; the batch as it
+    is if it has none. Experts and other modules would see the padding in an order of their own.
+
+    Raises:
+        UserError: an argument cannot be divided by sequences.
+    """
+    masks = {
+        name.removesuffix("attention_mask"): value.bool()
+        for name, value in inputs.items()
+        if name in ("attention_mask", "decoder_attention_mask")
+        and isinstance(value, Tensor)
+        and value.dim() == 2
+    }
+    if all(bool(mask.all()) for mask in masks.values()):
+        return [inputs]
+    count = len(next(iter(masks.values())))
+    sequences = []
+    for number in range(count):
+        sequence = {}
+        for name, value in inputs.items():
+            sequence[name] = value
+            if not isinstance(value, Tensor):
+                continue
+            mask = masks.get("decoder_" if name.startswith("decoder_") else "")
+            axis = None
+            if mask is not None:
+                places = range(value.dim() - 1)
+                axis = next((n for n in places if value.shape[n : n + 2] == mask.shape), None)
+            if mask is not None and axis is not None:
+                kept = mask[number].nonzero()[:, 0].to(value.device)
+                sequence[name] = value.narrow(axis, number, 1).index_select(axis + 1, kept)
+            elif value.shape[:1] == (count,):
+                sequence[name] = value[number : number + 1]
+            elif count > 1:
+                raise UserError(
+                    f"data: a batch has padding, and its {name} of shape {list(value.shape)} "
+                    f"cannot be divided into its {count} sequences. Give batches of one sequence."
+                )
+        if next(iter(sequence.values())).numel():
+            sequences.append(sequence)
+    return sequences
 
 
 def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None:
