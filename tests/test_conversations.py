@@ -75,7 +75,7 @@ def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     name = write(tmp_path / "chat.jsonl", "messages", CHATS)
     with pytest.raises(
         UserError,
-        match=r"chat\.jsonl: its rows are conversations, .* has no chat "
+        match=r"chat\.jsonl: row 1: it is a conversation, .* has no chat "
         r"template\. .*,column=NAME",
     ):
         token_ids(find_corpus(name), make_tokenizer())

@@ -3,17 +3,19 @@ other commands take.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import accelerate
 import numpy as np
 import oracle
+import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import emp_llm
@@ -240,6 +242,16 @@ def test_any_module_and_a_data_loader() -> None:
     )
 
 
+class Streamed(IterableDataset[str]):
+    """A data set without a length, which can be read again."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+
 def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> None:
     source = models("llama")
     model = load(source, dtype=torch.float32)
@@ -251,8 +263,8 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
         {"input_ids": i, "attention_mask": m, "labels": i}
         for i, m in zip(padded, mask, strict=True)
     ]
-    lines = text.read_text().splitlines(keepends=True)
-    whole = "".join(lines)
+    tokenised = Dataset.from_dict({n: [r[n].tolist() for r in rows] for n in rows[0]})
+    whole = text.read_text()
     ways: list[tuple[Any, dict[str, Any]]] = [
         (text, GIVEN),
         (ids, {}),
@@ -261,6 +273,20 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
         ([{"input_ids": part} for part in ids.split(1)], {}),
         ([whole], GIVEN),
         ([{"text": whole}], GIVEN),
+        (Dataset.from_dict({"text": [whole]}).to_iterable_dataset(), GIVEN),
+        (pd.DataFrame({"text": [whole]}, index=[3]), GIVEN),
+        (pd.Series([whole], index=[3]), GIVEN),
+        (Streamed([whole]), GIVEN),
+        (ids.numpy(), {}),
+        (ids.tolist(), {"seqlen": 64}),
+        (list(ids), {"seqlen": 64}),
+        (rows, {"seqlen": 64}),
+        (tokenised, {"seqlen": 64}),
+        (tokenised.with_format("torch"), {"seqlen": 64}),
+        (tokenised.with_format("numpy"), {"seqlen": 64}),
+        (tokenised.to_iterable_dataset(), {"seqlen": 64}),
+        (tokenised.to_pandas(), {"seqlen": 64}),
+        (DataLoader(tokenised.with_format("torch"), batch_size=4), {}),  # type: ignore[arg-type]
     ]
     norms = []
     for data, options in ways:
@@ -372,7 +398,27 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         on_llama(DataLoader([{"text": "a", "n": 1}])),
         "a batch has no input_ids; its keys are text, n",
     ),  # type: ignore[arg-type]
-    "strings": (on_llama(iter(["a"])), "a batch is str"),
+    "strings": (on_llama(iter(["a"])), "a batch is str.* Texts are given as a list or a data set"),
+    "table": (
+        on_llama(pd.DataFrame({"a": [1], "b": ["x"]}), tokenized=True),
+        "data, row 1 holds neither text, nor a conversation, nor token ids; its fields are a, b",
+    ),
+    "data set": (
+        on_llama(Dataset.from_dict({"label": [1]}), tokenized=True),
+        "data, row 1 holds neither .* its fields are label",
+    ),
+    "second row": (
+        on_llama(["a", {"label": 1}], tokenized=True),
+        "data, row 2 holds neither .* its fields are label",
+    ),
+    "splits": (
+        on_llama({"train": Dataset.from_dict({"text": ["a"]}), "test": []}, tokenized=True),
+        "data: a mapping of train, test; give one of its values",
+    ),
+    "lists in batches": (
+        on_llama(DataLoader(Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]}))),  # type: ignore[arg-type]
+        r"input_ids of a batch is of type list, not a tensor.*with_format",
+    ),
     "no tokenizer": (on_llama(["a text"]), "a? ?texts? needs? a tokenizer"),
     "short": (on_llama(["a"], tokenized=True, **GIVEN), "too few for 4 samples x"),
     "few": (

@@ -4,6 +4,7 @@ commands that run them.
 
 import copy
 import errno
+import io
 import itertools
 import json
 import os
@@ -457,6 +458,14 @@ def test_generate(sparse_models: Models, command: Run) -> None:
     assert (quiet.stdout, quiet.stderr) == (sparse.stdout, "")
 
 
+def test_a_prompt_of_standard_input_is_utf8(
+    sparse_models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"na\xefve"), "utf-8"))
+    with pytest.raises(UserError, match=r"prompt -: the standard input is not UTF-8"):
+        emp_llm.generate(sparse_models("llama"), prompt="-", device="cpu")
+
+
 @pytest.mark.skipif(torch_openmp() is None, reason="torch has no OpenMP of GCC here")
 def test_generation_has_the_processors_for_itself(sparse_models: Models) -> None:
     """The threads of the caller's team end, or those of the generation would sleep at each wait."""
@@ -497,6 +506,13 @@ def test_generate_from_python(sparse_models: Models) -> None:
         for seed in (1, 1, 2)
     )
     assert first == same != other
+    halves = [
+        emp_llm.generate(
+            sparse_models("llama"), prompt=prompt, max_new_tokens=3, chat=False, device="cpu"
+        ).text
+        for prompt in ("The \ud83d", "The \ufffd")
+    ]
+    assert halves[0] == halves[1]
     abandoned = emp_llm.generate(
         sparse_models("llama"), prompt="The lamp", max_new_tokens=100, device="cpu"
     )

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import zstandard
 from conftest import Run
 from msgspec.structs import replace
+from tiny import make_tokenizer
 
 from emp_llm.calibration import text_files
+from emp_llm.calibration.data import data_in_memory, token_ids
 from emp_llm.calibration.texts import calibration_corpora, find_corpus, text_rows
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.suites import find_suite
+from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus
 
 ROWS: list[Any] = [{"text": "one"}, {"text": None}, {"other": 1}, None, {"text": 7}, {"text": ""}]
@@ -29,7 +33,17 @@ def zst(raw: bytes) -> bytes:
     return b"".join(zstandard.compress(part) for part in (raw[:half], raw[half:]))
 
 
-PACKED: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zst}
+def xz(raw: bytes) -> bytes:
+    """Two streams."""
+    return b"".join(lzma.compress(part) for part in (raw[:9], raw[9:]))
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": xz,
+    ".zst": zst,
+}
 
 
 @pytest.mark.parametrize("packed", PACKED)
@@ -61,6 +75,32 @@ def test_text_and_its_line_ends(tmp_path: Path, packed: str) -> None:
     assert list(text_rows(find_corpus(str(path)))) == ["ä\nb\n"]
 
 
+def test_a_prompt_is_a_line_whatever_it_holds(tmp_path: Path) -> None:
+    lines = ["one\x0ctwo", "three\u2028four", "five\x85six", "seven\x1eeight\x0b", "nine"]
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\r\n".join(lines).encode())
+    assert list(text_rows(find_corpus(f"self:{path}"))) == lines
+
+
+def test_half_a_surrogate_pair_is_the_replacement_character(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    wanted = tokenizer("a \ufffd b")["input_ids"]
+    for row in (
+        '{"text": "a \\ud83d b"}',
+        '{"messages": [{"role": "user", "content": "a \\udc00 b"}]}',
+    ):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(row)
+        assert token_ids(find_corpus(str(path)), tokenizer).tolist() == wanted
+        for rows in ([json.loads(row)], ["a \ud83d b"]):
+            options = CalibrationOptions(seqlen=len(wanted))
+            found: Any = data_in_memory(rows, tokenizer, options, None)
+            assert found.tokens.tolist() == [wanted]
+    path.write_text('{"text": "a \\ud83d\\ude00 b"}')
+    assert token_ids(find_corpus(str(path)), tokenizer).tolist() == tokenizer("a 😀 b")["input_ids"]
+
+
 def test_shuffled_rows_are_in_the_order_of_the_library(tmp_path: Path) -> None:
     rows = [f"row {number}" for number in range(50)]
     path = tmp_path / "rows.jsonl"
@@ -86,6 +126,8 @@ def test_shuffled_rows_are_in_the_order_of_the_library(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or incomplete"),
         ("a.jsonl.gz", b"no gzip", "damaged or incomplete"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:12] + b"xx" * 40, "damaged or incomplete"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:-9], "damaged or incomplete"),
+        ("a.jsonl.xz", b"no xz", "damaged or incomplete"),
         ("a.jsonl.zst", zstandard.compress(LINES)[:-5], "damaged or incomplete"),
         ("a.jsonl.zst", b"no zstd", "damaged or incomplete"),
         ("a.parquet", b"PAR1 no", "damaged or incomplete"),

@@ -7,6 +7,7 @@ rows, token ids), or from the model itself.
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
@@ -15,27 +16,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import GenerationConfig, PreTrainedModel
 
+from emp_llm.calibration.chat import IDS_COLUMN, Chat, chat_text, text_column, text_in
+from emp_llm.calibration.text_files import plain
 from emp_llm.calibration.texts import (
-    CHAT_COLUMNS,
-    IDS_COLUMN,
-    Messages,
     calibration_corpora,
-    chat_text,
     check_length,
     for_model,
     generates,
-    messages_in,
-    text_in,
     text_rows,
 )
 from emp_llm.checkpoint.agreement import check_agreement
@@ -43,7 +42,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common.declared import check_type
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError, count_of, shortened_list, well_formed
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
@@ -59,6 +58,7 @@ from emp_llm.options.base import check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus, samples_of
 
+logger = logging.getLogger(__name__)
 IN_MEMORY = "data in memory"  # the name of the text in records
 _LENGTH = 2048  # tokens in a sequence of data in memory, if neither option nor model says less
 _IN_MEMORY = Corpus(file=IN_MEMORY, column="")
@@ -292,8 +292,8 @@ def token_ids(
     seqlen = corpus.seqlen
     begin = begin_token(corpus.bos, tokenizer)
     wanted = math.inf if samples is None or seqlen is None else (samples + more) * seqlen
-    rows = text_rows(corpus, seed)
-    ids = _ids(rows, tokenizer, corpus.source, wanted, corpus.join, bos=corpus.bos)
+    texts = _texts(text_rows(corpus, seed), tokenizer, corpus.source, corpus.bos)
+    ids = _ids(texts, tokenizer, corpus.source, wanted, corpus.join)
     if samples is None or seqlen is None:
         return ids
     whole = _whole_sequences(ids, seqlen, begin)
@@ -392,27 +392,53 @@ def _joined(tokens: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tokens), out=_room(sum(map(len, tokens)), *tokens[0].shape[1:]))
 
 
+def _texts(
+    rows: Iterable[Any], tokenizer: Any, source: str, bos: str = "auto", answer: bool = False
+) -> Iterator[tuple[Any, bool]]:
+    """The text or token ids of each row of `text_rows`, and whether the tokenizer adds special
+    tokens to it: not to a conversation, and with `bos` "none" to none. At the end, the log says how
+    many rows were conversations.
+
+    With `answer`, a conversation ends with what begins an answer.
+    """
+    chats = texts = 0
+    unread: set[str] = set()
+    try:
+        for row in rows:
+            if isinstance(row, Chat):
+                text = chat_text(row, tokenizer, answer)
+                unread |= row.unread(tokenizer)
+                chats += 1
+                yield text, False
+            else:
+                texts += isinstance(row, str)
+                yield row, bos != "none"
+    finally:
+        if chats and ranks().main:
+            logger.info(
+                "%s: %s rendered by the chat template, %s as plain text.",
+                source,
+                count_of(chats, "row"),
+                f"{texts:,}",
+            )
+        if unread and ranks().main:
+            logger.warning(
+                "warning: %s: the chat template does not show %s of its rows.",
+                source,
+                ", ".join(sorted(unread)),
+            )
+
+
 def _ids(
-    rows: Iterable[Any],
+    texts: Iterable[tuple[Any, bool]],
     tokenizer: Any,
     source: str,
     wanted: float = math.inf,
     join: str | None = None,
-    answer: bool = False,
-    bos: str = "auto",
 ) -> Tensor:
-    """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least
-    `wanted` of them. int64, shape (tokens,).
-
-    With `answer`, a conversation ends with what begins an answer. With `bos` "none", the tokenizer
-    adds no special tokens.
+    """The token ids of `_texts`, one after the other or joined by `join`: all, or at least `wanted`
+    of them. int64, shape (tokens,).
     """
-    texts: Iterable[tuple[Any, bool]] = (
-        (row, bos != "none")
-        if isinstance(row, str | tuple)
-        else (chat_text(row, tokenizer, source, answer), False)
-        for row in rows
-    )
     if join is not None:
         joined = list(texts)
         if any(isinstance(text, tuple) for text, _ in joined):
@@ -445,6 +471,7 @@ def _tokenised(text: str, tokenizer: Any, special: bool, wanted: float) -> list[
     """
     if not text.strip():
         return []
+    text = well_formed(text)
     size = int(min(len(text), _CHARACTERS * wanted))
     while True:
         # A warning of texts longer than the model's context would mislead: they are cut.
@@ -546,14 +573,10 @@ def _prompt_ids(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
         begin = _begin_or_end(tokenizer)
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
         return random.tolist() if begin is None or corpus.bos == "none" else [[begin]]
-    # The model writes the last answer of a conversation.
-    rows = (
-        row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row
-        for row in text_rows(corpus, seed)
-    )
-    tokenised = (
-        _ids([row], tokenizer, corpus.source, answer=True, bos=corpus.bos).tolist() for row in rows
-    )
+    rows = text_rows(corpus, seed)
+    prompted = (row.to_answer() if isinstance(row, Chat) else row for row in rows)
+    texts = _texts(prompted, tokenizer, corpus.source, corpus.bos, answer=True)
+    tokenised = (_ids([text], tokenizer, corpus.source).tolist() for text in texts)
     begun = (ids if head in (None, ids[0]) else [head, *ids] for ids in tokenised if ids)
     prompts = list(islice((ids for ids in begun if len(ids) <= longest), samples))
     if not prompts:
@@ -644,21 +667,27 @@ def data_in_memory(
         named = replace(options, calibration=str(data))
         return read_text(named, _tokenizer(tokenizer), config, training=training)
     context = max_context(config)
+    if isinstance(data, np.ndarray) and data.dtype.kind in "iu":
+        data = torch.as_tensor(data)
     if isinstance(data, Tensor):
         return _text_of_ids(data, options, config)
     if isinstance(data, Mapping):
         raise UserError(
-            "data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe."
+            f"data: a mapping of {shortened_list([*map(str, data)])}; give one of its values, "
+            "texts, token ids, a DataLoader, or the name of a recipe."
         )
-    if _text_of_row(_first_row(data)) is None:
+    rows = _rows_in_memory(data)
+    first = next(rows, None)
+    if first is None:
         return None
     length = options.seqlen or min(_LENGTH, context or _LENGTH)
     check_length(length, context)
     wanted = math.inf if options.samples is None else (options.samples + CHECKED) * length
-    rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
-    tokenizer = _tokenizer(tokenizer)
-    ids = _ids(rows, tokenizer, "data", wanted)
-    corpus = for_model(_IN_MEMORY, config, tokenizer)
+    corpus = _IN_MEMORY
+    if tokenizer is not None or not isinstance(first, tuple):
+        tokenizer = _tokenizer(tokenizer)
+        corpus = for_model(corpus, config, tokenizer)
+    ids = _ids(_texts(chain([first], rows), tokenizer, "data"), tokenizer, "data", wanted)
     whole = _whole_sequences(ids, length, begin_token(corpus.bos, tokenizer))
     if len(whole) < (options.samples or 1):
         raise UserError(
@@ -668,23 +697,52 @@ def data_in_memory(
     return _text_of_ids(whole, options, config, corpus)
 
 
-def _first_row(data: Any) -> Any:
-    """The first row of a list or a data set; None for other data, such as a DataLoader."""
-    indexed = (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not isinstance(data, Tensor | Mapping)
-    )
-    if not indexed and data is not None:
-        check_type("data", data, Iterable)
-    return data[0] if indexed and len(data) else None
+def _rows_in_memory(data: Any) -> Iterator[str | Chat | tuple[int, ...]]:
+    """The texts, conversations or token ids of data with rows: a list, a data set, also one that
+    streams, or a table of pandas. Nothing of other data, such as batches.
+
+    Raises:
+        UserError: a row holds none of these, or cannot be used.
+    """
+    rows: Iterable[Any]
+    if hasattr(data, "notna"):
+        known = data.astype(object).where(data.notna(), None)
+        rows = map(plain, known.to_dict("records") if hasattr(data, "columns") else known.tolist())
+    elif hasattr(data, "column_names"):
+        schema = None if data.features is None else data.features.arrow_schema
+        rows = (plain(row, schema, decoded=True) for row in data)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        rows = (data[number] for number in range(len(data)))
+    elif isinstance(data, IterableDataset):
+        rows = data
+    else:
+        if data is not None:
+            check_type("data", data, Iterable)
+        return
+    for number, row in enumerate(rows, 1):
+        found = _text_of_row(row, f"data, row {number:,}")
+        if found is not None:
+            yield found
+            continue
+        fields = row.items() if isinstance(row, Mapping) else ()
+        is_batch = any(name == IDS_COLUMN or isinstance(each, Tensor) for name, each in fields)
+        if number == 1 and (is_batch or not fields):
+            return
+        raise UserError(
+            f"data, row {number:,} holds neither text, nor a conversation, nor token ids"
+            f"{'; its fields are ' if fields else ''}{', '.join(str(name) for name, _ in fields)}."
+        )
 
 
-def _text_of_row(row: Any) -> str | Messages | None:
-    """A text, or the messages of a conversation; None for anything else."""
-    if isinstance(row, Mapping):
-        row = next((row[name] for name in ("text", *CHAT_COLUMNS) if name in row), None)
-    return row if isinstance(row, str) else messages_in(row)
+def _text_of_row(row: Any, where: str) -> str | Chat | tuple[int, ...] | None:
+    """The text, conversation or token ids of a row; None if it holds none."""
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Mapping):
+        as_ids = text_in({IDS_COLUMN: plain(row)}, IDS_COLUMN, where)
+        return text_in({"messages": row}, "messages", where) if as_ids is None else as_ids
+    names = {IDS_COLUMN, "attention_mask"} & row.keys()
+    return text_in({**row, **{name: plain(row[name]) for name in names}}, text_column(row), where)
 
 
 def _tokenizer(given: Any) -> Any:

@@ -412,6 +412,11 @@ def _inputs(batch: Any) -> dict[str, Any]:
                 "data: a batch has no input_ids; its keys are "
                 f"{', '.join(map(str, batch)) or 'none'}."
             )
+        if not isinstance(batch[name], Tensor):
+            raise UserError(
+                f"data: {name} of a batch is of type {type(batch[name]).__name__}, not a tensor. "
+                'For a DataLoader, give its data set with_format("torch").'
+            )
         others = {
             name: value for name, value in batch.items() if name != "labels" and value is not None
         }
@@ -419,7 +424,8 @@ def _inputs(batch: Any) -> dict[str, Any]:
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, Tensor):
         raise UserError(
-            f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids."
+            f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids. "
+            "Texts are given as a list or a data set."
         )
     return {"": first}
 

@@ -1,4 +1,4 @@
-"""Text in files: .txt, .jsonl and .json, also compressed as .gz or .zst, and .parquet.
+"""Text in files: .txt, .jsonl and .json, also compressed as .gz, .xz or .zst, and .parquet.
 
 Rows are read as they are needed. A file that is damaged, empty or not in UTF-8 is refused, and the
 message names the line.
@@ -6,8 +6,9 @@ message names the line.
 
 import gzip
 import json
+import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from emp_llm.checkpoint.files import reading
 from emp_llm.common.errors import UserError, reason
 
 ENDINGS = (".txt", ".jsonl", ".json", ".parquet")
-_PACKED = (".gz", ".zst")
+_PACKED = (".gz", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes
 _HEAD = 1000  # rows whose fields are looked at
 _WINDOW = 1 << 31  # bytes; the largest of zstd --long
@@ -52,14 +53,17 @@ def columns_of(path: Path) -> list[str]:
     return list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
 
 
-def values_of(path: Path, column: str) -> Iterator[Any]:
-    """A field of all rows, in order; None where a row lacks it."""
+def rows_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """The rows of a file, in order, with at least those of these columns that it has. Mostly they
+    are mappings.
+    """
     if path.suffix != ".parquet":
-        for row in _json_rows(path):
-            yield row.get(column) if isinstance(row, dict) else None
+        yield from _json_rows(path)
         return
     with _parquet(path) as file:
-        batches = file.iter_batches(batch_size=_HEAD, columns=[column])
+        schema = file.schema_arrow
+        there = [name for name in columns if name in schema.names]
+        batches = file.iter_batches(batch_size=_HEAD, columns=there)
         while True:
             try:
                 batch = next(batches, None)
@@ -67,7 +71,29 @@ def values_of(path: Path, column: str) -> Iterator[Any]:
                 raise _damaged(path, error) from error
             if batch is None:
                 return
-            yield from batch.column(0).to_pylist()
+            yield from (plain(row, schema) for row in batch.to_pylist())
+
+
+def plain(value: Any, kind: Any = None, decoded: bool = False) -> Any:
+    """A value of Arrow, pandas, numpy or torch, as JSON would have it: lists for arrays, and
+    no fields that are None, because Arrow gives a mapping the fields of all the others.
+
+    Args:
+        kind: its type in Arrow, or the schema of a row; None: unknown.
+        decoded: values of Arrow's type JSON are parsed, not text.
+    """
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return value if decoded or value is None else json.loads(value)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        names = getattr(kind, "names", None) or [field.name for field in kind or ()]
+        of = {name: kind.field(name).type for name in names}
+        return {name: plain(v, of.get(name), decoded) for name, v in value.items() if v is not None}
+    if isinstance(value, list):
+        of_each = getattr(kind, "value_type", None)
+        return [plain(each, of_each, decoded) for each in value]
+    return value
 
 
 def _parquet(path: Path) -> Any:
@@ -143,14 +169,14 @@ def _pieces(path: Path) -> Iterator[bytes]:
     """The bytes of a file, unpacked."""
     try:
         with path.open("rb") as file:
-            if path.suffix == ".gz":
-                with gzip.open(file) as unpacked:
+            if path.suffix in (".gz", ".xz"):
+                with gzip.open(file) if path.suffix == ".gz" else lzma.open(file) as unpacked:
                     yield from iter(lambda: unpacked.read(_PIECE), b"")
             elif path.suffix == ".zst":
                 yield from _unpacked(path, file)
             else:
                 yield from iter(lambda: file.read(_PIECE), b"")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise _damaged(path, error) from error
     except OSError as error:
         with reading(path):

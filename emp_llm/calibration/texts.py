@@ -17,18 +17,18 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from emp_llm.calibration.chat import BESIDE, CHAT_COLUMNS, Chat, text_column, text_in
 from emp_llm.calibration.hub_data import NO_NETWORK, cache_alone, hub_answers
 from emp_llm.calibration.text_files import ENDINGS as TEXT_ENDINGS
-from emp_llm.calibration.text_files import columns_of, ending_of, text_of, values_of
+from emp_llm.calibration.text_files import columns_of, ending_of, plain, rows_of, text_of
 from emp_llm.common.errors import UserError, count_of, did_you_mean, quotable, reason
-from emp_llm.common.machine import at_most_more
 from emp_llm.common.paths import data_folder
 from emp_llm.common.ranks import ranks
 from emp_llm.models.placement import plain_config
@@ -36,13 +36,8 @@ from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 
 logger = logging.getLogger(__name__)
-Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
-CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
-IDS_COLUMN = "input_ids"  # of token ids; used if it has none of these
 # Those that --calibration can change.
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")
-_TEMPLATE_BYTES = 1 << 30  # of memory that a chat template may take
-_ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 # Defaults of recipes that do not set them.
 _SAMPLES = 128
 _SEQLEN = 512
@@ -223,8 +218,8 @@ def find_corpus(name: str) -> Corpus:
     else:
         raise UserError(
             f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a "
-            ".txt, .jsonl or .parquet file (.gz and .zst too), a Hub data set id (owner/name), or "
-            f"self.{did_you_mean(base, recipes)}"
+            ".txt, .jsonl or .parquet file (.gz, .xz and .zst too), a Hub data set id "
+            f"(owner/name), or self.{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
 
@@ -299,7 +294,7 @@ def _check_used(given: Iterable[str], corpus: Corpus, where: str) -> None:
     if corpus.file is None:
         return
     unused = ["dataset", "config", "split"]
-    if corpus.file.endswith(".txt"):
+    if ending_of(corpus.file) == ".txt":
         unused += ["column", "stream", "shuffle"]
     name = next((name for name in given if name in unused), None)
     if name is not None:
@@ -317,7 +312,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
 
 
-def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[int, ...]]:
+def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Chat | tuple[int, ...]]:
     """The rows of a corpus, texts, conversations or token ids, in order; a .txt file is one row, or
     a prompt a line.
 
@@ -326,28 +321,34 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
 
     Raises:
         UserError: the file, the data set or its column does not exist, or the column does not hold
-            text.
+            text, or a conversation cannot be used.
     """
     if corpus.file is not None and ending_of(corpus.file) == ".txt":
         text = text_of(check_there(corpus.file))
-        yield from text.splitlines() if corpus.generate else [text]
+        yield from text.split("\n") if corpus.generate else [text]
         return
-    values, column = _values(corpus, seed)
-    number = used = first = 0
+    rows, column = _rows(corpus, seed)
+    answered = corpus.column == "text" and not corpus.generate
+    shuffled = " as shuffled" if corpus.shuffle else ""
+    number = used = first = texts = 0
     try:
-        for number, value in enumerate(values, 1):
-            ids = (
-                column == IDS_COLUMN
-                and isinstance(value, list)
-                and all(type(token) is int for token in value)
-            )
-            row = value if isinstance(value, str) else messages_in(value)
-            if ids or row is not None:
-                used += 1
-                yield tuple(value) if ids else row  # type: ignore[misc]  # one of them
-            else:
+        for number, row in enumerate(rows, 1):
+            where = f"{corpus.source}: row {number:,}{shuffled}"
+            found = text_in(row, column, where, answered) if isinstance(row, Mapping) else None
+            if found is None:
                 first = first or number
+                continue
+            used += 1
+            texts += isinstance(found, str)
+            yield found
     finally:
+        if texts and column in CHAT_COLUMNS and ranks().main:
+            logger.info(
+                "%s: column %r holds text in %s, to which no chat template is applied.",
+                corpus.source,
+                column,
+                count_of(texts, "row"),
+            )
         if used and number > used and ranks().main:
             logger.warning(
                 "warning: %s: %s of the %s that were read left out, because column %r holds "
@@ -359,29 +360,30 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
                 f"{first:,}",
             )
     if not used:
-        found = f"in none of {count_of(number, 'row')}" if number else ": the file has no rows"
+        found_in = f"in none of {count_of(number, 'row')}" if number else ": the file has no rows"
         raise UserError(
             f"{corpus.source}: column {column!r} holds neither text nor conversations"
-            f"{' ' if number else ''}{found}. Name a column of text with ,column=NAME."
+            f"{' ' if number else ''}{found_in}. Name a column of text with ,column=NAME."
         )
 
 
-def _values(corpus: Corpus, seed: int) -> tuple[Iterable[Any], str]:
-    """The values of the column of text, shuffled if the corpus says so, and its name."""
+def _rows(corpus: Corpus, seed: int) -> tuple[Iterable[Any], str]:
+    """The rows, shuffled if the corpus says so, and the name of the column of text."""
     if corpus.file is None:
         data, column = open_data_set(corpus, seed)
-        return (row[column] for row in data), column
+        schema = None if data.features is None else data.features.arrow_schema
+        return (plain(row, schema, decoded=True) for row in data), column
     path = check_there(corpus.file)
     if ending_of(corpus.file) is None:
         raise UserError(f"{path}: its name must end in {', '.join(TEXT_ENDINGS)}.")
     column = _column(corpus, columns_of(path))
-    values: Iterable[Any] = values_of(path, column)
+    rows: Iterable[Any] = rows_of(path, [column, *BESIDE])
     if corpus.shuffle:  # in the order of `datasets`
         import numpy as np
 
-        every = list(values)
-        values = (every[index] for index in np.random.default_rng(seed).permutation(len(every)))
-    return values, column
+        every = list(rows)
+        rows = (every[index] for index in np.random.default_rng(seed).permutation(len(every)))
+    return rows, column
 
 
 def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
@@ -419,22 +421,12 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
 def _column(corpus: Corpus, columns: Sequence[str]) -> str:
     """The column of a corpus's text; UserError if there is none of its name."""
     column = corpus.column
-    if column == "text" and column not in columns:
-        column = next((name for name in (*CHAT_COLUMNS, IDS_COLUMN) if name in columns), column)
+    if column == "text":
+        column = text_column(columns)
     if column not in columns:
         has = f"it has {', '.join(columns)}" if columns else "its rows have no fields"
         raise UserError(f"{corpus.source}: no column {column!r}; {has}. Add ,column=NAME.")
     return column
-
-
-def text_in(value: Any, where: str) -> str | Messages:
-    """The text or the messages of a row; UserError, which begins with `where`, if it holds
-    neither.
-    """
-    text = value if isinstance(value, str) else messages_in(value)
-    if text is None:
-        raise UserError(f"{where} holds neither text nor conversations.")
-    return text
 
 
 def check_there(file: str) -> Path:
@@ -443,59 +435,3 @@ def check_there(file: str) -> Path:
     if not path.is_file():
         raise UserError(f"--calibration or --evaluate text {path}: no such file.")
     return path
-
-
-def messages_in(value: Any) -> Messages | None:
-    """The messages of a row; None if it holds no conversation.
-
-    Args:
-        value: a list of messages with "role" and "content", or with "from" and "value" as in
-            ShareGPT.
-    """
-    if not isinstance(value, list) or not value:
-        return None
-    if not all(isinstance(message, dict) for message in value):
-        return None
-    if all({"role", "content"} <= message.keys() for message in value):
-        return [
-            {name: content for name, content in message.items() if content is not None}
-            for message in value
-        ]
-    if all({"from", "value"} <= message.keys() for message in value):
-        return [
-            {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
-            for message in value
-        ]
-    return None
-
-
-def chat_text(messages: Messages, tokenizer: Any, where: str, answer: bool = False) -> str:
-    """A conversation as text, by the tokenizer's chat template, which writes the special tokens
-    too.
-
-    Args:
-        where: the data set, for errors.
-        answer: end with what begins an answer.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the conversation or
-            needs too much memory.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"{where}: its rows are conversations, and the tokenizer of the model has no chat "
-            "template. Name a column of text with ,column=NAME, or add chat_template.jinja to the "
-            "model's folder."
-        )
-    try:
-        with at_most_more(_TEMPLATE_BYTES):
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=answer
-                )
-            )
-    except Exception as error:  # any: a template is a program of the model's folder
-        problem = quotable(reason(error))
-        raise UserError(
-            f"{where}: the chat template refuses a conversation ({problem})."
-        ) from error

@@ -96,7 +96,7 @@ def read_plan(folder: Path) -> list[Job]:
     """
     path = folder / PLAN_NAME
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: there is no plan; write one with emp-llm plan --output {folder}."

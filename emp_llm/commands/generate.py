@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command
 from emp_llm.common.declared import Opt
-from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, visible, well_formed
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import load_packages
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
@@ -221,9 +221,14 @@ def generate(options: GenerateOptions) -> Generation:
 
 def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
     """The token ids of the prompt, int64, shape (1, tokens)."""
-    from emp_llm.calibration.texts import chat_text
+    from emp_llm.calibration.chat import Chat, chat_text
 
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    try:
+        text = well_formed(sys.stdin.read() if options.prompt == "-" else options.prompt)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "--prompt -: the standard input is not UTF-8. Convert it with iconv."
+        ) from error
     if not text:
         raise UserError("--prompt is empty; give a text to continue.")
     if not options.chat:
@@ -233,9 +238,9 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
             f"--chat needs a chat template, and the tokenizer of {options.model} has "
             "none. Leave it out."
         )
-    message = {"role": "user", "content": text}
-    chat = chat_text([message], tokenizer, f"--chat {options.model}", answer=True)
-    return tokenizer(chat, return_tensors="pt", add_special_tokens=False).input_ids
+    chat = Chat([{"role": "user", "content": text}], f"--chat {options.model}")
+    shown = chat_text(chat, tokenizer, answer=True)
+    return tokenizer(shown, return_tensors="pt", add_special_tokens=False).input_ids
 
 
 def show(generation: Generation) -> None:

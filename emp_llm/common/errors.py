@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 # In a message, to be run as it is; it ends with its sentence or a comma.
 _COMMAND = re.compile(
@@ -156,6 +157,13 @@ def printable(text: str, limit: int = 200) -> str:
     """
     text = "".join(letter if letter.isprintable() else "�" for letter in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def well_formed(text: str) -> str:
+    """Text that can be encoded: half a surrogate pair, as JSON can write it ("\\ud83d"), becomes
+    the replacement character U+FFFD.
+    """
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def visible(text: str) -> str:

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict, Unpack
@@ -88,8 +88,8 @@ def prune_model(
         recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP
             layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a
-            text file, texts, conversations, rows of a data set, token ids of
-            shape (samples, length), or batches (a DataLoader).
+            text file, texts, conversations, a data set or table with text, conversations or
+            `input_ids`, token ids of shape (samples, length), or batches (a DataLoader).
         tokenizer: the model's, or its folder; for texts.
         activations: norms to use in place of `data`, or their file.
         samples, seqlen, seed: number and length of the calibration sequences, and the seed of a
@@ -218,11 +218,14 @@ class _Calibration:
     text: CalibrationOptions
     activations: Activations | Path | str | None
     propagate: Propagate
+    _read: list[CalibrationText | None] = field(default_factory=list)
 
     def sequences(self, model: nn.Module) -> CalibrationText | None:
-        """The data as token ids; None if it is batches."""
+        """The data as token ids, read once; None if it is batches."""
         config: Any = model.config if isinstance(model, PreTrainedModel) else None
-        return data_in_memory(self.data, self.tokenizer, self.text, config)
+        if not self._read:
+            self._read.append(data_in_memory(self.data, self.tokenizer, self.text, config))
+        return self._read[0]
 
 
 def _calibration_of(

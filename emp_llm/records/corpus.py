@@ -16,7 +16,7 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
         dataset: Hub data set id, or a local folder with the same layout; config, split and column
             select in it.
         file: a .txt, .jsonl, .json or .parquet file in place of `dataset`, the first three also as
-            .gz or .zst; a relative path starts at the recipe's folder.
+            .gz, .xz or .zst; a relative path starts at the recipe's folder.
         generate: the model itself writes the text; it continues the rows, or nothing if there is no
             dataset or file.
         join: separator that joins all rows before they are tokenised; None: each row is a document,

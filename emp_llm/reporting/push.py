@@ -61,7 +61,7 @@ from emp_llm.reporting.run_tables import split_benches
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Part)
-_TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".gz", ".zst")
+_TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".gz", ".xz", ".zst")
 # Fields and options that hold a Hub id or a folder, and fields that hold a path, or a name without
 # slashes.
 _MODELS = ("model", "of", "dataset", "--model", "--calibration", "--baseline", "--push-to-hub")
