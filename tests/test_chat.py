@@ -264,6 +264,18 @@ def test_variables_documents_system_and_prompts(tmp_path: Path) -> None:
     assert of_file(texts, ITEMS, ",column=prompt") == "One "
     plain = write(tmp_path / "d.jsonl", {"conversations": "USER: [1] Hi."})
     assert of_file(plain, ITEMS) == "USER: [1] Hi."
+    unread = write(tmp_path / "e.jsonl", turn() | {"documents": "a note"})
+    assert of_file(unread, ITEMS) == "<user>Hi.\n"
+    code = '[{"a": 1}]'  # the text of a column that is named
+    assert of_file(write(tmp_path / "f.jsonl", {"code": code}), ITEMS, ",column=code") == code
+    code = '[{"a": 1'
+    assert of_file(write(tmp_path / "f.jsonl", {"code": code}), ITEMS, ",column=code") == code
+    called = json.dumps([{"name": "f", **turn()["messages"][0]}])
+    assert of_file(write(tmp_path / "f.jsonl", {"code": called}), ITEMS, ",column=code") == (
+        "<user>Hi.\n"
+    )
+    no_chat = write(tmp_path / "g.jsonl", {"messages": code + "}]"}, {"messages": "Text."})
+    assert of_file(no_chat, ITEMS) == "Text."
 
 
 def turn(**fields: Any) -> dict[str, Any]:
@@ -293,6 +305,8 @@ def turn(**fields: Any) -> dict[str, Any]:
         (turn() | {"tools": "none"}, "tools: it is text, but not JSON"),
         (turn() | {"tools": [3]}, "tools: a mapping is wanted, and it is of type int"),
         (turn() | {"documents": ["a"]}, "documents: it is text, but not JSON"),
+        (turn() | {"documents": [["a"]]}, "documents: a mapping is wanted"),
+        ({"messages": '[{"id": 1, "role": "user", "content": "H'}, "messages: it is text, but not"),
         (turn() | {"chat_template_kwargs": [1]}, "chat_template_kwargs: a mapping is wanted"),
         (turn() | {"chat_template_kwargs": {"tokenize": 1}}, "tokenize is an argument of transfo"),
         (turn() | {"images": ["a.png"]}, "images: the conversation has images"),
@@ -302,12 +316,13 @@ def turn(**fields: Any) -> dict[str, Any]:
 def test_what_cannot_reach_a_template_is_refused_with_row_and_field(
     tmp_path: Path, row: dict[str, Any], told: str
 ) -> None:
+    template = ITEMS + "{{ documents }}"
     fine = turn() if "messages" in row else {"prompt": "a", "completion": "b"}
     path = write(tmp_path / "a.jsonl", fine, row)
     with pytest.raises(UserError, match=rf"(?s)a\.jsonl: row 2: .*{told}"):
-        of_file(path, ITEMS)
+        of_file(path, template)
     with pytest.raises(UserError, match=rf"(?s)data, row 2: .*{told}"):
-        data_in_memory([fine, row], with_template(ITEMS), CalibrationOptions(seqlen=8), None)
+        data_in_memory([fine, row], with_template(template), CalibrationOptions(seqlen=8), None)
 
 
 def test_the_run_says_what_was_rendered(

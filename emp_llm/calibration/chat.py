@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -36,7 +37,7 @@ _ROLES = {  # of ShareGPT
     **dict.fromkeys(("observation", "function_response"), "tool"),
     "function_call": "assistant",
 }
-_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]")
+_JSON_LIST = re.compile(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:")
 _TEMPLATE_BYTES = 1 << 30  # of memory that a chat template may take
 _PROBE = "emp-llm-probe"
 
@@ -48,7 +49,7 @@ class Chat:
     Attributes:
         messages: mappings with "role", and mostly "content".
         where: the data set and the row, for errors.
-        beside: "tools" and "documents", if there are some.
+        beside: "tools" and "documents" as the row has them, if there are some.
         variables: other variables of the template.
         unanswered: it is a prompt alone.
     """
@@ -102,17 +103,17 @@ def text_in(
     values = {column: value}
     if column == PROMPT_COLUMN and answered:
         values |= {name: row[name] for name in _ANSWERS if row.get(name) is not None}
-    found = {name: _messages(each, f"{where}: {name}") for name, each in values.items()}
-    turns = [messages for messages in found.values() if messages is not None]
-    if not turns:
-        texts = [each for each in values.values() if isinstance(each, str)]
-        return "".join(texts) if len(texts) == len(values) else None
-    if len(turns) < len(values):
+    found = {name: _messages(each, name, where) for name, each in values.items()}
+    if all(isinstance(each, str) for each in found.values()):
+        return "".join(found.values())  # type: ignore[arg-type]  # all are text
+    if None in found.values():
+        return None
+    if str in map(type, found.values()):
         raise UserError(
             f"{where}: of {' and '.join(values)}, one is text and the other a conversation. Write "
             "both in one form, or remove the row."
         )
-    messages = [message for each in turns for message in each]
+    messages: list[Any] = [message for each in found.values() for message in each or ()]
     media = next((name for name in _MEDIA if _is_given(row.get(name))), None)
     if media is not None:
         raise UserError(
@@ -122,21 +123,13 @@ def text_in(
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    given = "functions" if row.get("tools") is None else "tools"
-    tools = [
-        tool if callable(tool) else _function(tool, "parameters", f"{where}: {given}")
-        for tool in _list(row.get(given), f"{where}: {given}")
-    ]
-    documents = [
-        _mapping(each, f"{where}: documents")
-        for each in _list(row.get("documents"), f"{where}: documents")
-    ]
-    variables = row.get("chat_template_kwargs")
+    beside = {"tools": row.get("tools") or row.get("functions"), "documents": row.get("documents")}
+    variables = row.get("chat_template_kwargs") or {}
     return Chat(
         messages,
         where,
-        {name: each for name, each in (("tools", tools), ("documents", documents)) if each},
-        _mapping(variables, f"{where}: chat_template_kwargs") if _is_given(variables) else {},
+        {name: each for name, each in beside.items() if _is_given(each)},
+        _typed(variables, Mapping, f"{where}: chat_template_kwargs"),
         unanswered=column == PROMPT_COLUMN and len(values) == 1,
     )
 
@@ -150,23 +143,31 @@ def _ids_in(value: Any, mask: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The messages of a conversation; None if it is none."""
-    if isinstance(value, str) and _MESSAGES.match(value):
+def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]] | str | None:
+    """The messages of a conversation, or the text that a column holds; None if it is neither."""
+    where = f"{where}: {column}"
+    text = value if isinstance(value, str) else None
+    if text is not None and not _JSON_LIST.match(text):
+        return text
+    if column in (*CHAT_COLUMNS, PROMPT_COLUMN, *_ANSWERS):
         value = _parsed(value, where)
+        text = None
+    elif text is not None:  # any column may hold JSON as such
+        with suppress(UserError):
+            value = _parsed(text, where)
     if isinstance(value, Mapping):  # of lists, as older versions of datasets have it
         lists = [each for each in value.values() if isinstance(each, list)]
         if len(lists) < len(value) or len({len(each) for each in lists}) != 1:
             return None
         value = [dict(zip(value, each, strict=True)) for each in zip(*lists, strict=True)]
     if not isinstance(value, list) or not value:
-        return None
+        return text
     value = [
         _parsed(each, where) if isinstance(each, str) and each.lstrip().startswith("{") else each
         for each in value
     ]
     if not all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in value):
-        return None
+        return text
     return [_message(each, where) for each in value]
 
 
@@ -196,20 +197,22 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return message
 
 
-def _function(given: Any, key: str, where: str) -> dict[str, Any]:
+def _function(given: Any, key: str, where: str) -> Any:
     """A tool, or a call of one, as {"type": "function", "function": {...}}; its parameters or
-    arguments, under `key`, are a mapping.
+    arguments, under `key`, are a mapping. A tool may also be a function of Python.
     """
-    value = {name: each for name, each in _mapping(given, where).items() if each is not None}
+    if callable(given):
+        return given
+    typed = _typed(given, Mapping, where)
+    value = {name: each for name, each in typed.items() if each is not None}
     if "function" not in value and "name" in value:
         names = ("name", "description", "strict", key)
         function = {name: value.pop(name) for name in names if name in value}
         value = {"type": "function"} | value | {"function": function}
     if "function" in value:
-        function = dict(_mapping(value["function"], f"{where}: function"))
-        if _is_given(function.get(key)) or key == "arguments":
-            inner = function.get(key)
-            function[key] = _mapping(inner, f"{where}: {key}") if _is_given(inner) else {}
+        function = dict(_typed(value["function"], Mapping, f"{where}: function"))
+        if key in function or key == "arguments":
+            function[key] = _typed(function.get(key) or {}, Mapping, f"{where}: {key}")
         value["function"] = function
     return value
 
@@ -218,28 +221,21 @@ def _is_given(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+def _typed(value: Any, kind: type, where: str) -> Any:
+    """A value that must be a list or a mapping; JSON text is parsed."""
     value = _parsed(value, where)
-    if not isinstance(value, Mapping):
+    if not isinstance(value, kind):
         raise UserError(
-            f"{where}: a mapping is wanted, and it is of type {type(value).__name__}. Correct or "
-            "remove the row."
+            f"{where}: a {kind.__name__.lower()} is wanted, and it is of type "
+            f"{type(value).__name__}. Correct or remove the row."
         )
     return value
 
 
 def _list(value: Any, where: str) -> list[Any]:
-    if not _is_given(value):
-        return []
-    value = _parsed(value, where)
-    if isinstance(value, Mapping):
-        return [value]
-    if not isinstance(value, list):
-        raise UserError(
-            f"{where}: a list is wanted, and it is of type {type(value).__name__}. Correct or "
-            "remove the row."
-        )
-    return value
+    """A list of mappings, which may be one alone, or none."""
+    value = _parsed(value or [], where)
+    return [value] if isinstance(value, Mapping) else list(_typed(value, list, where))
 
 
 def _parsed(value: Any, where: str) -> Any:
@@ -281,6 +277,16 @@ def chat_text(chat: Chat, tokenizer: Any, answer: bool = False) -> str:
             "variable of a template. Remove it."
         )
     template = str(tokenizer.chat_template)
+    beside = {
+        name: [
+            _function(each, "parameters", f"{where}: {name}")
+            if name == "tools"
+            else _typed(each, Mapping, f"{where}: {name}")
+            for each in _list(value, f"{where}: {name}")
+        ]
+        for name, value in chat.beside.items()
+        if name in template
+    }
     reads_text, reads_parts = _forms(tokenizer, template)
     messages = []
     for message in chat.messages:
@@ -299,7 +305,7 @@ def chat_text(chat: Chat, tokenizer: Any, answer: bool = False) -> str:
                     messages,
                     tokenize=False,
                     add_generation_prompt=answer,
-                    **chat.beside,
+                    **beside,
                     **chat.variables,
                 )
             )

@@ -54,11 +54,12 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of a file, in order, with at least those of these columns that it has. Mostly they
-    are mappings.
+    """The rows of a file, in order: mappings with those of these columns that they have. A row of
+    JSON that is no mapping is as it is.
     """
     if path.suffix != ".parquet":
-        yield from _json_rows(path)
+        for row in _json_rows(path):
+            yield {n: row[n] for n in columns if n in row} if isinstance(row, dict) else row
         return
     with _parquet(path) as file:
         schema = file.schema_arrow

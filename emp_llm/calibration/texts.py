@@ -372,7 +372,9 @@ def _rows(corpus: Corpus, seed: int) -> tuple[Iterable[Any], str]:
     if corpus.file is None:
         data, column = open_data_set(corpus, seed)
         schema = None if data.features is None else data.features.arrow_schema
-        return (plain(row, schema, decoded=True) for row in data), column
+        names = (column, *BESIDE)
+        own = ({name: row[name] for name in names if name in row} for row in data)
+        return (plain(row, schema, decoded=True) for row in own), column
     path = check_there(corpus.file)
     if ending_of(corpus.file) is None:
         raise UserError(f"{path}: its name must end in {', '.join(TEXT_ENDINGS)}.")
