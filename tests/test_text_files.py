@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from conftest import Run
@@ -138,6 +140,20 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, raw: bytes, told: 
     path = tmp_path / name
     path.write_bytes(raw)
     with pytest.raises(UserError, match=rf"(?s){name}: .*{told}"):
+        list(text_rows(find_corpus(str(path))))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([b"na\xefve"]).view(pa.string()),
+        pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": '])),
+    ],
+)
+def test_values_of_parquet_that_are_not_what_they_say(tmp_path: Path, values: pa.Array) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": values}), path)
+    with pytest.raises(UserError, match=r"a\.parquet: it is damaged or incomplete"):
         list(text_rows(find_corpus(str(path))))
 
 

@@ -61,18 +61,21 @@ def rows_of(path: Path, columns: Sequence[str]) -> Iterator[Any]:
         for row in _json_rows(path):
             yield {n: row[n] for n in columns if n in row} if isinstance(row, dict) else row
         return
+    import pyarrow
+
     with _parquet(path) as file:
-        schema = file.schema_arrow
-        there = [name for name in columns if name in schema.names]
+        kind = pyarrow.struct(file.schema_arrow)
+        there = [name for name in columns if name in file.schema_arrow.names]
         batches = file.iter_batches(batch_size=_HEAD, columns=there)
         while True:
             try:
                 batch = next(batches, None)
-            except (OSError, ValueError) as error:  # of pyarrow
+                rows = None if batch is None else plain(batch.to_pylist(), pyarrow.list_(kind))
+            except (OSError, ValueError, RecursionError) as error:  # of pyarrow, or of JSON in it
                 raise _damaged(path, error) from error
-            if batch is None:
+            if rows is None:
                 return
-            yield from (plain(row, schema) for row in batch.to_pylist())
+            yield from rows
 
 
 def plain(value: Any, kind: Any = None, decoded: bool = False) -> Any:
@@ -88,8 +91,7 @@ def plain(value: Any, kind: Any = None, decoded: bool = False) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        names = getattr(kind, "names", None) or [field.name for field in kind or ()]
-        of = {name: kind.field(name).type for name in names}
+        of = {field.name: field.type for field in kind or ()}
         return {name: plain(v, of.get(name), decoded) for name, v in value.items() if v is not None}
     if isinstance(value, list):
         of_each = getattr(kind, "value_type", None)
