@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -67,7 +68,10 @@ def tree_schemas(kind: Any) -> dict[str, Any]:
     properties = {}
     for field in declared(kind):
         if field.node is not None:
-            properties[field.name] = _reference(field.node)
+            reference = _reference(field.node)
+            may_be_none = NoneType in field.value.types
+            null: list[Any] = [{"type": "null"}]
+            properties[field.name] = {"anyOf": [reference, *null]} if may_be_none else reference
             found |= tree_schemas(field.node)
             continue
         annotation = field.value.annotation
@@ -102,7 +106,7 @@ def _object(kind: Any, properties: dict[str, Any]) -> dict[str, Any]:
 def schema_of(name: str) -> dict[str, Any]:
     """The JSON Schema of a format; its id and title name the version."""
     kind, file = FORMATS[name]
-    schema: dict[str, Any] = msgspec.json.schema(kind, schema_hook=_reference)
+    schema: dict[str, Any] = msgspec.json.schema(kind, schema_hook=lambda _: _reference(Recipe))
     definitions = schema["$defs"]
     if "#/$defs/Recipe" in json.dumps(schema):
         for title, each in tree_schemas(Recipe).items():

@@ -83,7 +83,7 @@ def parameters(cases: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta zero": (r"^--beta must be .* above 0", {"beta": 0.0}),
-    "beta NaN": (r"^--beta must be a number", {"beta": float("nan")}),
+    "beta NaN": (r"^--beta must be a finite number, got nan", {"beta": float("nan")}),
     "order negative": (r"^--order must be .* >= 0", {"order": -0.5}),
     "sparsity one": (r"^--sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
     "pattern 3:2": (

@@ -97,8 +97,8 @@ def test_the_card(
         "neither smaller nor faster",
         'from_pretrained("user/card"',
         "[LICENSE](LICENSE)",
-        '| counts | `{"effective": {"beta": 1.0, "order": 2.0}}` |',
-        '| targets | `{"layers": "mlp", "min_expert_tokens": 32}` |',
+        '| counts | `{"effective": {"beta": 1.0, "order": 2.0, "neff_dtype": "float64", ',
+        '| targets | `{"layers": "mlp", "ignore": null, "tower": "language", ',
     ):
         assert words in body, words
     pushed = json.loads(held(hub, "user/card")["emp_llm/pruned-lamps.json"])

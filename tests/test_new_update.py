@@ -157,7 +157,7 @@ def test_a_sweep_takes_it(
         (tmp_path / "sweep" / "points" / "shrink-0.25" / "emp_report.json").read_text()
     )
     assert report["fits"]
-    assert report["recipe"]["update"] == {"shrink": {"part": 0.5}}
+    assert report["recipe"]["update"] == {"shrink": {"refit": None, "part": 0.5}}
     assert swept.points[0].recipe == Recipe(
         score=Magnitude(), counts=Share(0.25), update=Shrink(part=0.5)
     )
@@ -193,7 +193,7 @@ def test_a_score_with_a_parameter(
     report = prune(source, method="emp-power", power=0.5, output=tmp_path / "out", **how)
     recipe = read_manifest(tmp_path / "out").recipe
     assert recipe == report.recipe == Recipe(score=Power(0.5))
-    assert recipe.as_dict()["score"] == {"power": {"power": 0.5}}
+    assert recipe.as_dict()["score"]["power"]["power"] == 0.5
     assert recipe.variant == ["power 0.5"]
     assert "powers of weights" in recipe.words
     assert verify(tmp_path / "out", source=str(source)).differences == []

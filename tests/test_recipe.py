@@ -1,5 +1,6 @@
 """The recipe: a tree, its words, and what cannot be meant."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -34,12 +35,13 @@ from emp_llm import (
     recipe_of,
     verify,
 )
-from emp_llm.options.recipe import Score, Structure, UnitScore
+from emp_llm.common.declared import declared, kinds_of
+from emp_llm.options.recipe import Counts, Score, Structure, UnitScore
 from emp_llm.pruning.scores import recorded
 from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import record_of
 from emp_llm.records.manifest import Manifest
-from emp_llm.update.update import Search
+from emp_llm.update.update import Search, Update
 
 
 def row_share(weight: Any, inputs: Any) -> Any:
@@ -87,11 +89,9 @@ fixed = st.one_of(
     st.integers(2, 16).flatmap(
         lambda group: st.builds(Pattern, st.integers(1, group - 1), st.just(group))
     ),
-    st.builds(
-        Match,
-        st.just("run"),
-        st.sampled_from(["total", "matrix"]),
-        st.sampled_from([None, 7, {"a.b": 3}]),
+    st.sampled_from(
+        [Match("run"), Match("run", "matrix"), Match("r", removed=7)]
+        + [Match("r", "matrix", removed) for removed in ({}, {"a.b": 3, "c": 0})]
     ),
 )
 # Any fields; the nodes refuse those that do not go together.
@@ -106,6 +106,33 @@ any_effective = st.fixed_dictionaries(
     },
 )
 any_shares = st.one_of(st.none(), st.builds(ByCost, st.sampled_from([None, {"a.b": 3}])))
+# What a field may be given by mistake, and the largest and smallest numbers.
+ODD = [
+    *(math.nan, math.inf, -math.inf, 1.7e308, -1.7e308, 5e-324, 1 - 2**-53, 0.5, 1.0, 2.0),
+    *(0, 1, 3, -1, 2**63, 2**64 - 1, 2**64, -(2**64), 10**400),
+    *("", " ", ",", "a", "inf", [], [""], ["a"], {}, {"a": 1}, {"a": -1}, {"a": 2**70}),
+    *(None, True, False),
+]
+
+
+def odd_nodes(kind: Any) -> st.SearchStrategy[Callable[[], Any]]:
+    """Functions that make a node of any values, or fail."""
+    made = []
+    for each in kinds_of(kind):
+        if "emp_llm" not in each.__module__:  # of another test
+            continue
+        values: dict[str, Any] = {}
+        for field in declared(each):
+            known = field.value.choices or ([] if field.node is None else [None, field.node])
+            values[field.name] = st.sampled_from([*known, *ODD])
+        required = {
+            field.name: values.pop(field.name) for field in declared(each) if field.value.required
+        }
+        drawn = st.fixed_dictionaries(required, optional=values)
+        made.append(drawn.map(lambda given, each=each: lambda: each(**given)))
+    return st.one_of(made)
+
+
 refits = st.builds(
     Refit,
     weighting=st.sampled_from(["equal", "relative"]),
@@ -128,15 +155,16 @@ targets = st.builds(
 heals = st.one_of(
     st.none(), st.builds(Heal, st.integers(1, 500), st.sampled_from(["targets", "all"]))
 )
-structures = st.one_of(
+parts = st.one_of(
     st.builds(
         Structure,
         units=st.sampled_from(["neurons", "both"]),
         group=st.sampled_from(["layer", "all"]),
         width_multiple=st.sampled_from([None, 8]),
     ),
-    st.builds(Structure, units=st.sampled_from(["heads", "experts"]), keep_shapes=st.booleans()),
+    st.builds(Structure, units=st.just("heads"), keep_shapes=st.booleans()),
 )
+experts = st.builds(Structure, units=st.just("experts"), keep_shapes=st.booleans())
 recipes = st.one_of(
     st.builds(
         Recipe,
@@ -167,11 +195,18 @@ recipes = st.one_of(
     ),
     st.builds(
         Recipe,
-        score=st.sampled_from([Magnitude(), UnitScore("taylor"), UnitScore("reap")]),
+        score=st.sampled_from([Magnitude(), UnitScore("taylor")]),
         counts=st.one_of(effective, st.builds(Share, share)),
         update=some_refit,
         heal=heals,
-        structure=structures,
+        structure=parts,
+    ),
+    st.builds(
+        Recipe,
+        score=st.sampled_from([Magnitude(), UnitScore("reap")]),
+        counts=st.one_of(effective, st.builds(Share, share)),
+        update=some_refit,
+        structure=experts,
     ),
 )
 
@@ -205,10 +240,76 @@ def test_what_is_not_refused_is_recorded(
     assert read_again(recipe) == recorded(recipe)
 
 
+odd_heals = st.one_of(st.just(lambda: None), odd_nodes(Heal))
+odd_structures = st.one_of(st.just(lambda: None), odd_nodes(Structure))
+
+
+@given(
+    st.tuples(
+        *(odd_nodes(kind) for kind in (Score, Counts, Update, Targets)), odd_heals, odd_structures
+    )
+)
+def test_odd_values_are_refused_or_recorded(made: tuple[Callable[[], Any], ...]) -> None:
+    """Infinity, NaN, the largest numbers, and values of another type, in any field."""
+    nodes = []
+    for make in made:
+        try:
+            nodes.append(make())
+        except UserError:
+            nodes.append(None)
+    score, counts, update, targets, heal, structure = nodes
+    parts = {"score": score, "counts": counts, "update": update, "structure": structure}
+    trees = [
+        parts,
+        {"heal": heal, "targets": targets or Targets()},
+        *({name: node} for name, node in parts.items()),
+    ]
+    for tree in trees:
+        try:
+            recipe = recorded(Recipe(**tree))
+        except UserError:
+            continue
+        assert read_again(recipe) == recipe
+        assert hash(recipe) == hash(read_again(recipe))
+
+
 @given(recipes)
 def test_the_record_of_a_recipe_reads_back_equal(recipe: Recipe) -> None:
     assert read_again(recipe) == recorded(recipe)
     assert read_again(read_again(recipe)) == read_again(recipe)
+    assert hash(read_again(recipe)) == hash(recorded(recipe))
+    assert dataclasses.replace(recipe) == recipe
+    assert list(dataclasses.asdict(recipe)) == [each.name for each in dataclasses.fields(recipe)]
+
+
+def test_a_record_has_every_field() -> None:
+    """So that another default, later, does not change what it means."""
+    tree = Recipe(counts=Share(0.5, ByCost()), update=Admm(refit=Refit()), heal=Heal()).as_dict()
+    assert tree["counts"] == {"share": {"sparsity": 0.5, "shares": {"removed": None}}}
+    assert tree["targets"] == {
+        "layers": "mlp",
+        "ignore": None,
+        "tower": "language",
+        "blocks": None,
+        "min_expert_tokens": 32,
+        "allow_partial": False,
+    }
+    refit = {"weighting": "equal", "target": "block", "damping": None}
+    assert tree["update"] == {"admm": {"refit": refit, "penalty": 0.15, "stages": 6}}
+    assert tree["heal"] == {"steps": 300, "weights": "targets", "tokens": None, "minutes": None}
+    assert (tree["group"], tree["structure"]) == ("row", None)
+    (kind,) = Recipe(score=Own(row_share)).as_dict()["score"].values()
+    assert kind["norms"] == "plain"
+
+
+def test_a_recipe_is_a_dataclass_with_a_hash() -> None:
+    recipe = Recipe(counts=Match("run", "matrix", {"a": 1}), targets=Targets(["a", "b"]))
+    costs = Recipe(counts=Share(0.5, ByCost({"a": 1})))
+    assert len({recipe, recipe.but(), costs, costs.but(heal=Heal())}) == 3
+    assert dataclasses.replace(costs, group="matrix") == costs.but(group="matrix")
+    assert dataclasses.asdict(costs)["counts"]["shares"] == {"removed": {"a": 1}}
+    with pytest.raises(UserError, match="group 'rows' is not one of"):
+        dataclasses.replace(costs, group="rows")  # type: ignore[arg-type]
 
 
 small = st.builds(
@@ -260,10 +361,20 @@ def test_the_tree_is_what_is_written() -> None:
     assert admm.as_dict() == {
         "score": {"magnitude": {}},
         "counts": {"pattern": {"n": 2, "m": 4}},
-        "update": {"admm": {"refit": {"target": "layer"}, "penalty": 0.15, "stages": 4}},
-        "targets": {"layers": "mlp", "min_expert_tokens": 32},
+        "group": "row",
+        "update": {
+            "admm": {
+                "refit": {"weighting": "equal", "target": "layer", "damping": None},
+                "penalty": 0.15,
+                "stages": 4,
+            }
+        },
+        "heal": None,
+        "targets": Targets().__dict__,
+        "structure": None,
     }
-    assert recipe_of("wanda", sparsity=0.5).as_dict()["counts"] == {"share": {"sparsity": 0.5}}
+    counts = recipe_of("wanda", sparsity=0.5).as_dict()["counts"]
+    assert counts == {"share": {"sparsity": 0.5, "shares": None}}
 
 
 @pytest.mark.parametrize(
@@ -330,6 +441,11 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Heal(tokens=math.nan), "tokens must be a finite number, got nan"),
         (lambda: recipe_of("wanda", pattern=f"2:{'9' * 5000}"), r"must be N:M.*got '2:9+\.\.\."),
         (lambda: recipe_of("wanda", pattern="9" * 5000), "must be N:M"),
+        (lambda: recipe_of("emp-magnitude", order=math.inf), "--order must be a finite number"),
+        (lambda: Effective(beta=math.nan), "beta must be a finite number, got nan"),
+        (lambda: Effective(beta=1, found=5), "found is the beta that reaches a sparsity"),
+        (lambda: Effective(sparsity=0.5, found=-1), "beta must be a number above 0"),
+        (lambda: Pattern(1, 2**70), "m is a number of more than 64 bits"),
         (lambda: Share(50), "did you mean 0.5"),
         (lambda: Share(True), "sparsity must be a number, got True"),
         (lambda: Pattern(4, 4), "1 <= N < M; got '4:4'"),
@@ -340,6 +456,36 @@ def test_a_recipe_at_a_sparsity(counts: Any) -> None:
         (lambda: Match(5), "run must be text, got 5"),
         (lambda: Match(""), "Match needs run"),
         (lambda: Match("a", "rows"), "by 'rows' is not one of total, matrix"),
+        (lambda: Match("a", removed=-5), "removed must be at least 0, got -5"),
+        (lambda: Match("a", removed={"b": 3}), "removed of Match must be a number by total"),
+        (lambda: Match("a", "matrix", 3), "a mapping from matrices to numbers by matrix"),
+        (lambda: ByCost({"x": -3}), "removed must be at least 0, got -3"),
+        (lambda: ByCost({"x": 2**70}), "removed is a number of more than 64 bits"),
+        (lambda: Share(0.97, ByCost()), "at most 0.95 of each block, and a sparsity of 0.97 needs"),
+        (lambda: recipe_of("wanda", sparsity=0.97, shares="cost"), "at most 0.95 of each block"),
+        (lambda: Targets(layers=""), "--targets '' has an empty name"),
+        (lambda: Targets(layers=[]), r"--targets \[\] has an empty name"),
+        (lambda: Targets(layers="up_proj,,"), "--targets 'up_proj,,' has an empty name"),
+        (lambda: Targets(ignore=["a", " "]), r"--ignore \['a', ' '\] has an empty name"),
+        (lambda: Targets(blocks=""), "--blocks '' has an empty name"),
+        (lambda: Heal(tokens=-1), "tokens must be above 0, got -1"),
+        (lambda: Heal(minutes=math.inf), "minutes must be a finite number, got inf"),
+        (lambda: UnitScore("wanda"), "unit_criterion 'wanda' is not one of cosine, frequency"),
+        (lambda: Recipe(score=UnitScore("reap")), "reap scores units, not weights"),
+        (
+            lambda: Recipe(score=UnitScore("reap"), structure=Structure(units="heads")),
+            "reap does not score heads or neurons",
+        ),
+        (
+            lambda: Recipe(score=Magnitude(), counts=Pattern(), structure=Structure(units="heads")),
+            "structure removes whole units",
+        ),
+        (
+            lambda: Recipe(
+                score=UnitScore("cosine"), update=Refit(), structure=Structure(units="layers")
+            ),
+            "refit moves weights within layers",
+        ),
         (lambda: Match("a", removed={"b": "c"}), "removed must be a whole number or a mapping"),
         (lambda: ByCost(3), "removed must be a mapping from names to whole numbers, got 3"),
         (lambda: Refit(damping=0), "damping must be above 0"),

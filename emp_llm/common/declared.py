@@ -57,6 +57,8 @@ class Opt:
         """Raise UserError for a number that is too small or too large."""
         if isinstance(value, int) and value.bit_length() > 64:  # a float may not hold it
             raise UserError(f"{flag} is a number of more than 64 bits. Give a smaller one.")
+        if not math.isfinite(value):  # JSON holds none
+            raise UserError(f"{flag} must be a finite number, got {value:g}.")
         rules = [
             (f"at least {self.minimum}", self.minimum is None or value >= self.minimum),
             (f"above {self.above}", self.above is None or value > self.above),
@@ -383,15 +385,12 @@ def asked(kind: type[N], given: dict[str, Any]) -> N | None:
 
 
 def as_tree(node: Any) -> dict[str, Any]:
-    """A node as JSON values: its fields, and those of the nodes in it. A choice or a switch with
-    its default is left out; numbers, names and texts are not.
+    """A node as JSON values: all its fields, and those of the nodes in it. What equals its default
+    is written too: a later default does not change what a record means.
     """
     tree = {}
     for field in declared(type(node)):
         value = getattr(node, field.name)
-        chosen = field.value.choices or bool in field.value.types
-        if value is None or (chosen and value == field.value.parameter.default):
-            continue
         if isinstance(value, Node):
             named = field.node is not None and has_kinds(field.node)
             value = {value.name: as_tree(value)} if named else as_tree(value)
@@ -447,7 +446,9 @@ def node_in(kind: type[Any], tree: Any, where: str = "") -> Any:
         if name not in known:
             raise ValueError(f"{where}: unknown field '{quotable(name)}'")
         node = known[name]
-        values[name] = value if node is None else node_in(node, value, f"{where}.{name}")
+        if node is not None and value is not None:
+            value = node_in(node, value, f"{where}.{name}")
+        values[name] = value
     try:
         return kind(**values)
     except (UserError, TypeError) as error:

@@ -17,7 +17,7 @@ from emp_llm.options.model import (
     QuantizationOptions,
     ReportTo,
 )
-from emp_llm.options.recipe import UNIT_KINDS, Recipe, Structure
+from emp_llm.options.recipe import Recipe, Structure
 
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (
@@ -262,21 +262,9 @@ def _check_for_units(given: GivenOptions) -> None:
 def _check_structured(recipe: Recipe, structure: Structure, options: PruneOptions) -> None:
     """Raise UserError for options that do not go with --structure."""
     units = structure.units
-    criteria = structure.criteria
-    if recipe.name not in criteria:
-        methods = ", ".join(f"emp-{name}, {name}" for name in criteria)
-        scored = " or ".join(
-            name for name, units in UNIT_KINDS.items() if units.criteria == criteria
-        )
-        raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
-    if "wanda" not in criteria and options.activations is not None:
+    if "wanda" not in structure.criteria and options.activations is not None:
         raise UserError(
             f"--activations holds norms of inputs, which do not score {units}. Leave it out."
-        )
-    if recipe.update is not None and not all(kind.refits for kind in structure.removed.values()):
-        raise UserError(
-            f"--refit moves weights within layers, and --structure {units} removes whole "
-            "ones. Leave it out."
         )
     if options.activations is not None and recipe.name == "taylor":
         raise UserError(

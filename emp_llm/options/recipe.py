@@ -11,7 +11,7 @@ command line into it.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -256,6 +256,14 @@ class UnitScore(Score):
     criterion = GIVEN  # it needs no norms of inputs
     unit_criterion: str
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.unit_criterion not in UNIT_CRITERIA:
+            names = ", ".join(sorted(UNIT_CRITERIA))
+            raise UserError(
+                f"unit_criterion {quotable(repr(self.unit_criterion))} is not one of {names}."
+            )
+
     @property
     def method(self) -> str:
         return self.unit_criterion
@@ -356,6 +364,8 @@ class Effective(Counts):
         except ValueError as error:
             raise UserError(f"--{error}.") from error
         if self.sparsity is None:
+            if self.found is not None:
+                raise UserError("found is the beta that reaches a sparsity. Give it as beta.")
             return
         for name in ("beta", "neff_dtype"):
             if getattr(self, name) not in (None, "float64"):
@@ -396,7 +406,14 @@ class ByCost(Node):
         name="shares",
         type=Literal["uniform", "cost"],
     )
-    removed: dict[str, int] | None = None
+    removed: dict[str, int] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_removed(self.removed)
+
+
+MOST_BY_COST = 0.95  # of a block
 
 
 @dataclass(frozen=True)
@@ -411,6 +428,14 @@ class Share(Counts):
     name = "share"
     sparsity: Annotated[float, _SPARSITY] = 0.5
     shares: ByCost | None = None
+
+    def check(self) -> None:
+        asked = self.shares is not None and self.shares.removed is None
+        if asked and self.sparsity > MOST_BY_COST:
+            raise UserError(
+                f"--shares cost removes at most {MOST_BY_COST:g} of each block, and a sparsity of "
+                f"{self.sparsity:g} needs more. Lower it, or leave out --shares."
+            )
 
     def at(self, sparsity: float) -> "Share":
         return replace(self, sparsity=sparsity)
@@ -464,7 +489,7 @@ class Match(Counts):
     by: Annotated[
         MatchBy, Opt("Match the total of that run, or every matrix.", name="match_by")
     ] = "total"
-    removed: int | dict[str, int] | None = None
+    removed: int | dict[str, int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.run, Path):
@@ -472,9 +497,20 @@ class Match(Counts):
         super().__post_init__()
 
     def check(self) -> None:
-        """Raise UserError without a run."""
         if not self.run:
             raise UserError("Match needs run, the output folder of an earlier prune.")
+        if self.removed is not None and isinstance(self.removed, int) != (self.by == "total"):
+            raise UserError(
+                "removed of Match must be a number by total, and a mapping from matrices to "
+                f"numbers by matrix, and by is {self.by}."
+            )
+        _check_removed(self.removed)
+
+
+def _check_removed(removed: int | dict[str, int] | None) -> None:
+    """Raise UserError for a number of weights that is negative or too large."""
+    for number in removed.values() if isinstance(removed, dict) else [removed or 0]:
+        Opt("", minimum=0).check_range("removed", number)
 
 
 # What is pruned, and what follows.
@@ -497,8 +533,10 @@ class Targets(Node):
     layers: Annotated[
         str | list[str],
         Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.", name="targets"),
-    ] = "mlp"
-    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = None
+    ] = field(default="mlp", hash=False)
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: as --targets.")] = field(
+        default=None, hash=False
+    )
     tower: Annotated[
         Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")
     ] = "language"
@@ -514,6 +552,14 @@ class Targets(Node):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, layers in (
+            ("targets", self.layers),
+            ("ignore", self.ignore),
+            ("blocks", self.blocks),
+        ):
+            names = layers.split(",") if isinstance(layers, str) else layers
+            if names is not None and not (names and all(each.strip() for each in names)):
+                raise UserError(f"--{name} {layers!r} has an empty name. Leave it out.")
         if self.blocks is not None and self.tower != "language":
             raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
@@ -555,7 +601,11 @@ class Heal(Node):
     ] = "targets"
     tokens: Annotated[
         float | None,
-        Opt("Tokens of the training, such as 2e6, in place of its steps.", name="heal_tokens"),
+        Opt(
+            "Tokens of the training, such as 2e6, in place of its steps.",
+            name="heal_tokens",
+            above=0,
+        ),
     ] = None
     minutes: Annotated[
         float | None,
@@ -737,10 +787,11 @@ class Recipe:
         _check_groups(self)
         _check_shares(self)
         _check_search(self)
+        _check_units(self)
 
     def but(self, **changes: Any) -> "Recipe":
         """The recipe with other values in some fields."""
-        return Recipe(**vars(self) | changes)
+        return replace(self, **changes)
 
     def as_dict(self) -> dict[str, Any]:
         """The tree as JSON values."""
@@ -913,10 +964,6 @@ class Recipe:
                 )
 
 
-# msgspec would write a dataclass field by field; records hold the tree of `as_dict`.
-del Recipe.__dataclass_fields__
-
-
 def _check_nodes(recipe: Recipe) -> None:
     """Raise UserError, with what to write, for a word or a number in the place of a node."""
     known: dict[str, type[Any]] = Update.kinds | score_kinds()
@@ -1007,6 +1054,36 @@ def _check_search(recipe: Recipe) -> None:
         raise UserError(
             f"--group {recipe.group} does not go with method {recipe.method}, which decides each "
             "matrix. Leave it out."
+        )
+
+
+def _check_units(recipe: Recipe) -> None:
+    """Raise UserError for scores, counts or updates that do not go with units."""
+    structure = recipe.structure
+    if structure is None:
+        if isinstance(recipe.score, UnitScore):
+            raise UserError(
+                f"--method {recipe.method} scores units, not weights. Add --structure, or use "
+                "emp-wanda."
+            )
+        return
+    criteria = structure.criteria
+    if recipe.name not in criteria:
+        methods = ", ".join(f"emp-{name}, {name}" for name in criteria)
+        scored = " or ".join(
+            name for name, units in UNIT_KINDS.items() if units.criteria == criteria
+        )
+        raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {methods}.")
+    if recipe.update is not None and not all(kind.refits for kind in structure.removed.values()):
+        raise UserError(
+            f"--refit moves weights within layers, and --structure {structure.units} removes whole "
+            "ones. Leave it out."
+        )
+    counts = recipe.counts
+    if recipe.group != "row" or isinstance(counts, Pattern) or getattr(counts, "shares", None):
+        raise UserError(
+            "--structure removes whole units: --group, --pattern and --shares are for weights. "
+            "Leave them out."
         )
 
 

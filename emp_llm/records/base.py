@@ -5,8 +5,9 @@ attributes; `record["field"]` works too, as in the JSON.
 """
 
 import re
+from abc import ABCMeta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -29,24 +30,36 @@ class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_written)
+        values: dict[str, Any] = msgspec.to_builtins(_with_trees(self))
         return values
 
     def as_json(self) -> bytes:
         """The record as JSON, in one line."""
-        return msgspec.json.encode(self, enc_hook=_written)
+        return msgspec.json.encode(_with_trees(self))
 
 
-def _written(value: Any) -> Any:
-    """A recipe as JSON values."""
+def _with_trees(value: Any) -> Any:
+    """A part of a record with trees for recipes, which msgspec would write field by field."""
     if isinstance(value, Recipe):
         return value.as_dict()
-    raise NotImplementedError
+    if isinstance(value, list):
+        return [_with_trees(each) for each in value]
+    if isinstance(value, Part):
+        fields = {name: _with_trees(value[name]) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    return value
+
+
+if TYPE_CHECKING:
+    RecordedRecipe = Recipe
+else:  # to msgspec a type of its own, and no dataclass
+    RecordedRecipe = ABCMeta("RecordedRecipe", (), {})
+    RecordedRecipe.register(Recipe)
 
 
 def _read(kind: type[Any], values: Any) -> Any:
     """The recipe of a record."""
-    if kind is not Recipe:
+    if kind is not RecordedRecipe:
         raise NotImplementedError
     return node_in(Recipe, values)
 

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 
 
 class FileEntry(Part, kw_only=True):
@@ -47,7 +46,7 @@ class Manifest(FileRecord, kw_only=True, omit_defaults=False):
 
     emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
     source: ManifestSource
-    recipe: Recipe
+    recipe: RecordedRecipe
     activations: NormsRecord | None = None
     files: dict[str, FileEntry]
 

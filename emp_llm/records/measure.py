@@ -8,7 +8,7 @@ import msgspec
 
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 from emp_llm.records.run_report import (
     LossPoint,
     MatrixRecord,
@@ -94,7 +94,7 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
 
     source: ModelSource
     command: str = ""
-    recipe: Recipe = msgspec.field(default_factory=Recipe)
+    recipe: RecordedRecipe = msgspec.field(default_factory=Recipe)
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]

@@ -2,8 +2,7 @@
 
 from typing import ClassVar
 
-from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share
 from emp_llm.records.source import QuantizationRecord, TextRecord
@@ -43,7 +42,7 @@ class PrunedBy(Part, kw_only=True):
     """
 
     of: str = ""
-    recipe: Recipe
+    recipe: RecordedRecipe
     sparsity_of_targets: Share = 0.0
     trained: bool = False
 

@@ -12,8 +12,7 @@ from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord, Part, read_record
+from emp_llm.records.base import FileRecord, Part, RecordedRecipe, read_record
 from emp_llm.records.evaluation import CheckRecord, EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
 
@@ -152,7 +151,7 @@ class PointRecord(Part, kw_only=True):
     """
 
     name: str
-    recipe: Recipe
+    recipe: RecordedRecipe
     baseline_of: str | None = None
 
 
@@ -223,7 +222,7 @@ class StructureRecord(Part, kw_only=True):
     config: dict[str, Any] = {}
 
 
-class HealingRecord(Part, kw_only=True):
+class HealingRecord(Part, kw_only=True, omit_defaults=False):
     """The training of the kept weights on the dense model's probabilities.
 
     Attributes:
@@ -248,7 +247,7 @@ class HealingRecord(Part, kw_only=True):
     command: str | None = None
 
 
-class LossPoint(Part, kw_only=True):
+class LossPoint(Part, kw_only=True, omit_defaults=False):
     """A point of the curve of --loss.
 
     Attributes:
@@ -333,7 +332,7 @@ class RunReport(FileRecord, kw_only=True):
 
     source: ModelSource
     command: str
-    recipe: Recipe
+    recipe: RecordedRecipe
     calibration: CalibrationRecord | None
     versions: dict[str, str]
     stages: dict[str, StageRecord]

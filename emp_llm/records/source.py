@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 
 
 class ModelSource(Part, kw_only=True):
@@ -47,7 +46,7 @@ class TextFields(Part, kw_only=True):
     seqlen: int | None = None
 
 
-class TextRecord(TextFields, kw_only=True):
+class TextRecord(TextFields, kw_only=True, omit_defaults=False):
     """A text. Files are named without their folders.
 
     Attributes:
@@ -107,7 +106,7 @@ class CalibrationRecord(Part, kw_only=True):
     execution: str | None = None
     propagate: str | None = None
     hidden_states: str | None = None
-    pruned_by: Recipe | None = None
+    pruned_by: RecordedRecipe | None = None
     versions: dict[str, str] = {}
 
     @property

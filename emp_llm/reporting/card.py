@@ -339,7 +339,9 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
     elif isinstance(recipe.counts, Share) and recipe.counts.shares is not None:
         recipe = recipe.but(counts=replace(recipe.counts, shares=ByCost()))
     rows += [
-        [name, f"`{markdown_code(json.dumps(value))}`"] for name, value in recipe.as_dict().items()
+        [name, f"`{markdown_code(json.dumps(value))}`"]
+        for name, value in recipe.as_dict().items()
+        if value is not None
     ]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "quantization", "propagate"):

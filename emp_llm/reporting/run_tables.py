@@ -24,6 +24,7 @@ from emp_llm.evaluation.comparison import (
     values_of,
 )
 from emp_llm.evaluation.results import results_of_report
+from emp_llm.options.recipe import Share
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
 from emp_llm.records.evaluation import CheckRecord, Measures
@@ -104,9 +105,12 @@ def pruning_lines(report: RunReport) -> list[str]:
     targets = report.targets
     sizes = report.sizes
     asked = ""
-    sparsity = report.recipe.counts.sparsity
+    counts = report.recipe.counts
+    sparsity = counts.sparsity
     if sparsity is not None and percent_cell(sparsity) != percent_cell(targets.sparsity_of_targets):
-        why = f"each {report.recipe.group} loses a whole number of weights, rounded down"
+        by_cost = isinstance(counts, Share) and counts.shares is not None
+        group = "matrix" if by_cost else report.recipe.group
+        why = f"each {group} loses a whole number of weights, rounded down"
         if report.fits and targets.sparsity_of_targets > sparsity:
             why = "some of the weights that were kept and fitted are zero"
         asked = f" ({100 * sparsity:g} % asked; {why})"

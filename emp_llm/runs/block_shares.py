@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.tables import percent_cell
 from emp_llm.models.architecture import Target
-from emp_llm.options.recipe import ByCost, Magnitude, Recipe, Share, Wanda
+from emp_llm.options.recipe import MOST_BY_COST, ByCost, Magnitude, Recipe, Share, Wanda
 from emp_llm.runs.loss_budget import LossCurve
 
 logger = logging.getLogger(__name__)
 ALONE = (0.25, 0.5, 0.75)  # sparsities of a block that is pruned alone
 _LEAST = 1e-6  # nats: a rise below it is chance
-_MOST = 0.95  # of a block
 _FLATTEST = 1.0  # slope of the logarithm
 _HALVINGS = 200
 
@@ -75,7 +74,7 @@ def shares_by_cost(costs: Sequence[BlockCost], total: float) -> dict[int | None,
     shares = np.zeros(len(costs))
     for _ in range(_HALVINGS):  # the logarithm of the price
         price = (low + high) / 2
-        shares = np.clip((price + np.log(sizes / slopes) - starts) / slopes, 0, _MOST)
+        shares = np.clip((price + np.log(sizes / slopes) - starts) / slopes, 0, MOST_BY_COST)
         if float((shares * sizes).sum()) < total * float(sizes.sum()):
             low = price
         else:
