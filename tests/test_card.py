@@ -315,7 +315,7 @@ def test_evidence_of_something_else_is_refused(
     refused("two files of this name", ours, ours)
     for identity, *others in (("other",), ("other", ours), (identity_of(Checkpoint(hub_dense)),)):
         write(file, made_by=made_by(identity))
-        refused("r.json: it is of other weights than those in", *others, file)
+        refused("r.json: it is of other weights than those of", *others, file)
 
 
 def test_nothing_published_names_a_folder(

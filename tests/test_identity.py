@@ -1,94 +1,157 @@
-"""Weights are known by what they are, never by the date of their file."""
+"""What a stored number depends on: every file of the model that can change it."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import oracle
 import pytest
+from transformers import AutoTokenizer
 
-from emp_llm import evaluate, heal, prune
-from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
-from emp_llm.common.errors import UserError
-from emp_llm.options.criterion import find_criterion
+from emp_llm import UserError, calibrate, evaluate, prune
+from emp_llm.calibration import data
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.writing import run_signature
 
 Models = Callable[[str], Path]
-UP = "model.layers.1.mlp.up_proj.weight"
+SIZE: dict[str, Any] = {"samples": 4, "seqlen": 48, "device_map": "cpu"}
 
 
-def other_weights(folder: Path, scratch: Path) -> None:
-    """Put other weights into a folder, with the old sizes and dates, as `cp -p` does."""
-    other = oracle.edited_copy(folder, scratch, UP, lambda bits: np.put(bits, range(25), 0))
-    for shard in folder.glob("*.safetensors"):
-        old = shard.stat()
-        shutil.copyfile(other / shard.name, shard)
-        os.utime(shard, ns=(old.st_atime_ns, old.st_mtime_ns))
-        assert (shard.stat().st_size, shard.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
+def set_field(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON file, which need not be there."""
+    held = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(held | changes))
+
+
+def other_rotation(folder: Path) -> None:
+    """The same weights, with another rotation of the positions."""
+    config = json.loads((folder / "config.json").read_text())
+    rotation = config.get("rope_parameters") or {}
+    set_field(folder / "config.json", rope_parameters=rotation | {"rope_theta": 77.0})
+
+
+EDITS: dict[str, Callable[[Path], Any]] = {
+    "config.json": other_rotation,
+    "generation_config.json": lambda folder: set_field(
+        folder / "generation_config.json", repetition_penalty=1.5
+    ),
+    "code": lambda folder: (folder / "modeling_mine.py").write_text("FACTOR = 2\n"),
+    "tokenizer_config.json": lambda folder: set_field(
+        folder / "tokenizer_config.json", add_bos_token=True
+    ),
+    "chat_template.jinja": lambda folder: (folder / "chat_template.jinja").write_text("{{ 1 }}"),
+    "a named template": lambda folder: (
+        (folder / "additional_chat_templates").mkdir(),
+        (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ 1 }}"),
+    ),
+}
 
 
 @pytest.fixture
-def folder(pruned: Models, tmp_path: Path) -> Path:
-    """A pruned checkpoint whose identity is cached."""
-    copy: Path = shutil.copytree(pruned("llama"), tmp_path / "pruned")
-    identity_of(Checkpoint(copy))
-    return copy
+def copy(evaluable: Models, tmp_path: Path) -> Path:
+    """A model that a test may edit."""
+    return Path(shutil.copytree(evaluable("llama"), tmp_path / "model"))
 
 
-def test_other_weights_under_old_dates(
-    folder: Path, evaluable: Models, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("edited", [*EDITS, "the text"])
+def test_stored_results_are_of_the_files_as_they_are(
+    copy: Path, task_suite: Path, tmp_path: Path, edited: str
 ) -> None:
-    before = identity_of(Checkpoint(folder))
-    read = Checkpoint(folder)
-    other_weights(folder, tmp_path / "other")
-    assert identity_of(Checkpoint(folder)) != before
-    with pytest.raises(UserError, match="it changed while it was read"):
-        read.check_unchanged()
-    with pytest.raises(UserError, match=r"not those of its emp_manifest\.json.*emp-llm verify"):
-        heal(folder, dense=str(evaluable("llama")), calibration=str(text), seqlen=64, samples=4)
+    suite = Path(shutil.copytree(task_suite.parent, tmp_path / "suite")) / "short.toml"
+    how: dict[str, Any] = {"suite": suite, "output": tmp_path / "r.json", "device_map": "cpu"}
+    evaluate(copy, **how)
+    evaluate(copy, **how)  # shows the stored results
+    if edited == "the text":
+        (text,) = suite.parent.glob("*.txt")
+        text.write_text("A lamp. " * 99)
+    else:
+        EDITS[edited](copy)
+    with pytest.raises(UserError, match="it holds other results"):
+        evaluate(copy, **how)
 
 
-def test_stored_results_are_of_the_weights(
-    evaluable: Models, task_suite: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_report_says_of_which_tokenizer_its_dense_results_are(
+    copy: Path, task_suite: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "pruned"
-    prune(model=evaluable("llama"), output=folder, method="magnitude", sparsity=0.5)
-    suite = task_suite.with_name("short.toml")
-    output = tmp_path / "results.json"
-    first = evaluate(folder, suite=suite, output=output, device_map="cpu").results
-    assert first.pruned is not None
-    other_weights(folder, tmp_path / "other")
-    with pytest.raises(UserError, match=r"it holds other results \(model\.identity"):
-        evaluate(folder, suite=suite, output=output, device_map="cpu")
-    assert "not those that emp-llm wrote" in caplog.text
-    found = evaluate(folder, suite=suite, output=output, overwrite=True, device_map="cpu").results
-    assert found.pruned is None
+    how: dict[str, Any] = {"method": "magnitude", "evaluate": task_suite.parent / "short.toml"}
+    how["device_map"] = "cpu"
+    prune(copy, output=tmp_path / "first", **how)
+    again = how | {"baseline": tmp_path / "first"}
+    prune(copy, output=tmp_path / "again", **again)
+    EDITS["chat_template.jinja"](copy)
+    with pytest.raises(UserError, match="another tokenizer than that of --model"):
+        prune(copy, output=tmp_path / "other", **again)
 
 
-def test_an_interrupted_run_does_not_resume_on_other_weights(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_activations_of_another_config_are_noticed(
+    copy: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = shutil.copytree(models("llama"), tmp_path / "model")
-    out = tmp_path / "out"
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.checkpoint.output.OutputFolder.complete", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prune(model=source, output=out, method="magnitude", sparsity=0.5)
-    assert json.loads((tmp_path / ".out.partial" / "manifest.json").read_text())
-    other_weights(source, tmp_path / "other")
-    with pytest.raises(UserError, match=r"another source: \S+ has another size, inode or"):
-        prune(model=source, output=out, method="magnitude", sparsity=0.5)
+    norms = tmp_path / "norms.safetensors"
+    calibrate(copy, calibration=str(text), output=norms, **SIZE)
+    warning = "come from another config than that of"
+    for edit, warned in ((EDITS["chat_template.jinja"], False), (other_rotation, True)):
+        edit(copy)
+        caplog.clear()
+        prune(copy, activations=norms, output=tmp_path / "out", overwrite=True)
+        assert any(warning in message for message in caplog.messages) == warned
 
 
-def test_a_criterion_is_run_again_after_a_change(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    for factor in (2.0, 3.0):
-        file.write_text(f"def score(weight, norms):\n    return weight * {factor}\n")
-        os.utime(file, ns=(1, 1))
-        assert find_criterion("mine", f"{file}:score").score(np.ones(1), None) == factor
+def test_a_models_own_text_is_written_again_for_another_config(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
+    written: list[int] = []
+    continued = data._continued
+
+    def note(*arguments: Any) -> list[list[int]]:
+        written.append(1)
+        return continued(*arguments)
+
+    monkeypatch.setattr(data, "_continued", note)
+    for edit, writes in (
+        (None, True),
+        (None, False),
+        (EDITS["chat_template.jinja"], False),
+        (other_rotation, True),
+        (EDITS["generation_config.json"], True),
+    ):
+        if edit is not None:
+            edit(copy)
+        written.clear()
+        calibrate(copy, calibration="self", output=tmp_path / "n", overwrite=True, **SIZE)
+        assert bool(written) == writes, edit
+
+
+@pytest.mark.parametrize("edited", ["config.json", "code"])
+def test_the_work_of_a_run_is_of_the_config(copy: Path, edited: str) -> None:
+    before = run_signature(Checkpoint(copy), Recipe(), None)
+    EDITS["chat_template.jinja"](copy)
+    assert run_signature(Checkpoint(copy), Recipe(), None) == before
+    EDITS[edited](copy)
+    assert run_signature(Checkpoint(copy), Recipe(), None) != before
+
+
+def test_the_work_of_a_run_is_of_the_text_that_decides(
+    copy: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out sequences say how much each block loses, and they follow those of the norms."""
+
+    def stop(*_: Any) -> None:
+        raise UserError("enough")
+
+    monkeypatch.setattr("emp_llm.commands.prune._removed_by_cost", stop)
+    file = tmp_path / "text.txt"
+    words = text.read_text().split(" ")
+    tokens = len(AutoTokenizer.from_pretrained(copy)(text.read_text())["input_ids"])
+    place = 2 * SIZE["samples"] * SIZE["seqlen"] * len(words) // tokens
+    how: dict[str, Any] = {"calibration": str(file), "output": tmp_path / "out", **SIZE}
+    for later, said in (
+        (words[place:], "enough"),
+        (words[place:], "enough"),
+        ([*reversed(words[place:])], r"unfinished run with activations\.held out"),
+    ):
+        file.write_text(" ".join([*words[:place], *later]))
+        with pytest.raises(UserError, match=said):
+            prune(copy, method="wanda", shares="cost", **how)

@@ -166,7 +166,7 @@ def test_results_join_the_run_of_their_checkpoint(runs: Path, tmp_path: Path) ->
     dense = results_of(report, 100.0) | {"model": report["source"]["model"], "pruned": None}
     dense["made_by"]["model"] = {
         "identity": report["source"]["identity"],
-        "sha256_of_config_and_tokenizer": "0",
+        "sha256_of_config": "0",
     }
     for name, record in (("pruned", results_of(report, 123.0)), ("dense", dense)):
         (tmp_path / f"{name}.json").write_text(json.dumps(record))

@@ -38,7 +38,7 @@ from emp_llm.calibration.texts import (
     text_rows,
 )
 from emp_llm.checkpoint.agreement import check_agreement
-from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common.declared import check_type
@@ -523,8 +523,9 @@ def written_ids(
     wanted = samples * seqlen
     check_agreement({"prompts": prompts, "seed": seed}, model=writer.checkpoint)
     identity = ranks().first(lambda: identity_of(writer.checkpoint))
+    of_model = [identity, config_digest(folder), tokenizer.eos_token_id]
     made_of = json.dumps(
-        [_WRITING, identity, models.dtype, writer.quantization, prompts, new, seed]
+        [_WRITING, of_model, models.dtype, writer.quantization, prompts, new, seed]
     )
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
     documents = ranks().first(lambda: _written_before(path))

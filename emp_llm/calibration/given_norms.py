@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.calibration.texts import generates
+from emp_llm.checkpoint.checkpoint import config_digest
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import GivenOptions
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import QuantizationOptions
 from emp_llm.options.recipe import Recipe
+from emp_llm.records.source import ModelIdentity
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -78,12 +80,12 @@ def _flags(options: NormOptions, names: Set[str]) -> list[str]:
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:
-    """Warn if activations come from a model with other weights, whose shapes may be the same."""
-    made_by = activations.about.identity
-    if made_by is not None and made_by != identity:
-        name = activations.about.model or "an unnamed model"
-        logger.warning(
-            "warning: the activations come from other weights than those of %s (from %s).",
-            folder,
-            name,
-        )
+    """Warn if activations come from a model with other weights or another config, whose shapes may
+    be the same.
+    """
+    about = activations.about
+    model = ModelIdentity(identity=identity, sha256_of_config=config_digest(folder))
+    words = None if about.identity is None else about.difference(model)
+    if words is not None:
+        name = about.model or "an unnamed model"
+        logger.warning("warning: the activations come from %s %s (from %s).", words, folder, name)

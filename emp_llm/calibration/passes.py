@@ -71,7 +71,7 @@ from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import Execution, Place, Propagate
 from emp_llm.options.recipe import Match, Recipe
-from emp_llm.records.source import CalibrationRecord
+from emp_llm.records.source import CalibrationRecord, ModelIdentity
 
 logger = logging.getLogger(__name__)
 # A context around the call with a batch, given its first argument.
@@ -212,12 +212,13 @@ def model_origin(
         quantization: of the loaded model.
         pruned_by: the recipe of a pruned propagation.
     """
+    identity = ranks().first(lambda: identity_of(checkpoint))
     return CalibrationRecord(
         model=name if revision is not None else checkpoint.folder.name,
         revision=revision,
-        identity=ranks().first(lambda: identity_of(checkpoint)),
         quantization=quantization_record(quantization),
         pruned_by=pruned_by,
+        **ModelIdentity.of(checkpoint.folder, identity).as_dict(),
     )
 
 

@@ -7,6 +7,7 @@ once, and the hashes are cached by path, size, inode and change time. Dates of m
 nothing: `cp -p`, `rsync -a` and `tar` set them.
 """
 
+import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +34,14 @@ from emp_llm.common.paths import (
     is_hidden,
 )
 
+# What a model computes depends on these files beside its weights: the config, the settings of its
+# generation, and its own code. What its tokenizer gives depends on the others, with any templates.
+_OF_MODEL = ("config.json", "generation_config.json", "*.py")
+_OF_TOKENIZER = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
 SAVE_AGAIN = (
     "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), "
     "and the tokenizer likewise"
@@ -290,6 +299,24 @@ def check_layer_counts(path: Path, config: dict[str, Any], tensors: int) -> None
                 f"{path}: {quotable(key)} is {value}, and the checkpoint has {tensors} tensors; "
                 "they do not belong together. Download the model again."
             )
+
+
+def config_digest(folder: Path) -> str:
+    """SHA-256 of the files beside the weights on which the outputs of a model depend."""
+    return _digest_of(folder, _OF_MODEL)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of the files on which the tokens of a text or a conversation depend."""
+    return _digest_of(folder, _OF_TOKENIZER)
+
+
+def _digest_of(folder: Path, patterns: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def identity_of(checkpoint: Checkpoint) -> str:

@@ -66,7 +66,7 @@ def heal(
     from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.checkpoint.agreement import check_agreement
-    from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+    from emp_llm.checkpoint.checkpoint import Checkpoint, config_digest, identity_of
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch, command_line, machine_name
     from emp_llm.common.ranks import ranks
@@ -165,6 +165,7 @@ def heal(
 
     # Train, and write.
     with out:
+        made_of["configs"] = [config_digest(folder), config_digest(source.folder)]
         out.begin({"heals": pruned.states} | made_of, machine_name())
         samples, length = run.data.tokens.shape
         kept = out.get("healing_plan", HealingPlan)

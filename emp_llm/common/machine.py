@@ -290,13 +290,13 @@ def processor_name() -> str:
 
 
 def machine_name() -> str:
-    """What the last bits of a forward pass on the CPU depend on: the processor, the version of
-    torch, and its threads.
+    """What the last bits of a forward pass on the CPU depend on: the processor, the versions of
+    torch and transformers, and the threads.
     """
     import torch
 
     return (
-        f"{processor_name()}, torch {torch.__version__}, "
+        f"{processor_name()}, torch {torch.__version__}, transformers {_version('transformers')}, "
         f"{count_of(torch.get_num_threads(), 'thread')}"
     )
 

@@ -5,7 +5,6 @@ Earlier results resume an evaluation, stand in a table, or take the place of a n
 must be of the same suite.
 """
 
-import hashlib
 import logging
 import os
 from functools import partial
@@ -28,21 +27,11 @@ from emp_llm.models.placement import Quantization, device_name, quantization_rec
 from emp_llm.pruning.writing import report_of_weights
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
-from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
+from emp_llm.records.results import MadeBy, Results, pruned_by
 from emp_llm.records.run_report import RunReport, read_report
+from emp_llm.records.source import ModelIdentity
 
 logger = logging.getLogger(__name__)
-# The numbers depend on these files as well as on the weights: the config, and the tokenizer in any
-# of its forms.
-_FILES = (
-    "config.json",
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 
 
 def new_results(
@@ -60,8 +49,8 @@ def new_results(
     record = suite.record()
     # `Checkpoint` refuses a packed folder, which only the sparse runtime runs.
     read = folder_identity if runtime == "sparse" else _identity_of_checkpoint
-    digest = _files_digest(source.folder)
-    made_of = {"suite": msgspec.to_builtins(record), "config and tokenizer": digest}
+    made_of = {"suite": msgspec.to_builtins(record)}
+    made_of |= ModelIdentity.of(source.folder, None).as_dict()
     if (source.folder / PACK_NAME).is_file():
         check_agreement(made_of | {"weights": folder_identity(source.folder)})
     else:
@@ -77,7 +66,7 @@ def new_results(
         report = None
     pruned = None if report is None else pruned_by(report)
     made_by = MadeBy(
-        model=ModelIdentity(identity=identity, sha256_of_config_and_tokenizer=digest),
+        model=ModelIdentity.of(source.folder, identity),
         limit=record.limit,
         text=record.text,
         tasks=record.tasks,
@@ -164,15 +153,6 @@ def read_results(path: Path, option: str) -> Results:
         raise UserError(f"{option} {error}") from error
 
 
-def _files_digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(
-        {file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}
-    ):
-        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
 def results_of_report(report: RunReport) -> list[Results]:
     """The results of the dense and of the pruned model of a run that evaluated them; one that is
     not measured is left out.
@@ -181,7 +161,7 @@ def results_of_report(report: RunReport) -> list[Results]:
     if evaluation is None:
         return []
     made_by = MadeBy(
-        model=ModelIdentity(identity=report.source.identity),
+        model=msgspec.convert(report.source, ModelIdentity, from_attributes=True),
         limit=evaluation.limit,
         text=evaluation.text,
         tasks=evaluation.tasks,
@@ -267,13 +247,10 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
     other = None
     remedy = "Leave out --baseline to measure the dense model now."
     differs = _difference(made_by, wanted, "text", "tasks", "limit", "dtype", "quantization")
-    digest = made_by.model.sha256_of_config_and_tokenizer  # a folder records none
     if differs is not None:
         other = f"another suite, dtype or quantisation ({differs})"
-    elif made_by.model.identity != wanted.model.identity:
-        other = "other weights than those of --model"
-    elif digest not in (None, wanted.model.sha256_of_config_and_tokenizer):
-        other = "another config or tokenizer than --model has"
+    elif (words := made_by.model.difference(wanted.model)) is not None:
+        other = f"{words} --model"
     if other is not None:
         raise UserError(f"--baseline {baseline}: its results are of {other}. {remedy}")
     return results.measures

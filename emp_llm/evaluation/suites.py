@@ -115,8 +115,9 @@ class Suite:
         text = None
         if self.corpus is not None:
             text = self.corpus.record()
-            if self.corpus.file is not None and Path(self.corpus.file).is_file():
-                text.sha256 = _digest(Path(self.corpus.file))
+            path = Path(self.corpus.file or self.corpus.dataset or "")
+            if path.is_file() or (self.corpus.file is None and path.is_dir()):
+                text.sha256 = _digest(path)
         return SuiteRecord(
             suite=self.name,
             limit=self.limit,

@@ -217,7 +217,7 @@ class Given(Score):
     mark = "digest"
     scores: Annotated[
         Any, Opt("Scores of your own: a safetensors file with a score for each weight.")
-    ]
+    ] = field(hash=False)
     score_map: Mapped = None
     digest: str | None = None
 

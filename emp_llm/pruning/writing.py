@@ -20,6 +20,7 @@ import numpy as np
 
 from emp_llm.checkpoint.checkpoint import (
     Checkpoint,
+    config_digest,
     identity_from_files,
     identity_from_hashes,
     identity_of,
@@ -302,7 +303,7 @@ def run_signature(
     """
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
-        "source": {"files": checkpoint.states},
+        "source": {"files": checkpoint.states, "config": config_digest(checkpoint.folder)},
         "recipe": signed(recipe),
         "activations": activations,
     }

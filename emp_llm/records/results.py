@@ -5,14 +5,7 @@ from typing import ClassVar
 from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share
-from emp_llm.records.source import QuantizationRecord, TextRecord
-
-
-class ModelIdentity(Part, kw_only=True):
-    """The measured model: the identity of its weights, and a hash of its config and tokenizer."""
-
-    identity: str | None = None
-    sha256_of_config_and_tokenizer: str | None = None
+from emp_llm.records.source import ModelIdentity, QuantizationRecord, TextRecord
 
 
 class MadeBy(Part, kw_only=True, omit_defaults=False):

@@ -1,25 +1,59 @@
 """The origin of a number: the model, the text, the recipe, and the stages of the run."""
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, ClassVar
 
 import msgspec
 
+from emp_llm.checkpoint.checkpoint import config_digest, tokenizer_digest
 from emp_llm.records.base import FileRecord, Part, RecordedRecipe
 
 
-class ModelSource(Part, kw_only=True):
+class ModelIdentity(Part, kw_only=True):
+    """What the numbers of a model depend on. What is null is unknown, as in older records.
+
+    Attributes:
+        identity: a hash of all its weights (`checkpoint.identity_of`).
+        sha256_of_config: of the config, the settings of the generation, and code.
+        sha256_of_tokenizer: of the tokenizer's files and chat templates.
+    """
+
+    identity: str | None = None
+    sha256_of_config: str | None = None
+    sha256_of_tokenizer: str | None = None
+
+    @staticmethod
+    def of(folder: Path, identity: str | None) -> "ModelIdentity":
+        """The identity of the model in a folder, given that of its weights."""
+        return ModelIdentity(
+            identity=identity,
+            sha256_of_config=config_digest(folder),
+            sha256_of_tokenizer=tokenizer_digest(folder),
+        )
+
+    def difference(self, other: "ModelIdentity") -> str | None:
+        """What differs from another model, as words before its name; None: nothing that is known
+        of both.
+        """
+        if self.identity != other.identity:
+            return "other weights than those of"
+        for name, words in (("config", "another config"), ("tokenizer", "another tokenizer")):
+            digests = {self[f"sha256_of_{name}"], other[f"sha256_of_{name}"]} - {None}
+            if len(digests) > 1:
+                return f"{words} than that of"
+        return None
+
+
+class ModelSource(ModelIdentity, kw_only=True):
     """A model.
 
     Attributes:
         model: the name or path that the user gave.
         revision: its commit, if it comes from the Hub.
-        identity: a hash of all its weights (`checkpoint.identity`).
     """
 
     model: str
     revision: str | None
-    identity: str | None = None
 
     @property
     def key(self) -> str:
@@ -77,11 +111,11 @@ class QuantizationRecord(Part, kw_only=True):
     bitsandbytes: str = ""
 
 
-class CalibrationRecord(Part, kw_only=True):
+class CalibrationRecord(ModelIdentity, kw_only=True):
     """The origin of activations.
 
     Attributes:
-        model, revision, identity: the model.
+        model, revision: of the model.
         text, tokens: the calibration text, and the number of tokens; seed: of a shuffled or
             generated text only.
         texts: for a mix, its parts in place of `text`; each has its number of samples.
@@ -94,7 +128,6 @@ class CalibrationRecord(Part, kw_only=True):
 
     model: str = ""
     revision: str | None = None
-    identity: str | None = None
     text: TextRecord | None = None
     texts: list[TextRecord] = []
     seed: int | None = None

@@ -56,6 +56,7 @@ from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import read_report
+from emp_llm.records.source import ModelIdentity
 from emp_llm.reporting.card import HUB_ID, by_suite, cached_repository, card_text, find_origin
 from emp_llm.reporting.run_tables import split_benches
 
@@ -291,8 +292,9 @@ def push_checkpoint(
         )
     paths, benches = split_benches(results)
     measured = {path: complete_results(path, "--results") for path in paths}
-    this = identity_of(Checkpoint(folder)) if results else None
-    _check_evidence(folder, this, measured, benches)
+    model = ModelIdentity.of(folder, identity_of(Checkpoint(folder)) if results else None)
+    this = model.identity
+    _check_evidence(folder, model, measured, benches)
     names = [path.name for path in paths]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(
@@ -370,22 +372,24 @@ def push_checkpoint(
 
 
 def _check_evidence(
-    folder: Path, this: str | None, measured: Mapping[Path, Results], benches: Sequence[Bench]
+    folder: Path, this: ModelIdentity, measured: Mapping[Path, Results], benches: Sequence[Bench]
 ) -> None:
     """Refuse suites and benches without this checkpoint, whose identity is `this`.
 
     In every suite one of the models must be this checkpoint, so that no other model's numbers are
     mistaken for its own.
     """
-    for suite in by_suite(list(measured.values()), this):
-        if not any(model.made_by.model.identity == this for model in suite):
-            path = next(path for path, model in measured.items() if model is suite[0])
+    for suite in by_suite(list(measured.values()), this.identity):
+        found = [model.made_by.model.difference(this) for model in suite]
+        if all(found):
+            same = (model.made_by.model.identity == this.identity for model in suite)
+            place = next((place for place, each in enumerate(same) if each), 0)
+            path = next(path for path, model in measured.items() if model is suite[place])
             raise UserError(
-                f"--results {path}: it is of other weights than those in {folder}. "
-                "Evaluate this checkpoint."
+                f"--results {path}: it is of {found[place]} {folder}. Evaluate this checkpoint."
             )
     for bench in benches:
-        if bench.identity != this:
+        if bench.identity != this.identity:
             raise UserError(
                 f"--results: the bench of {bench.model} is of other weights than those in {folder}."
             )

@@ -254,6 +254,8 @@ class PruneRun(Run):
             if self.recipe.heal is not None:
                 made_of["seed"] = options.seed  # of the order of the sequences
                 made_of["training"] = self.data.for_training.signature
+            if self.deciding is not None and self.data.held_out is not None:
+                made_of["held out"] = replace(self.data, tokens=self.data.held_out).signature
         return run_signature(self.checkpoint, self.recipe, made_of or None)
 
 

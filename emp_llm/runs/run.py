@@ -32,7 +32,7 @@ from emp_llm.pruning.scores import recorded, signed
 from emp_llm.pruning.writing import criterion_source, keep_criterion, write_manifest
 from emp_llm.records.corpus import Corpus, samples_of
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CalibrationRecord, ModelSource
+from emp_llm.records.source import CalibrationRecord, ModelIdentity, ModelSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,9 @@ class Run:
 
     def made_from(self, identity: str) -> ModelSource:
         """The dense model, as reports name it."""
-        return ModelSource(model=self.source.name, revision=self.source.revision, identity=identity)
+        source = self.source
+        known = ModelIdentity.of(source.folder, identity).as_dict()
+        return ModelSource(model=source.name, revision=source.revision, **known)
 
 
 def dense_model(run: Run, by_blocks: bool = False) -> "PreTrainedModel":
